@@ -1,0 +1,78 @@
+"""What a backend is: the contract between the plan and whatever computes a subgraph.
+
+A backend plays one or both roles, "npu" and "cpu". `chunkrt.testing.check_backend` is this contract as a test suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.weights.store import WeightStore
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """Whether a backend can run a subgraph; if not, which node stands in the way and why."""
+
+    ok: bool
+    node: str = ""
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Executable(Protocol):
+    """One compiled subgraph."""
+
+    fixed_length: int | None
+    """Rows that every call must have (an NPU's chunk), or None if any number from 1 to the chunk length will do."""
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """Compute the outputs from the inputs.
+
+        Args:
+            inputs: the subgraph's `inputs` and `state` by name, C-contiguous, dtypes as in the plan. A value has
+                shape [rows, ...]; a cache is float32 or float16 [kv_heads, P, D] and is updated in place.
+                "position" is int64 [1]: the position of row 0.
+            outputs: the subgraph's `outputs` by name, C-contiguous, written in full.
+
+        The caller owns all buffers. Releases the GIL while it computes; several threads may call one instance.
+
+        Raises:
+            BackendError: the computation failed.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """A way to compile and run subgraphs."""
+
+    name: str
+    concurrency: int | None
+    """Subgraphs it can run at once: 1 for an NPU, None for a backend that runs on CPU threads."""
+
+    def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
+        """Tell, without compiling, whether `compile` would accept the subgraph under the scheme."""
+        ...
+
+    def compile(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
+    ) -> Executable:
+        """Make an executable for up to `chunk_length` rows.
+
+        Raises:
+            PartitionError: an operator or type that the backend does not run.
+            CompileError: the backend's compiler failed.
+        """
+        ...
+
+

@@ -1,0 +1,49 @@
+"""Every error that chunkrt raises on purpose.
+
+A message says what failed, what was found and what was expected, and the next thing to try. The command line
+prints it as one line; `-v` adds the traceback and the chained cause.
+"""
+
+
+class ChunkrtError(Exception):
+    """Base of all errors below; catch it to catch everything that chunkrt reports."""
+
+
+class ConfigError(ChunkrtError):
+    """An option, an argument or a configuration file is wrong."""
+
+
+class ModelError(ChunkrtError):
+    """A checkpoint, a tokenizer or an engine directory is missing, damaged or inconsistent."""
+
+
+class UnsupportedModelError(ModelError):
+    """The checkpoint is sound, but its architecture or one of its features is not implemented."""
+
+
+class PartitionError(ChunkrtError):
+    """A subgraph cannot run on the device it was placed on."""
+
+
+class QuantizationError(ChunkrtError):
+    """A tensor cannot be quantised under the chosen scheme."""
+
+
+class BackendError(ChunkrtError):
+    """A backend failed."""
+
+
+class BackendUnavailableError(BackendError):
+    """The backend's library, driver or device is not on this machine."""
+
+
+class CompileError(BackendError):
+    """A backend could not compile a subgraph."""
+
+
+class DeviceLostError(BackendError):
+    """The device stopped answering while it ran a subgraph."""
+
+
+class ClosedError(ChunkrtError):
+    """An engine or a session was used after it was closed, or a run was cancelled."""

@@ -1,0 +1,141 @@
+"""The plan: the ordered subgraphs of one decoder, as plain data.
+
+Everything after graph building works from it: backends compile its subgraphs, the executor streams chunks through
+them, the simulator predicts them. It is JSON on disk, and this module needs nothing but the standard library, so
+that a device which only runs an engine never imports ONNX.
+
+A shape holds integers and symbols. `"T"`: the tokens of one chunk. `"R"`: the rows of logits asked for (one for a
+prompt, unless all are wanted). `"P"`: the cache's capacity in positions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, Literal
+
+from chunkrt.errors import ModelError
+
+Device = Literal["npu", "cpu"]
+Dimension = int | str
+Attribute = int | float | str | list[int] | list[float]
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A named value. `kind` says where it lives: a "value" is computed, a "weight" is constant, a "state" persists.
+
+    Weights are float32 in the plan whatever the scheme: how a linear's weight is stored is the scheme's choice.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dimension, ...]
+    kind: Literal["value", "weight", "state"] = "value"
+
+    def num_bytes(self, **symbols: int) -> int:
+        """Size in bytes once the symbols (T, R, P) have values."""
+        return prod(resolve(self.shape, symbols)) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One operator: ONNX's own op_type, domain ("" is standard ONNX, "chunkrt" ours), tensor names, attributes.
+
+    An absent optional input is the empty string, as in ONNX.
+    """
+
+    name: str
+    op: str
+    domain: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Attribute]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subgraph:
+    """A connected part of the decoder that one device runs.
+
+    `inputs` and `outputs` are the values that cross its boundary (graph inputs such as "input_ids" and "position"
+    included); `weights` are constants it reads; `state` are cache tensors that it updates in place. `rows` is the
+    symbol that counts its rows: "T" for a subgraph that runs once a chunk, "R" for one that runs on the rows whose
+    logits are wanted.
+    """
+
+    name: str
+    device: Device
+    is_static: bool
+    rows: Literal["T", "R"]
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    state: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The subgraphs of one decoder in execution order, with every tensor they name."""
+
+    family: str
+    subgraphs: tuple[Subgraph, ...]
+    tensors: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    output: str
+    vocab_size: int
+    context_length: int
+
+    @property
+    def static_subgraphs(self) -> tuple[Subgraph, ...]:
+        """Those that depend on the chunk length alone."""
+        return tuple(s for s in self.subgraphs if s.is_static)
+
+    @property
+    def state_tensors(self) -> tuple[Tensor, ...]:
+        """Every cache tensor, in the order of the subgraphs that own them."""
+        return tuple(self.tensors[name] for s in self.subgraphs for name in s.state)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ModelError: the text is not a plan.
+        """
+        try:
+            return _plan(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"the plan is damaged ({type(error).__name__}: {error}); compile the model again"
+            ) from error
+
+
+def resolve(shape: tuple[Dimension, ...], symbols: Mapping[str, int]) -> tuple[int, ...]:
+    """Replace the symbols in a shape by their values."""
+    return tuple(symbols[d] if isinstance(d, str) else d for d in shape)
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    return Plan(
+        **data
+        | {
+            "subgraphs": tuple(_subgraph(s) for s in data["subgraphs"]),
+            "tensors": {n: Tensor(**t | {"shape": tuple(t["shape"])}) for n, t in data["tensors"].items()},
+            "inputs": tuple(data["inputs"]),
+        }
+    )
+
+
+def _subgraph(data: dict[str, Any]) -> Subgraph:
+    names = {key: tuple(data[key]) for key in ("inputs", "outputs", "weights", "state")}
+    nodes = tuple(Node(**n | {key: tuple(n[key]) for key in ("inputs", "outputs")}) for n in data["nodes"])
+    return Subgraph(**data | names | {"nodes": nodes})
