@@ -1,0 +1,95 @@
+"""From the plan back to ONNX: one model for a subgraph, or for the whole decoder.
+
+What the NPU compiles, what ONNX Runtime executes as the oracle, and what `chunkrt plan --save-onnx` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from chunkrt.graph.functions import DOMAIN, expansion
+from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.tracing import IR_VERSION, OPSET
+
+PAST = "past"
+"""The symbol of a cache's length where it is an input; the output is longer by the rows just appended."""
+
+PRESENT_SUFFIX = ".present"
+"""Added to a cache's name where it is an output."""
+
+_DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int64": ir.DataType.INT64}
+
+
+def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model:
+    """One ONNX model of consecutive subgraphs.
+
+    Ensures: inputs are the values that come from outside, then the caches [kv_heads, past, D]; outputs are the
+    values that leave, then the caches with the new rows appended. Weights are initializers without values; see
+    `quant/prepare.py`. Operators of our domain come with their expansions.
+    """
+    values: dict[str, ir.Value] = {}
+
+    def value(tensor_name: str) -> ir.Value:
+        if tensor_name not in values:
+            values[tensor_name] = _value(plan.tensors[tensor_name])
+        return values[tensor_name]
+
+    state_outputs: list[ir.Value] = []
+    nodes = []
+    for node in (node for subgraph in subgraphs for node in subgraph.nodes):
+        outputs = [value(n) for n in node.outputs]
+        if node.domain == DOMAIN:
+            present = [_present(plan.tensors[n]) for n in node.inputs if _is_state(plan, n)]
+            state_outputs += present
+            outputs += present
+        nodes.append(_node(node, [value(n) if n else None for n in node.inputs], outputs))
+
+    made = {n for subgraph in subgraphs for n in subgraph.outputs}
+    later = plan.subgraphs[plan.subgraphs.index(subgraphs[-1]) + 1 :]
+    wanted = {plan.output, *(n for subgraph in later for n in subgraph.inputs)}
+    inputs = dict.fromkeys(n for s in subgraphs for n in (*s.inputs, *s.state) if n not in made)
+    graph = ir.Graph(
+        [value(n) for n in sorted(inputs, key=lambda n: _is_state(plan, n))],
+        [*(value(n) for s in subgraphs for n in s.outputs if n in wanted), *state_outputs],
+        nodes=nodes,
+        opset_imports={"": OPSET, DOMAIN: 1},
+        name=name,
+    )
+    for weight in dict.fromkeys(n for subgraph in subgraphs for n in subgraph.weights):
+        graph.initializers[weight] = value(weight)
+    used = dict.fromkeys(node.op for s in subgraphs for node in s.nodes if node.domain == DOMAIN)
+    functions = [expansion(op) for op in used]
+    return ir.Model(graph, ir_version=IR_VERSION, producer_name="chunkrt", functions=functions)
+
+
+def _is_state(plan: Plan, name: str) -> bool:
+    return bool(name) and plan.tensors[name].kind == "state"
+
+
+def _value(tensor: Tensor) -> ir.Value:
+    shape = [PAST if dimension == "P" else dimension for dimension in tensor.shape]
+    return ir.Value(name=tensor.name, type=ir.TensorType(_DTYPES[tensor.dtype]), shape=ir.Shape(shape))
+
+
+def _present(cache: Tensor) -> ir.Value:
+    shape = [f"{PAST} + T" if dimension == "P" else dimension for dimension in cache.shape]
+    name = cache.name + PRESENT_SUFFIX
+    return ir.Value(name=name, type=ir.TensorType(_DTYPES[cache.dtype]), shape=ir.Shape(shape))
+
+
+def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value]) -> ir.Node:
+    attributes = [_attribute(name, value) for name, value in node.attributes.items()]
+    return ir.Node(node.domain, node.op, inputs, attributes, outputs=outputs, name=node.name)
+
+
+def _attribute(name: str, value: Attribute) -> ir.Attr:
+    if isinstance(value, int):
+        return ir.AttrInt64(name, value)
+    if isinstance(value, float):
+        return ir.AttrFloat32(name, value)
+    if isinstance(value, str):
+        return ir.AttrString(name, value)
+    is_int = all(isinstance(v, int) for v in value)
+    return ir.AttrInt64s(name, [int(v) for v in value]) if is_int else ir.AttrFloat32s(name, value)

@@ -1,0 +1,100 @@
+"""The operators of our own domain in standard ONNX: what they mean.
+
+Each is a function that goes into every model that uses it, so that any ONNX runtime can run the model and Netron can
+open the operator up. RotaryEmbedding and Attention are standard since opset 23.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import onnx_ir as ir
+
+DOMAIN = "chunkrt"
+
+_TEXT = """
+<ir_version: 10, opset_import: ["": 23]>
+placeholder (float[1] x) => (float[1] y) { y = Identity(x) }
+
+<domain: "chunkrt", opset_import: ["": 23]>
+CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale>
+    (qkv, position, cos, sin, past_key, past_value) => (output, present_key, present_value)
+{
+    # qkv [T, (Nq + 2 Nkv) D] to heads [1, Nq + 2 Nkv, T, D]
+    any_dim = Constant <value_ints = [0, -1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    minus_one = Constant <value_ints = [-1]> ()
+    dim_scalar = Constant <value_int: int = @head_dim> ()
+    dim = Reshape (dim_scalar, one)
+    by_head = Concat <axis = 0> (any_dim, dim)
+    rows = Reshape (qkv, by_head)
+    heads = Transpose <perm = [1, 0, 2]> (rows)
+    batch = Unsqueeze (heads, zero)
+    num_q_scalar = Constant <value_int: int = @num_heads> ()
+    num_kv_scalar = Constant <value_int: int = @num_kv_heads> ()
+    num_q = Reshape (num_q_scalar, one)
+    num_kv = Reshape (num_kv_scalar, one)
+    counts = Concat <axis = 0> (num_q, num_kv, num_kv)
+    q, k, v = Split <axis = 1> (batch, counts)
+
+    # row t stands at position + t
+    qkv_shape = Shape (qkv)
+    num_rows = Gather (qkv_shape, zero)
+    start = Squeeze (position, zero)
+    end_1d = Add (position, num_rows)
+    end = Squeeze (end_1d, zero)
+    step = Constant <value_int = 1> ()
+    row_positions = Range (start, end, step)
+    position_ids = Unsqueeze (row_positions, zero)
+    q_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (q, cos, sin, position_ids)
+    k_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (k, cos, sin, position_ids)
+
+    # row t sees keys 0 .. position + t
+    first = Constant <value_int = 0> ()
+    key_positions = Range (first, end, step)
+    limits = Unsqueeze (row_positions, minus_one)
+    visible = LessOrEqual (key_positions, limits)
+    past_k = Unsqueeze (past_key, zero)
+    past_v = Unsqueeze (past_value, zero)
+    attended, all_k, all_v = Attention <scale: float = @scale> (q_roped, k_roped, v, visible, past_k, past_v)
+    present_key = Squeeze (all_k, zero)
+    present_value = Squeeze (all_v, zero)
+    by_row = Transpose <perm = [0, 2, 1, 3]> (attended)
+    flat = Constant <value_ints = [0, 0, -1]> ()
+    merged = Reshape (by_row, flat)
+    output = Squeeze (merged, zero)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+DynamicLinear (x, weight, weight_scale) => (y)
+{
+    # int8 a row: q = round(x * 127 / max|x|); a row of zeros stays zero
+    last = Constant <value_ints = [-1]> ()
+    limit = Constant <value_float = 127.0> ()
+    tiny = Constant <value_float = 1e-30> ()
+    magnitude = Abs (x)
+    row_max = ReduceMax (magnitude, last)
+    divisor = Max (row_max, tiny)
+    multiplier = Div (limit, divisor)
+    scaled = Mul (x, multiplier)
+    q = Round (scaled)
+
+    # the products of integers are summed in float32, exact up to 2^24
+    weight_float = CastLike (weight, x)
+    accumulated = MatMul (q, weight_float)
+    row_scale = Div (row_max, limit)
+    by_rows = Mul (accumulated, row_scale)
+    y = Mul (by_rows, weight_scale)
+}
+"""
+
+
+@cache
+def _functions() -> dict[str, ir.Function]:
+    return {f.name: f for f in ir.from_onnx_text(_TEXT).functions.values()}
+
+
+def expansion(op: str) -> ir.Function:
+    """A fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
+    return _functions()[op].clone()

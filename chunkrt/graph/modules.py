@@ -1,0 +1,229 @@
+"""The parts that decoders are built from: modules, parameters, and the linears that merge several checkpoint tensors.
+
+A module knows its place in the tree (its path, which is also where its checkpoint tensors are), may be placed on a
+device with `.to`, and describes what it computes in `forward`, which `graph/tracing.py` records. A parameter knows
+how to fill itself from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.graph import ops
+from chunkrt.graph.plan import Device
+from chunkrt.graph.tracing import current_trace
+from chunkrt.weights.source import TensorSource
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(kw_only=True)
+class Parameter:
+    """A weight of the graph and the way it is loaded.
+
+    `checkpoint_tensors` maps each tensor that it reads to the shape that tensor must have; `combine` makes the
+    weight, of `shape`, out of them in that order.
+    """
+
+    shape: tuple[int, ...]
+    checkpoint_tensors: dict[str, tuple[int, ...]]
+    combine: Callable[..., Float32]
+    name: str = field(default="", init=False)
+
+    def load(self, source: TensorSource) -> Float32:
+        """Read, check and combine.
+
+        Raises:
+            ModelError: a checkpoint tensor is missing or has another shape; the message names both.
+        """
+        for name, expected in self.checkpoint_tensors.items():
+            found = source.info(name).shape
+            if found != expected:
+                raise ModelError(f"{source.path.name}: tensor {name} is {list(found)}, expected {list(expected)}")
+        weight = self.combine(*(source.read(name) for name in self.checkpoint_tensors))
+        assert weight.shape == self.shape, (self.name, weight.shape, self.shape)
+        return weight
+
+    def value(self) -> ir.Value:
+        """The weight in the graph being traced."""
+        return current_trace().weight(self.name, self.shape)
+
+
+class Module:
+    """A node of the module tree. Assigning a module, a list of modules or a parameter to an attribute adds it."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.device: Device | None = None
+
+    def to(self, device: Device) -> Self:
+        """Place this module, and everything below it that has no place of its own."""
+        if device not in ("npu", "cpu"):
+            raise ConfigError(f"a module can be placed on 'npu' or 'cpu', not {device!r}")
+        self.device = device
+        return self
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Direct submodules by attribute name; those of a list are "name.index"."""
+        for name, member in vars(self).items():
+            if isinstance(member, Module):
+                yield name, member
+            elif isinstance(member, list):
+                yield from ((f"{name}.{i}", m) for i, m in enumerate(member) if isinstance(m, Module))
+
+    def modules(self) -> Iterator[Module]:
+        """This module and all below it, parents first."""
+        yield self
+        for _, child in self.children():
+            yield from child.modules()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter of this module and of those below it."""
+        for module in self.modules():
+            yield from (member for member in vars(module).values() if isinstance(member, Parameter))
+
+    def named(self, path: str = "") -> Self:
+        """Tell every module and parameter below this one its path. Call it once, on the root.
+
+        A module overrides `declare` to create parameters whose checkpoint names depend on the path.
+        """
+        self.path = path
+        self.declare()
+        for attribute, member in vars(self).items():
+            if isinstance(member, Parameter):
+                member.name = f"{path}.{attribute}" if path else attribute
+        for name, child in self.children():
+            child.named(f"{path}.{name}" if path else name)
+        return self
+
+    def declare(self) -> None:
+        """Create the parameters, now that `path` is known."""
+
+    def forward(self, *inputs: Any) -> Any:
+        """Describe the computation with `graph/ops.py` and submodules."""
+        raise TypeError(f"{type(self).__name__} has no forward; a module that is called defines one")
+
+    def __call__(self, *inputs: Any) -> Any:
+        with current_trace().scope(self.path, self.device):
+            return self.forward(*inputs)
+
+    def sibling(self, name: str) -> str:
+        """The path of something beside this module: a packed linear's checkpoint tensors are there."""
+        parent = self.path.rpartition(".")[0]
+        return f"{parent}.{name}" if parent else name
+
+
+class Embedding(Module):
+    """Rows of a table [num_rows, width], picked by token id. Runs on the CPU unless placed."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.device = "cpu"
+        self.shape = (num_rows, width)
+
+    def declare(self) -> None:
+        self.weight = Parameter(
+            shape=self.shape, checkpoint_tensors={f"{self.path}.weight": self.shape}, combine=_as_it_is
+        )
+
+    def forward(self, token_ids: ir.Value) -> ir.Value:
+        return ops.gather_rows(self.weight.value(), token_ids, name="output")
+
+
+class RMSNorm(Module):
+    """Root-mean-square normalisation with a plain weight (Zhang and Sennrich, 2019, equation 4)."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.width, self.epsilon = width, epsilon
+
+    def declare(self) -> None:
+        tensors: dict[str, tuple[int, ...]] = {f"{self.path}.weight": (self.width,)}
+        self.weight = Parameter(shape=(self.width,), checkpoint_tensors=tensors, combine=_as_it_is)
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return ops.rms_normalization(hidden, self.weight.value(), epsilon=self.epsilon, name="output")
+
+
+class MergedLinear(Module):
+    """One MatMul that stands for several linears over the same input, side by side in its columns.
+
+    The checkpoint holds each part as `weight` [width, in_features] (and `bias` [width]) beside this module; the
+    graph's weight is [in_features, sum of widths].
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.parts, self.has_bias = in_features, parts, bias
+
+    @property
+    def out_features(self) -> int:
+        """Columns of all parts together."""
+        return sum(self.parts.values())
+
+    def part_path(self, part: str) -> str:
+        """Where the checkpoint keeps one part."""
+        return self.sibling(part)
+
+    def declare(self) -> None:
+        paths = {self.part_path(part): width for part, width in self.parts.items()}
+        self.weight = Parameter(
+            shape=(self.in_features, self.out_features),
+            checkpoint_tensors={f"{path}.weight": (width, self.in_features) for path, width in paths.items()},
+            combine=_merge_transposed,
+        )
+        if self.has_bias:
+            self.bias = Parameter(
+                shape=(self.out_features,),
+                checkpoint_tensors={f"{path}.bias": (width,) for path, width in paths.items()},
+                combine=_concatenate,
+            )
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        product = ops.matmul(hidden, self.weight.value(), name="product" if self.has_bias else "output")
+        return ops.add(product, self.bias.value(), name="output") if self.has_bias else product
+
+
+class Linear(MergedLinear):
+    """hidden [T, in_features] @ weight [in_features, out_features] (+ bias).
+
+    `tied_to` names another module's table [out_features, in_features] to use as the weight (a tied head).
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, tied_to: Module | None = None
+    ) -> None:
+        super().__init__(in_features, {"": out_features}, bias=bias)
+        self._tied_to: Sequence[Module] = (tied_to,) if tied_to else ()
+
+    def part_path(self, part: str) -> str:
+        return self._tied_to[0].path if self._tied_to else self.path
+
+
+class QKVLinear(MergedLinear):
+    """The query, key and value projections as one linear, columns q | k | v, head after head."""
+
+    def __init__(
+        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool = False
+    ) -> None:
+        q, kv = num_heads * head_dim, num_kv_heads * head_dim
+        super().__init__(in_features, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias)
+
+
+def _as_it_is(tensor: Float32) -> Float32:
+    return tensor
+
+
+def _merge_transposed(*tensors: Float32) -> Float32:
+    return (tensors[0] if len(tensors) == 1 else np.concatenate(tensors)).T
+
+
+def _concatenate(*tensors: Float32) -> Float32:
+    return np.concatenate(tensors)

@@ -1,0 +1,137 @@
+"""Partitioning: from the decoder's graph to the plan.
+
+Every node has a device: its module's, where one was placed, or the rule's. Neighbours on one device melt into one
+subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal, cast
+
+import onnx_ir as ir
+
+from chunkrt.graph.plan import DTYPE_BYTES, Attribute, Device, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.tracing import DEVICE_KEY
+
+DYNAMIC_OPS = {("chunkrt", "CachedAttention"), ("", "Gather")}
+"""What depends on position, state or run-time indices; without a place of its own it goes to the CPU."""
+
+_DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.INT64: "int64"}
+
+
+def partition(model: ir.Model, *, family: str) -> Plan:
+    """Cut a traced decoder into subgraphs.
+
+    Requires: nodes in an order in which they can run, as tracing leaves them. Ensures: every node is in exactly one
+    subgraph, and running the subgraphs in order computes the graph.
+    """
+    graph = model.graph
+    nodes = list(graph)
+    state = {v.name or "" for v in graph.inputs if v.shape and "P" in _dimensions(v)}
+    groups = [list(group) for _, group in groupby(nodes, key=lambda n: (_device(n), _rows(n)))]
+    names = _names(groups)
+    subgraphs = tuple(
+        _subgraph(name, group, nodes, graph, state) for name, group in zip(names, groups, strict=True)
+    )
+    logits = graph.outputs[0]
+    cos = next((v for name, v in graph.initializers.items() if name.endswith("rope.cos")), None)
+    return Plan(
+        family=family,
+        subgraphs=subgraphs,
+        tensors=_tensors(graph, subgraphs, state),
+        inputs=tuple(v.name or "" for v in graph.inputs if v.name not in state),
+        output=logits.name or "",
+        vocab_size=int(_dimensions(logits)[-1]),
+        context_length=int(_dimensions(cos)[0]) if cos is not None else 0,
+    )
+
+
+def _device(node: ir.Node) -> Device:
+    placed = node.metadata_props.get(DEVICE_KEY)
+    if placed:
+        return cast(Device, placed)
+    return "cpu" if (node.domain, node.op_type) in DYNAMIC_OPS else "npu"
+
+
+def _rows(node: ir.Node) -> Literal["T", "R"]:
+    return cast(Literal["T", "R"], _dimensions(node.outputs[0])[0])
+
+
+def _dimensions(value: ir.Value) -> tuple[int | str, ...]:
+    assert value.shape is not None, value.name
+    return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
+
+
+def _is_static(nodes: Sequence[ir.Node]) -> bool:
+    return not any((node.domain, node.op_type) in DYNAMIC_OPS for node in nodes)
+
+
+def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
+    """What a person would call them: embedding, static.0, dynamic.0, static.1, ..., head."""
+    counts: dict[str, int] = {}
+    names = []
+    for index, group in enumerate(groups):
+        if all(node.op_type == "Gather" for node in group) and index == 0:
+            kind = "embedding"
+        elif _rows(group[0]) == "R":
+            kind = "head"
+        else:
+            kind = "static" if _is_static(group) else "dynamic"
+        number = counts.get(kind, 0)
+        counts[kind] = number + 1
+        names.append(f"{kind}.{number}" if kind in ("static", "dynamic") or number else kind)
+    return names
+
+
+def _subgraph(
+    name: str, group: Sequence[ir.Node], nodes: Sequence[ir.Node], graph: ir.Graph, state: set[str]
+) -> Subgraph:
+    members = set(group)
+    made = {value.name for node in group for value in node.outputs}
+    read = list(dict.fromkeys(v.name or "" for node in group for v in node.inputs if v is not None))
+    outside = {v.name for node in nodes if node not in members for v in node.inputs if v is not None}
+    outside.add(graph.outputs[0].name)
+    return Subgraph(
+        name=name,
+        device=_device(group[0]),
+        is_static=_is_static(group),
+        rows=_rows(group[0]),
+        nodes=tuple(_node(node) for node in group),
+        inputs=tuple(n for n in read if n not in made and n not in graph.initializers and n not in state),
+        outputs=tuple(v.name or "" for node in group for v in node.outputs if v.name in outside),
+        weights=tuple(n for n in read if n in graph.initializers),
+        state=tuple(n for n in read if n in state),
+    )
+
+
+def _node(node: ir.Node) -> Node:
+    stateful = node.domain == "chunkrt"
+    outputs = node.outputs[:1] if stateful else node.outputs
+    return Node(
+        name=node.name or "",
+        op=node.op_type,
+        domain=node.domain,
+        inputs=tuple(v.name or "" if v is not None else "" for v in node.inputs),
+        outputs=tuple(v.name or "" for v in outputs),
+        attributes={name: cast(Attribute, attribute.value) for name, attribute in node.attributes.items()},
+    )
+
+
+def _tensors(graph: ir.Graph, subgraphs: Sequence[Subgraph], state: set[str]) -> dict[str, Tensor]:
+    values = {v.name or "": v for v in (*graph.inputs, *graph.initializers.values())}
+    values |= {v.name or "": v for node in graph for v in node.outputs}
+    used = {n for s in subgraphs for node in s.nodes for n in (*node.inputs, *node.outputs) if n}
+    tensors = {}
+    for name, value in values.items():
+        if name not in used:
+            continue
+        kind: Literal["weight", "state", "value"] = (
+            "weight" if name in graph.initializers else "state" if name in state else "value"
+        )
+        assert value.dtype is not None
+        dtype = _DTYPES[value.dtype]
+        assert dtype in DTYPE_BYTES
+        tensors[name] = Tensor(name=name, dtype=dtype, shape=_dimensions(value), kind=kind)
+    return tensors

@@ -1,0 +1,155 @@
+"""Tracing: running a decoder's module tree once to record it as an ONNX graph.
+
+While a trace is open, every operator of `graph/ops.py` appends a node to it. Nodes and values are named after the
+module that made them ("model.layers.0.mlp.down_proj.output"), and a node remembers the device its module was
+placed on, so that the graph reads well in Netron and partitioning needs no second look at the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import onnx_ir as ir
+
+from chunkrt.graph.plan import Device
+
+OPSET = 23
+"""The first with RMSNormalization, RotaryEmbedding and Attention."""
+IR_VERSION = 10
+DEVICE_KEY = "chunkrt.device"
+"""Where a node's own device is written, in its metadata; a node without it is placed by rule."""
+MODULE_KEY = "chunkrt.module"
+
+_current: ContextVar[Trace] = ContextVar("trace")
+
+
+def current_trace() -> Trace:
+    """The trace that operators add to. Raises LookupError outside of `Trace.open`."""
+    return _current.get()
+
+
+class Trace:
+    """One graph under construction.
+
+    `state` pairs every cache input with the output that holds its new content.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+        self.inputs: dict[str, ir.Value] = {}
+        self.weights: dict[str, ir.Value] = {}
+        self.state_updates: list[tuple[ir.Value, ir.Value]] = []
+        self._scopes: list[tuple[str, Device | None]] = [("", None)]
+        self._names: set[str] = set()
+
+    @contextmanager
+    def open(self) -> Iterator[Trace]:
+        """Make this the current trace."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def scope(self, path: str, device: Device | None) -> Iterator[None]:
+        """Name nodes after a module, and place them where it, or the nearest placed module around it, is."""
+        self._scopes.append((path, device or self._scopes[-1][1]))
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def node(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[tuple[str, tuple[int | str, ...]]],
+        *,
+        attributes: Mapping[str, int | float],
+        domain: str = "",
+    ) -> list[ir.Value]:
+        """Append a node with float32 outputs, given as (name within the module, shape)."""
+        path, device = self._scopes[-1]
+        values = [_value(self._unique(name), ir.DataType.FLOAT, shape) for name, shape in outputs]
+        metadata = {DEVICE_KEY: device} if device else {}
+        node = ir.Node(
+            domain,
+            op,
+            inputs,
+            [_attribute(name, value) for name, value in attributes.items()],
+            outputs=values,
+            name=values[0].name,
+            metadata_props={**metadata, MODULE_KEY: path},
+        )
+        self.nodes.append(node)
+        return values
+
+    def input(self, name: str, shape: tuple[int | str, ...]) -> ir.Value:
+        """An int64 input of the whole graph; the same value each time it is asked for."""
+        if name not in self.inputs:
+            self.inputs[name] = _value(name, ir.DataType.INT64, shape)
+        return self.inputs[name]
+
+    def position(self) -> ir.Value:
+        """The graph input that holds the position of row 0: int64 [1]."""
+        return self.input("position", (1,))
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> ir.Value:
+        """A float32 weight by its full name; its values come later, from the checkpoint."""
+        if name not in self.weights:
+            self.weights[name] = _value(name, ir.DataType.FLOAT, shape)
+        return self.weights[name]
+
+    def state(self, name: str, shape: tuple[int | str, ...]) -> ir.Value:
+        """A cache that belongs to the module being traced."""
+        full_name = self._unique(name)
+        self.inputs[full_name] = _value(full_name, ir.DataType.FLOAT, shape)
+        return self.inputs[full_name]
+
+    def update_state(self, old: ir.Value, new: ir.Value) -> None:
+        """Say that `new` is what the cache `old` becomes."""
+        self.state_updates.append((old, new))
+
+    def _unique(self, name: str) -> str:
+        path = self._scopes[-1][0]
+        full = f"{path}.{name}" if path else name
+        if full in self._names:
+            raise ValueError(f"two values are named {full!r}; give the second operator a name of its own")
+        self._names.add(full)
+        return full
+
+
+def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Model:
+    """Record a decoder as an ONNX graph.
+
+    Args:
+        decoder: called once with "input_ids" int64 [T] and "logit_rows" int64 [R]; returns logits [R, vocab].
+
+    Returns:
+        A model with inputs input_ids, logit_rows, position and one pair of caches [kv_heads, P, D] a layer; outputs
+        logits and the updated caches. Weights are initializers without values: those come from the checkpoint.
+    """
+    with Trace().open() as record:
+        logits = decoder(record.input("input_ids", ("T",)), record.input("logit_rows", ("R",)))
+    graph = ir.Graph(
+        list(record.inputs.values()),
+        [logits, *(new for _, new in record.state_updates)],
+        nodes=record.nodes,
+        initializers=(),
+        opset_imports={"": OPSET, "chunkrt": 1},
+        name="decoder",
+    )
+    for weight in record.weights.values():
+        graph.initializers[weight.name or ""] = weight
+    return ir.Model(graph, ir_version=IR_VERSION, producer_name="chunkrt")
+
+
+def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+
+def _attribute(name: str, value: int | float) -> ir.Attr:
+    return ir.AttrInt64(name, value) if isinstance(value, int) else ir.AttrFloat32(name, value)

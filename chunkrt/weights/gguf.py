@@ -1,0 +1,101 @@
+"""A GGUF file as a `TensorSource`: memory-mapped, dequantised tensor by tensor, under Hugging Face's names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.weights.gguf_header import GgufTensor, read_header
+from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
+from chunkrt.weights.mapping import map_file
+from chunkrt.weights.source import TensorInfo
+
+
+class GgufSource:
+    """A GGUF checkpoint. `rope_freqs.weight`, which divides the inverse frequencies, keeps its GGUF name.
+
+    Args:
+        path: a GGUF file, version 2 or 3, little-endian, in one piece.
+
+    Raises:
+        ModelError: the file is not GGUF, is truncated, or its header contradicts itself or the file's size.
+        UnsupportedModelError: an architecture or a feature of it that is not implemented.
+    """
+
+    path: Path
+    architecture: str
+    config: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    """GGUF's own keys, "tokenizer.ggml.tokens" among them; a value is decoded each time it is read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._data = map_file(self.path)
+        header = read_header(self._data, self.path)
+        self.metadata = header.metadata
+        if (parts := self.metadata.get("split.count", 0)) not in (0, 1):
+            raise UnsupportedModelError(
+                f"{self.path} is one of {parts} parts; join them first (llama-gguf-split --merge)"
+            )
+        architecture = find_architecture(self.metadata.get("general.architecture"))
+        self.architecture = architecture.model_type
+        self.config = translate_config(
+            architecture, self.metadata, {name: tensor.shape for name, tensor in header.tensors.items()}
+        )
+        self._tensors: dict[str, tuple[GgufTensor, int | None]] = {}
+        for tensor in header.tensors.values():
+            name, heads_key = translate_name(architecture, tensor.name)
+            num_heads = self.config[heads_key] if heads_key else None
+            if num_heads and tensor.shape[0] % (2 * num_heads):
+                raise ModelError(
+                    f"{self.path}: {tensor.name} has {tensor.shape[0]} rows, which {num_heads} heads "
+                    "of an even length cannot share"
+                )
+            self._tensors[name] = (tensor, num_heads)
+
+    def names(self) -> Sequence[str]:
+        """Every tensor, in the order of the file's table."""
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape in Hugging Face's layout and GGUF's type, as in "Q4_K". Raises ModelError if it is unknown."""
+        tensor, _ = self._find(name)
+        return TensorInfo(shape=tensor.shape, stored_as=tensor.type.name)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """One tensor, dequantised; a view of the file (read-only) where it is stored as float32.
+
+        Raises:
+            ModelError: there is no tensor of that name.
+            UnsupportedModelError: the `gguf` package does not dequantise its type.
+        """
+        tensor, permuted_heads = self._find(name)
+        stored = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
+        try:
+            with np.errstate(all="ignore"):
+                values = dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.type)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, which is not dequantised"
+            ) from error
+        if permuted_heads:
+            values = _unpermute(values, permuted_heads)
+        return np.require(values, np.float32, ["C", "ALIGNED"])
+
+    def _find(self, name: str) -> tuple[GgufTensor, int | None]:
+        if name not in self._tensors:
+            raise ModelError(f"{self.path} has no tensor {name}")
+        return self._tensors[name]
+
+
+def _unpermute(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Rows ordered for interleaved RoPE (pairs adjacent) back to Hugging Face's rotate-half order."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
