@@ -1,53 +1,124 @@
 """The weights of an engine: prepared once when a model is compiled, memory-mapped ever after.
 
-One file, in safetensors format, serves every backend, on the NPU and on the CPU, in prefill and in decode. A linear's
-weight under an 8-bit scheme is stored packed for the CPU kernels; `linear` undoes that for the others.
-
-Packed layout of W [K, N] (as in `X @ W`): int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, element
-[n // 16, k // 4, n % 16, k % 4]. Four k of one column are adjacent because every int8 dot-product instruction (VNNI
-vpdpbusd, NEON sdot) consumes four; sixteen columns fill one cache line and one 512-bit register; NEON smmla's
-eight-k operands come from two neighbouring k-groups by one zip.
+One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A linear's
+weight under an 8-bit scheme is stored packed for the CPU kernels (`weights/layout.py`) under its own name, its scales
+under "<name>.scale"; `linear` unpacks it for the others.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import json
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-COLUMNS_PER_BLOCK = 16
-DEPTH_PER_GROUP = 4
+from chunkrt.errors import ModelError
+from chunkrt.weights.layout import unpack
+
+SCALE_SUFFIX = ".scale"
+ALIGNMENT_BYTES = 64
+_CODES = {"float32": "F32", "float16": "F16", "int8": "I8"}
+_DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
 
 
-class WeightStore(Protocol):
-    """Read access to prepared weights by plan tensor name."""
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One array to be stored. `logical_shape` is a packed linear's [K, N]; otherwise it equals `shape`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    logical_shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class WeightWriter:
+    """Writes a store front to back, one array at a time, in the order of its entries."""
+
+    def __init__(self, file: IO[bytes], entries: Sequence[Entry]) -> None:
+        self._file = file
+        self._entries: Iterator[Entry] = iter(entries)
+        header: dict[str, Any] = {
+            "__metadata__": {e.name: json.dumps(e.logical_shape) for e in entries if e.logical_shape != e.shape}
+        }
+        offset = 0
+        for entry in entries:
+            end = offset + entry.num_bytes
+            header[entry.name] = {
+                "dtype": _CODES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
+        file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, array: NDArray[Any]) -> None:
+        """Append the next entry's array; its shape and dtype must be the announced ones."""
+        entry = next(self._entries)
+        assert (array.shape, array.dtype) == (entry.shape, np.dtype(entry.dtype)), entry.name
+        self._file.write(np.ascontiguousarray(array).data)
+
+
+class WeightStore:
+    """Read access to prepared weights by plan tensor name. Arrays are read-only views of the mapped file."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], logical_shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._arrays = arrays
+        self._logical_shapes = logical_shapes
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Map a file that `WeightWriter` wrote.
+
+        Raises:
+            ModelError: the file is missing or damaged.
+        """
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            start = 8 + int.from_bytes(mapped[:8], "little")
+            header = json.loads(mapped[8:start])
+            metadata = header.pop("__metadata__")
+            arrays = {name: _view(mapped, start, info) for name, info in header.items()}
+            shapes = {name: tuple(json.loads(text)) for name, text in metadata.items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{path} is damaged ({error}); delete its folder and compile the model again") from error
+        return cls(arrays, shapes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self._arrays.values())
 
     def array(self, name: str) -> NDArray[Any]:
-        """A weight as stored: float32, or float16 for an embedding table; read-only, memory-mapped."""
-        ...
+        """A weight that is not a quantised linear: float32, or float16 for an embedding table."""
+        return self._arrays[name]
 
     def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """A quantised linear's packed int8 weight and its scales float32 [N]."""
-        ...
+        return self._arrays[name], self._arrays[name + SCALE_SUFFIX]
 
     def linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """A quantised linear's int8 weight as [K, N] (a copy) and its scales float32 [N]."""
-        ...
+        packed, scale = self.packed_linear(name)
+        depth, columns = self._logical_shapes[name]
+        return unpack(packed, depth, columns), scale
 
 
-def pack(weight: NDArray[np.int8]) -> NDArray[np.int8]:
-    """int8 [K, N] to the packed layout above."""
-    depth, columns = weight.shape
-    groups, blocks = -(-depth // DEPTH_PER_GROUP), -(-columns // COLUMNS_PER_BLOCK)
-    padded = np.zeros((groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK), np.int8)
-    padded[:depth, :columns] = weight
-    tiles = padded.reshape(groups, DEPTH_PER_GROUP, blocks, COLUMNS_PER_BLOCK)
-    return np.ascontiguousarray(tiles.transpose(2, 0, 3, 1))
-
-
-def unpack(packed: NDArray[np.int8], depth: int, columns: int) -> NDArray[np.int8]:
-    """The packed layout back to int8 [K, N] = [depth, columns]."""
-    blocks, groups, _, _ = packed.shape
-    matrix = packed.transpose(1, 3, 0, 2).reshape(groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK)
-    return np.ascontiguousarray(matrix[:depth, :columns])
+def _view(mapped: mmap.mmap, start: int, info: Mapping[str, Any]) -> NDArray[Any]:
+    begin, _ = info["data_offsets"]
+    shape = tuple(info["shape"])
+    flat = np.frombuffer(mapped, _DTYPES[info["dtype"]], count=prod(shape), offset=start + begin)
+    return flat.reshape(shape)

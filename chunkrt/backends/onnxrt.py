@@ -1,0 +1,110 @@
+"""The onnxrt backend: subgraphs as standard ONNX under ONNX Runtime's CPU provider.
+
+An implementation that shares no code with ours: the oracle that others are compared with. Weights are handed over
+without a copy. A cache goes in as its used part and comes back with the new rows, which are then written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.errors import BackendError, CompileError
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.weights import linear_weights
+from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
+
+
+class OnnxRuntimeBackend:
+    """Any plan, on ONNX Runtime's CPU provider."""
+
+    name = "onnxrt"
+    concurrency: int | None = None
+
+    def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
+        """Yes: every operator is standard ONNX or has an expansion."""
+        return Support(ok=True)
+
+    def compile(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
+    ) -> Executable:
+        """One inference session for the subgraph, any number of rows.
+
+        Raises:
+            CompileError: ONNX Runtime refused the model; its own words are in the cause.
+        """
+        return OnnxRuntimeExecutable((subgraph,), plan, scheme, weights)
+
+
+class OnnxRuntimeExecutable:
+    """An inference session over consecutive subgraphs; all of them together are the unchunked decoder."""
+
+    fixed_length: int | None = None
+
+    def __init__(
+        self, subgraphs: tuple[Subgraph, ...], plan: Plan, scheme: Scheme, weights: WeightStore
+    ) -> None:
+        import onnx_ir as ir
+        import onnxruntime as ort
+
+        from chunkrt.graph.export import to_onnx
+        from chunkrt.quant.linears import quantize_linears
+
+        name = subgraphs[0].name if len(subgraphs) == 1 else "decoder"
+        model = to_onnx(plan, subgraphs, name=name)
+        quantize_linears(model, scheme)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1  # the executor's workers are the parallelism
+        options.log_severity_level = 3
+        self._weights = initializer_values(plan, scheme, weights, list(model.graph.initializers))
+        for weight_name, value in model.graph.initializers.items():
+            assert value.dtype is not None and value.shape is not None
+            size = self._weights[weight_name].nbytes
+            value.const_value = ir.ExternalTensor(
+                "weights", 0, size, value.dtype, shape=value.shape, name=weight_name
+            )
+        handed = [ort.OrtValue.ortvalue_from_numpy(array) for array in self._weights.values()]
+        options.add_external_initializers(list(self._weights), handed)
+        try:
+            text = ir.to_proto(model).SerializeToString()
+            self._session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime raises a dozen unrelated types
+            raise CompileError(f"ONNX Runtime cannot compile subgraph {name}: {error}") from error
+        self._name = name
+        self._state = [n for subgraph in subgraphs for n in subgraph.state]
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `Executable.run`."""
+        from chunkrt.graph.export import PRESENT_SUFFIX
+
+        feeds = dict(inputs)
+        start = int(inputs["position"][0]) if self._state else 0
+        for name in self._state:
+            feeds[name] = np.ascontiguousarray(inputs[name][:, :start], dtype=np.float32)
+        try:
+            results = self._session.run([*outputs, *(n + PRESENT_SUFFIX for n in self._state)], feeds)
+        except Exception as error:
+            raise BackendError(f"ONNX Runtime failed in subgraph {self._name}: {error}") from error
+        for buffer, result in zip(outputs.values(), results, strict=False):
+            buffer[...] = result
+        for name, present in zip(self._state, results[len(outputs) :], strict=True):
+            inputs[name][:, start : present.shape[1]] = present[:, start:]
+
+
+def initializer_values(
+    plan: Plan, scheme: Scheme, weights: WeightStore, names: list[str]
+) -> dict[str, NDArray[Any]]:
+    """The arrays of a model's initializers: int8 [K, N] and scales for quantised linears, float32 for the rest."""
+    quantized = linear_weights(plan) if scheme.weight_bits else set()
+    values: dict[str, NDArray[Any]] = {}
+    for name in names:
+        if name in quantized:
+            values[name], values[name + SCALE_SUFFIX] = weights.linear(name)
+        elif name not in values:
+            values[name] = weights.array(name).astype(np.float32, copy=False)
+    return values

@@ -1,0 +1,161 @@
+"""The reference backend: NumPy, one function an operator, written to be read.
+
+It is the truth for values: integer products are exact, everything else is float32 or better. It is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.graph.plan import Attribute, Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.weights import linear_weights
+from chunkrt.weights.store import WeightStore
+
+Float32 = NDArray[np.float32]
+Operator = Callable[..., Any]
+operators: OperatorRegistry[Operator] = OperatorRegistry("reference")
+"""Each entry takes the node's inputs in order and its attributes by name, and returns its output or outputs."""
+
+
+class ReferenceBackend:
+    """Runs any plan, under any scheme, anywhere."""
+
+    name = "reference"
+    concurrency: int | None = None
+
+    def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
+        """Yes, if every operator is known."""
+        return operators.supports(subgraph.nodes)
+
+    def compile(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
+    ) -> Executable:
+        """Look the operators up and the weights out."""
+        quantized = linear_weights(plan) if scheme.weight_bits else set()
+        constants: dict[str, Any] = {
+            name: QuantizedWeight(*weights.linear(name)) if name in quantized else weights.array(name)
+            for name in subgraph.weights
+        }
+        return ReferenceExecutable(subgraph, constants)
+
+
+class ReferenceExecutable:
+    """Evaluates the nodes one after another."""
+
+    fixed_length: int | None = None
+
+    def __init__(self, subgraph: Subgraph, constants: Mapping[str, Any]) -> None:
+        self._steps = [(node, operators.find(node)) for node in subgraph.nodes]
+        self._constants = constants
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `Executable.run`."""
+        values: dict[str, Any] = {**self._constants, **inputs}
+        for node, operator in self._steps:
+            results = operator(*(values[name] for name in node.inputs), **node.attributes)
+            results = results if isinstance(results, tuple) else (results,)
+            values.update(zip(node.outputs, results, strict=True))
+        for name, buffer in outputs.items():
+            buffer[...] = values[name]
+
+
+class QuantizedWeight:
+    """An int8 weight [K, N] with its scales [N], as MatMul's right operand."""
+
+    def __init__(self, integers: NDArray[np.int8], scale: Float32) -> None:
+        self.exact = integers.astype(np.float64)  # products of int8 sum exactly in float64, and by BLAS
+        self.scale = scale
+
+
+def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
+    """Dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
+    limit = np.abs(x).max(axis=-1, keepdims=True)
+    multiplier = np.float32(127) / np.where(limit > 0, limit, np.float32(1))
+    return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
+
+
+@operators.register("MatMul")
+def _matmul(left: Float32, right: Float32 | QuantizedWeight) -> Float32:
+    if not isinstance(right, QuantizedWeight):
+        return left @ right
+    quantized, row_scale = quantize_rows(left)
+    accumulated = (quantized.astype(np.float64) @ right.exact).astype(np.float32)
+    return accumulated * row_scale * right.scale
+
+
+@operators.register("Add")
+def _add(left: Float32, right: Float32) -> Float32:
+    return left + right
+
+
+@operators.register("Mul")
+def _mul(left: Float32, right: Float32) -> Float32:
+    return left * right
+
+
+@operators.register("Sigmoid")
+def _sigmoid(x: Float32) -> Float32:
+    decay = np.exp(-np.abs(x))
+    result: Float32 = np.where(x >= 0, 1 / (1 + decay), decay / (1 + decay))
+    return result
+
+
+@operators.register("Split")
+def _split(x: Float32, *, axis: int, num_outputs: int) -> tuple[Float32, ...]:
+    return tuple(np.split(x, num_outputs, axis=axis))
+
+
+@operators.register("Gather")
+def _gather(table: Array, indices: NDArray[np.int64], *, axis: int) -> Float32:
+    return np.take(table, indices, axis=axis).astype(np.float32)
+
+
+@operators.register("RMSNormalization")
+def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float) -> Float32:
+    mean_square = np.mean(np.square(x, dtype=np.float64), axis=axis, keepdims=True)
+    return ((x / np.sqrt(mean_square + epsilon)) * weight).astype(np.float32)
+
+
+def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
+    """RoPE on x [T, heads, D] by cos, sin [T, rotary_dim / 2]; dimensions past rotary_dim pass through."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+@operators.register("CachedAttention", "chunkrt")
+def _cached_attention(
+    qkv: Float32,
+    position: NDArray[np.int64],
+    cos: Float32,
+    sin: Float32,
+    key_cache: Array,
+    value_cache: Array,
+    **attributes: Attribute,
+) -> Float32:
+    num_heads, num_kv_heads, head_dim = (int(attributes[n]) for n in ("num_heads", "num_kv_heads", "head_dim"))  # type: ignore[arg-type]
+    rows, start = len(qkv), int(position[0])
+    stop = start + rows
+    heads = qkv.reshape(rows, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+    key_cache[:, start:stop] = rotate_half(k, cos[start:stop], sin[start:stop]).transpose(1, 0, 2)
+    value_cache[:, start:stop] = v.transpose(1, 0, 2)
+    keys, values = (c[:, :stop].astype(np.float32) for c in (key_cache, value_cache))
+
+    q = rotate_half(q, cos[start:stop], sin[start:stop])
+    grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = np.einsum("tgrd,gpd->grtp", grouped, keys, optimize=True) * np.float32(attributes["scale"])  # type: ignore[arg-type]
+    hidden = np.arange(stop) > np.arange(start, stop)[:, None]
+    scores[..., hidden] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    attended: Float32 = np.einsum("grtp,gpd->tgrd", weights, values, optimize=True).reshape(rows, num_heads * head_dim)
+    return attended
