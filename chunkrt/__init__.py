@@ -1,0 +1,1 @@
+"""chunkrt: a heterogeneous CPU/NPU chunked-prefill runtime for decoder language models."""

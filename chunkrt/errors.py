@@ -4,6 +4,11 @@ A message says what failed, what was found and what was expected, and the next t
 prints it as one line; `-v` adds the traceback and the chained cause.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ChunkrtError(Exception):
     """Base of all errors below; catch it to catch everything that chunkrt reports."""
@@ -47,3 +52,11 @@ class DeviceLostError(BackendError):
 
 class ClosedError(ChunkrtError):
     """An engine or a session was used after it was closed, or a run was cancelled."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str = "") -> ConfigError:
+    """The error for a name that is not among those known: the nearest is offered, then all, or `hint`."""
+    known = list(known)
+    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return ConfigError(f"unknown {kind} {name!r}; {guess}{hint or 'there are: ' + ', '.join(known)}")

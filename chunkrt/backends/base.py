@@ -74,5 +74,3 @@ class Backend(Protocol):
             CompileError: the backend's compiler failed.
         """
         ...
-
-

@@ -7,17 +7,14 @@ without a copy. A cache goes in as its used part and comes back with the new row
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.errors import BackendError, CompileError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import linear_weights
-from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
+from chunkrt.weights.store import WeightStore
 
 
 class OnnxRuntimeBackend:
@@ -46,14 +43,12 @@ class OnnxRuntimeExecutable:
 
     fixed_length: int | None = None
 
-    def __init__(
-        self, subgraphs: tuple[Subgraph, ...], plan: Plan, scheme: Scheme, weights: WeightStore
-    ) -> None:
+    def __init__(self, subgraphs: tuple[Subgraph, ...], plan: Plan, scheme: Scheme, weights: WeightStore) -> None:
         import onnx_ir as ir
         import onnxruntime as ort
 
         from chunkrt.graph.export import to_onnx
-        from chunkrt.quant.linears import quantize_linears
+        from chunkrt.quant.linears import initializer_values, quantize_linears
 
         name = subgraphs[0].name if len(subgraphs) == 1 else "decoder"
         model = to_onnx(plan, subgraphs, name=name)
@@ -63,10 +58,14 @@ class OnnxRuntimeExecutable:
         options.log_severity_level = 3
         self._weights = initializer_values(plan, scheme, weights, list(model.graph.initializers))
         for weight_name, value in model.graph.initializers.items():
-            assert value.dtype is not None and value.shape is not None
-            size = self._weights[weight_name].nbytes
+            array = self._weights[weight_name]
             value.const_value = ir.ExternalTensor(
-                "weights", 0, size, value.dtype, shape=value.shape, name=weight_name
+                "weights",
+                0,
+                array.nbytes,
+                ir.DataType.from_numpy(array.dtype),
+                shape=ir.Shape(array.shape),
+                name=weight_name,
             )
         handed = [ort.OrtValue.ortvalue_from_numpy(array) for array in self._weights.values()]
         options.add_external_initializers(list(self._weights), handed)
@@ -94,17 +93,3 @@ class OnnxRuntimeExecutable:
             buffer[...] = result
         for name, present in zip(self._state, results[len(outputs) :], strict=True):
             inputs[name][:, start : present.shape[1]] = present[:, start:]
-
-
-def initializer_values(
-    plan: Plan, scheme: Scheme, weights: WeightStore, names: list[str]
-) -> dict[str, NDArray[Any]]:
-    """The arrays of a model's initializers: int8 [K, N] and scales for quantised linears, float32 for the rest."""
-    quantized = linear_weights(plan) if scheme.weight_bits else set()
-    values: dict[str, NDArray[Any]] = {}
-    for name in names:
-        if name in quantized:
-            values[name], values[name + SCALE_SUFFIX] = weights.linear(name)
-        elif name not in values:
-            values[name] = weights.array(name).astype(np.float32, copy=False)
-    return values

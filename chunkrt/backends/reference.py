@@ -6,7 +6,7 @@ It is the truth for values: integer products are exact, everything else is float
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +114,8 @@ def _split(x: Float32, *, axis: int, num_outputs: int) -> tuple[Float32, ...]:
 
 @operators.register("Gather")
 def _gather(table: Array, indices: NDArray[np.int64], *, axis: int) -> Float32:
-    return np.take(table, indices, axis=axis).astype(np.float32)
+    rows: Float32 = np.take(table, indices, axis=axis).astype(np.float32)
+    return rows
 
 
 @operators.register("RMSNormalization")
@@ -141,7 +142,7 @@ def _cached_attention(
     value_cache: Array,
     **attributes: Attribute,
 ) -> Float32:
-    num_heads, num_kv_heads, head_dim = (int(attributes[n]) for n in ("num_heads", "num_kv_heads", "head_dim"))  # type: ignore[arg-type]
+    num_heads, num_kv_heads, head_dim = (cast(int, attributes[n]) for n in ("num_heads", "num_kv_heads", "head_dim"))
     rows, start = len(qkv), int(position[0])
     stop = start + rows
     heads = qkv.reshape(rows, num_heads + 2 * num_kv_heads, head_dim)
@@ -152,7 +153,7 @@ def _cached_attention(
 
     q = rotate_half(q, cos[start:stop], sin[start:stop])
     grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = np.einsum("tgrd,gpd->grtp", grouped, keys, optimize=True) * np.float32(attributes["scale"])  # type: ignore[arg-type]
+    scores = np.einsum("tgrd,gpd->grtp", grouped, keys, optimize=True) * np.float32(cast(float, attributes["scale"]))
     hidden = np.arange(stop) > np.arange(start, stop)[:, None]
     scores[..., hidden] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))

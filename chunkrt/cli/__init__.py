@@ -1,0 +1,84 @@
+"""The command line: one module a command, imported when that command is called.
+
+Data goes to stdout, progress and logs to stderr. What went wrong is one line on stderr and exit status 1 (2 for a
+wrong command line, 130 after Ctrl-C); `-v` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import traceback
+
+import click
+
+from chunkrt.errors import ChunkrtError
+
+COMMANDS = {
+    "run": "Answer a prompt.",
+    "chat": "Talk with a model.",
+    "bench": "Measure prefill and decode speed.",
+    "plan": "Show how a model is cut into subgraphs.",
+    "models": "List the catalogue.",
+    "pull": "Download a model of the catalogue.",
+    "doctor": "Tell what this machine can run, and what is missing.",
+}
+
+
+class CommandGroup(click.Group):
+    """Imports a command's module when it is needed, and turns errors into one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order of the table above."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import `chunkrt.cli.<name>` and take the command of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"chunkrt.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="chunkrt")
+def cli() -> None:
+    """Chunked prefill of decoder language models on CPU and NPU."""
+
+
+def main() -> None:
+    """Entry point of the `chunkrt` command."""
+    is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
+    logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        cli.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ChunkrtError as error:
+        _report(str(error), is_verbose, 1)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        _report(f"unexpected {type(error).__name__}: {error} (run again with -v for the traceback)", is_verbose, 1)
+
+
+def _report(message: str, is_verbose: bool, status: int) -> None:
+    if is_verbose:
+        traceback.print_exc()
+    click.echo(f"chunkrt: {' '.join(message.split())}", err=True)
+    sys.exit(status)

@@ -106,11 +106,11 @@ class Module:
     def declare(self) -> None:
         """Create the parameters, now that `path` is known."""
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any) -> ir.Value:
         """Describe the computation with `graph/ops.py` and submodules."""
         raise TypeError(f"{type(self).__name__} has no forward; a module that is called defines one")
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: ir.Value) -> ir.Value:
         with current_trace().scope(self.path, self.device):
             return self.forward(*inputs)
 

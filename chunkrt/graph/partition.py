@@ -32,9 +32,7 @@ def partition(model: ir.Model, *, family: str) -> Plan:
     state = {v.name or "" for v in graph.inputs if v.shape and "P" in _dimensions(v)}
     groups = [list(group) for _, group in groupby(nodes, key=lambda n: (_device(n), _rows(n)))]
     names = _names(groups)
-    subgraphs = tuple(
-        _subgraph(name, group, nodes, graph, state) for name, group in zip(names, groups, strict=True)
-    )
+    subgraphs = tuple(_subgraph(name, group, nodes, graph, state) for name, group in zip(names, groups, strict=True))
     logits = graph.outputs[0]
     cos = next((v for name, v in graph.initializers.items() if name.endswith("rope.cos")), None)
     return Plan(

@@ -1,21 +1,31 @@
-"""One pass: the linears of an ONNX model become what a scheme says.
-
-Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: under an 8-bit scheme each is one
-`chunkrt::DynamicLinear`, whose weight is an int8 initializer [K, N] of the same name, with its scales float32 [N]
-beside it; the function that defines the operator is in the model. Under "float" nothing changes.
-"""
+"""ONNX models under a scheme: their linears become what the scheme says, and their initializers get values."""
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.export import to_onnx
 from chunkrt.graph.functions import DOMAIN, expansion
+from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import SCALE_SUFFIX
+from chunkrt.quant.weights import linear_weights
+from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
 
 
 def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
-    """Apply the pass in place."""
+    """A pass, in place: make every linear what a scheme says.
+
+    Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: under an 8-bit scheme each is
+    one `chunkrt::DynamicLinear`, whose weight is an int8 initializer [K, N] of the same name, with its scales
+    float32 [N] beside it; the function that defines the operator is in the model. Under "float" nothing changes.
+    """
     if scheme.weight_bits is None:
         return
     graph = model.graph
@@ -36,3 +46,51 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
         node.replace_input_with(2, scale)
     function = expansion("DynamicLinear")
     model.functions.setdefault(function.identifier(), function)
+
+
+def initializer_values(
+    plan: Plan, scheme: Scheme, weights: WeightStore, names: Iterable[str]
+) -> dict[str, NDArray[Any]]:
+    """The arrays of a model's initializers: int8 [K, N] and scales for quantised linears, float32 for the rest."""
+    quantized = linear_weights(plan) if scheme.weight_bits else set()
+    values: dict[str, NDArray[Any]] = {}
+    for name in names:
+        if name in quantized:
+            values[name], values[name + SCALE_SUFFIX] = weights.linear(name)
+        elif name not in values:
+            values[name] = weights.array(name).astype(np.float32, copy=False)
+    return values
+
+
+def save_subgraphs(
+    plan: Plan, scheme: Scheme, weights: WeightStore, folder: Path, progress: Callable[[int, int], None]
+) -> int:
+    """Write every subgraph as an ONNX file with its weights, named in execution order: "03_static.1.onnx".
+
+    Returns:
+        How many files were written.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    digits = len(str(len(plan.subgraphs)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, subgraph in enumerate(plan.subgraphs):
+            progress(index, len(plan.subgraphs))
+            model = to_onnx(plan, [subgraph], name=subgraph.name)
+            quantize_linears(model, scheme)
+            values = initializer_values(plan, scheme, weights, list(model.graph.initializers))
+            for name, value in model.graph.initializers.items():
+                value.const_value = ir.tensor(values[name], name=name)
+            path = folder / f"{index:0{digits}}_{subgraph.name}.onnx"
+            beside = path.with_name(f".{path.name}")
+            try:
+                ir.save(model, beside)
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write ONNX files to {folder}: {error}") from error
+    progress(len(plan.subgraphs), len(plan.subgraphs))
+    return len(plan.subgraphs)

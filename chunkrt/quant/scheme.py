@@ -6,10 +6,9 @@ Linears are the MatMul nodes whose right operand is a weight. Everything else st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,4 @@ def find_scheme(name: str) -> Scheme:
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    nearest = get_close_matches(name, SCHEMES, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise ConfigError(f"unknown scheme {name!r}; {hint}there are: {', '.join(SCHEMES)}")
+    raise unknown_name("scheme", name, SCHEMES)

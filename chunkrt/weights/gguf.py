@@ -1,4 +1,4 @@
-"""A GGUF file as a `TensorSource`: memory-mapped, dequantised tensor by tensor, under Hugging Face's names."""
+"""A GGUF file as a `TensorSource`: memory-mapped, read tensor by tensor, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ class GgufSource:
             raise UnsupportedModelError(
                 f"{self.path} is one of {parts} parts; join them first (llama-gguf-split --merge)"
             )
-        architecture = find_architecture(self.metadata.get("general.architecture"))
+        shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+        try:
+            architecture = find_architecture(self.metadata.get("general.architecture"))
+            self.config = translate_config(architecture, self.metadata, shapes)
+            names = [translate_name(architecture, name) for name in shapes]
+        except ModelError as error:
+            raise type(error)(f"{self.path}: {error}") from error
         self.architecture = architecture.model_type
-        self.config = translate_config(
-            architecture, self.metadata, {name: tensor.shape for name, tensor in header.tensors.items()}
-        )
         self._tensors: dict[str, tuple[GgufTensor, int | None]] = {}
-        for tensor in header.tensors.values():
-            name, heads_key = translate_name(architecture, tensor.name)
+        for tensor, (name, heads_key) in zip(header.tensors.values(), names, strict=True):
             num_heads = self.config[heads_key] if heads_key else None
             if num_heads and tensor.shape[0] % (2 * num_heads):
                 raise ModelError(
@@ -65,7 +67,7 @@ class GgufSource:
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """Shape in Hugging Face's layout and GGUF's type, as in "Q4_K". Raises ModelError if it is unknown."""
+        """Shape in Hugging Face's layout and GGUF's type, as in "Q4_K". Raises ModelError as `read` does."""
         tensor, _ = self._find(name)
         return TensorInfo(shape=tensor.shape, stored_as=tensor.type.name)
 

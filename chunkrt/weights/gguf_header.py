@@ -1,7 +1,8 @@
 """The header of a GGUF file: its metadata and its table of tensors.
 
-The `gguf` package's reader trusts the header and makes an array for every token of the vocabulary. This one walks
-the header once, checks every claim against the file's size before it acts on it, and decodes a value when asked.
+The `gguf` package's reader trusts the header and makes an array for every token of the vocabulary. This one
+walks the header once, checks each claim against the file's size before it acts on it, and decodes values when
+they are asked for.
 
 Source: the GGUF specification (ggml, docs/gguf.md), versions 2 and 3, little-endian.
 """
@@ -48,7 +49,7 @@ _SCALARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """One row of the tensor table. `shape` is row-major (the file lists it reversed), `start` a file offset."""
+    """A row of the tensor table. `shape` is row-major (the file has it reversed), `start` a file offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -150,8 +151,10 @@ class _Walk:
     def name(self, what: str) -> str:
         length = self.integer(_U64, f"the length of {what}")
         start = self.skip(length, what)
+        if length > MAX_NAME_BYTES:
+            raise self.damaged(f"{what} has {length} bytes, more than {MAX_NAME_BYTES}")
         text = _text(self.data[start : start + length], self.path, what)
-        if length > MAX_NAME_BYTES or not text.isprintable():
+        if not text.isprintable():
             raise self.damaged(f"{what} is not a name: {text[:40]!r}")
         return text
 
@@ -254,7 +257,7 @@ class _Walk:
         except ValueError:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name} has block type {number}, unknown to the installed gguf package; "
-                " upgrade it (pip install -U gguf), or fetch the file again if it may be damaged"
+                "upgrade it (pip install -U gguf), or fetch the file again if it may be damaged"
             ) from None
         if 0 in shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
             raise self.damaged(f"tensor {name} of type {kind.name} has the impossible shape {list(shape)}")

@@ -1,6 +1,6 @@
 """A Hugging Face folder as a `TensorSource`: config.json and safetensors files, memory-mapped.
 
-Source: the safetensors format (huggingface/safetensors, README): 8 bytes of header length, a JSON header, the data.
+Source: the safetensors format (huggingface/safetensors, README): 8 bytes of header length, JSON header, data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Tensor:
 
 
 class SafetensorsSource:
-    """A folder with config.json and model.safetensors, or model.safetensors.index.json and the shards it names.
+    """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
 
     Raises:
         ModelError: a file is missing, truncated or contradicts itself or another.
@@ -203,7 +203,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flat_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Transformers 5 writes `rope_parameters`; earlier ones, and this package, `rope_theta` and `rope_scaling`."""
+    """Transformers 5 writes `rope_parameters`; earlier ones, and chunkrt, `rope_theta` and `rope_scaling`."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_type" not in rope:
         return config

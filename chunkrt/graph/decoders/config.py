@@ -53,9 +53,7 @@ def read_config(source: TensorSource) -> DecoderConfig:
     kv_heads = _count(source, "num_key_value_heads", default=heads)
     head_dim = _count(source, "head_dim", default=hidden // heads)
     if heads % kv_heads:
-        raise ModelError(
-            f"{source.path.name}: {heads} query heads cannot share {kv_heads} key/value heads evenly"
-        )
+        raise ModelError(f"{source.path.name}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
     if head_dim % 2:
         raise ModelError(f"{source.path.name}: head_dim is {head_dim}; RoPE needs an even one")
     return DecoderConfig(

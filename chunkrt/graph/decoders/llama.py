@@ -75,9 +75,7 @@ class Body(Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rope = RotaryTables(
-            config.inverse_frequencies, config.context_length, divisor=config.rope_divisor
-        )
+        self.rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
         self.layers = [Layer(config, self.rope) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

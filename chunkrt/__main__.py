@@ -1,0 +1,5 @@
+"""`python -m chunkrt`."""
+
+from chunkrt.cli import main
+
+main()

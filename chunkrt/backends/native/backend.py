@@ -1,0 +1,88 @@
+"""Compiling subgraphs to native programs, and running them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chunkrt._native import Program, ThreadPool
+from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.native.fusion import fuse
+from chunkrt.backends.native.operators import Lowering, check_node, operators
+from chunkrt.errors import BackendError, ConfigError, PartitionError
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.weights.store import WeightStore
+
+
+class NativeBackend:
+    """The C++ core on this machine's processor.
+
+    Args:
+        threads: how many threads may compute at once, over all executables of this backend. Results do not
+            depend on it.
+
+    Raises:
+        ConfigError: `threads` is less than 1.
+    """
+
+    name = "native"
+    concurrency: int | None = None
+
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise ConfigError(f"the native backend needs at least 1 thread, got {threads}")
+        self._pool = ThreadPool(threads)
+
+    def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
+        """Yes, if every operator is known and every linear has int8 weights."""
+        support = operators.supports(subgraph.nodes)
+        if not support:
+            return support
+        for node in subgraph.nodes:
+            if reason := check_node(node, plan, scheme):
+                return Support(ok=False, node=node.name, reason=reason)
+        return Support(ok=True)
+
+    def compile(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
+    ) -> Executable:
+        """Lower the subgraph to one program over the weights where they are mapped.
+
+        Raises:
+            PartitionError: see `supports`, or operands of a shape or type that an operator does not take.
+        """
+        support = self.supports(subgraph, plan, scheme)
+        if not support:
+            raise _refusal(subgraph, support.node, support.reason)
+        lowering = Lowering(self._pool, chunk_length, subgraph, plan, weights)
+        for node in fuse(subgraph, plan):
+            try:
+                lowering.lower(node)
+            except ValueError as error:
+                raise _refusal(subgraph, node.name, error) from error
+        return NativeExecutable(subgraph, lowering.build())
+
+
+class NativeExecutable:
+    """One program; `run` only puts the arrays in its order."""
+
+    fixed_length: int | None = None
+
+    def __init__(self, subgraph: Subgraph, program: Program) -> None:
+        self._name = subgraph.name
+        self._inputs = (*subgraph.inputs, *subgraph.state)
+        self._outputs = subgraph.outputs
+        self._program = program
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `Executable.run`."""
+        try:
+            self._program.run([inputs[n] for n in self._inputs], [outputs[n] for n in self._outputs])
+        except KeyError as error:
+            raise BackendError(f"native, {self._name}: no array was given for {error}") from error
+        except (ValueError, IndexError, TypeError, MemoryError) as error:
+            raise BackendError(f"native, {self._name}: {error}") from error
+
+
+def _refusal(subgraph: Subgraph, node: str, reason: object) -> PartitionError:
+    return PartitionError(f"native cannot run {subgraph.name}: node {node!r}: {reason}")

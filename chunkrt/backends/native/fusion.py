@@ -1,0 +1,93 @@
+"""Fusion: node sequences that the kernels compute in one go become one node.
+
+    MatMul -> Add(bias) -> Add(residual)                   Linear(x, weight, bias, residual)
+    Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
+
+Requires: nodes in execution order. Ensures: the same bits as without fusion; nothing is fused whose inner
+results are needed elsewhere. A fused node stands where its last part stood: its operands are all there then.
+"""
+
+from __future__ import annotations
+
+from chunkrt.graph.plan import Node, Plan, Subgraph
+
+DOMAIN = "chunkrt.native"
+
+Match = tuple[list[Node], Node]
+"""The nodes that are replaced, the last one last, and the node that replaces them."""
+
+
+def fuse(subgraph: Subgraph, plan: Plan) -> list[Node]:
+    """The subgraph's nodes, fused where that is possible."""
+    matches: dict[str, Match] = {}
+    for match in _Matcher(subgraph, plan).matches():
+        # Of two products that one Add joins, the later takes it and the earlier stays as it is.
+        matches[match[1].name] = match
+    inner = {part.name for parts, _ in matches.values() for part in parts[:-1]}
+    return [matches[n.name][1] if n.name in matches else n for n in subgraph.nodes if n.name not in inner]
+
+
+class _Matcher:
+    def __init__(self, subgraph: Subgraph, plan: Plan) -> None:
+        self._nodes = subgraph.nodes
+        self._outputs = set(subgraph.outputs)
+        self._tensors = plan.tensors
+        self._users: dict[str, list[Node]] = {}
+        for node in subgraph.nodes:
+            for name in node.inputs:
+                self._users.setdefault(name, []).append(node)
+
+    def matches(self) -> list[Match]:
+        patterns = {"MatMul": self._linear, "Split": self._silu_mul}
+        found = [patterns[node.op](node) for node in self._nodes if node.op in patterns]
+        return [match for match in found if match]
+
+    def _linear(self, matmul: Node) -> Match | None:
+        parts, operands = [matmul], {"bias": "", "residual": ""}
+        for role, fits in (("bias", self._is_bias), ("residual", self._is_residual)):
+            result = parts[-1].outputs[0]
+            add = self._only_user(result, "Add")
+            if add and fits(other := _other_input(add, result), result):
+                operands[role] = other
+                parts.append(add)
+        if len(parts) == 1:
+            return None
+        return parts, _fused("Linear", parts, (*matmul.inputs, operands["bias"], operands["residual"]))
+
+    def _silu_mul(self, split: Node) -> Match | None:
+        if len(split.outputs) != 2:
+            return None
+        gate, up = split.outputs
+        users = {user.op: user for user in self._users.get(gate, [])}
+        if set(users) != {"Sigmoid", "Mul"} or len(self._users[gate]) != 2 or gate in self._outputs:
+            return None
+        sigmoid, silu = users["Sigmoid"], users["Mul"]
+        last = self._only_user(silu.outputs[0], "Mul")
+        is_silu = self._only_user(sigmoid.outputs[0], "Mul") is silu
+        if not is_silu or last is None or self._only_user(up, "Mul") is not last:
+            return None
+        parts = [split, sigmoid, silu, last]
+        return parts, _fused("SiluMul", parts, split.inputs)
+
+    def _only_user(self, name: str, op: str) -> Node | None:
+        users = self._users.get(name, [])
+        alone = len(users) == 1 and users[0].op == op and name not in self._outputs
+        return users[0] if alone else None
+
+    def _is_bias(self, name: str, result: str) -> bool:
+        tensor = self._tensors[name]
+        return tensor.kind == "weight" and tensor.shape == self._tensors[result].shape[-1:]
+
+    def _is_residual(self, name: str, result: str) -> bool:
+        tensor = self._tensors[name]
+        return tensor.kind == "value" and tensor.shape == self._tensors[result].shape
+
+
+def _other_input(add: Node, name: str) -> str:
+    left, right = add.inputs
+    return right if left == name else left
+
+
+def _fused(op: str, parts: list[Node], inputs: tuple[str, ...]) -> Node:
+    last = parts[-1]
+    return Node(name=last.name, op=op, domain=DOMAIN, inputs=inputs, outputs=last.outputs, attributes={})

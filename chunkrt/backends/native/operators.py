@@ -1,0 +1,158 @@
+"""Lowering: each operator as calls on a ProgramBuilder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chunkrt._native import Program, ProgramBuilder, ThreadPool
+from chunkrt.backends.native.fusion import DOMAIN
+from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.weights.store import WeightStore
+
+Emitter = Callable[["Lowering", Node], list[int]]
+operators: OperatorRegistry[Emitter] = OperatorRegistry("native")
+"""Each entry appends a node's instructions to the program and returns its outputs' values."""
+
+
+class Lowering:
+    """A subgraph on its way to a program: the builder, and the builder's value of every tensor so far."""
+
+    def __init__(
+        self, pool: ThreadPool, max_rows: int, subgraph: Subgraph, plan: Plan, weights: WeightStore
+    ) -> None:
+        self.builder = ProgramBuilder(pool, max_rows)
+        self.plan = plan
+        self.weights = weights
+        self._outputs = subgraph.outputs
+        self._values: dict[str, int] = {}
+        for name in subgraph.inputs:
+            tensor = plan.tensors[name]
+            self._values[name] = self.builder.input(name, tensor.dtype, tensor.shape)
+        for name in subgraph.state:
+            self._values[name] = self.builder.state(name, plan.tensors[name].shape)
+
+    def lower(self, node: Node) -> None:
+        """Append one node. Raises ValueError if its operands do not fit."""
+        self._values.update(zip(node.outputs, operators.find(node)(self, node), strict=False))
+
+    def value(self, name: str) -> int:
+        """The builder's value of a tensor; a weight becomes a constant when it is first asked for."""
+        if name not in self._values:
+            self._values[name] = self.builder.constant(self.weights.array(name))
+        return self._values[name]
+
+    def values(self, node: Node) -> list[int]:
+        """The values of a node's inputs."""
+        return [self.value(name) for name in node.inputs]
+
+    def optional_value(self, name: str) -> int | None:
+        """The value of an input that may be absent."""
+        return self.value(name) if name else None
+
+    def width(self, name: str) -> int:
+        """The size of a tensor's last axis."""
+        return int(self.plan.tensors[name].shape[-1])
+
+    def build(self) -> Program:
+        """Declare the outputs and finish the program."""
+        for name in self._outputs:
+            self.builder.output(name, self._values[name])
+        return self.builder.build()
+
+
+def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
+    """Why a node of a known operator cannot be lowered; empty if it can."""
+    rank = len(plan.tensors[node.inputs[0]].shape)
+    axis = node.attributes.get("axis")
+    if node.op == "Gather" and axis not in (None, 0):
+        return f"native gathers rows (axis 0), not axis {axis}"
+    if node.op in ("Split", "RMSNormalization") and axis not in (-1, rank - 1):
+        return f"native has {node.op} over the last axis only, not over axis {axis} of {rank}"
+    if node.op == "MatMul":
+        if plan.tensors[node.inputs[1]].kind != "weight":
+            return f"native multiplies by weights; {node.inputs[1]!r} is computed"
+        if (scheme.weight_bits, scheme.activations) != (8, "dynamic"):
+            return (
+                f"under the scheme {scheme.name!r} this linear is not int8 by int8, which is all that native "
+                "has; use the scheme 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'"
+            )
+    return ""
+
+
+@operators.register("Gather")
+def _gather(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.gather(*lowering.values(node))]
+
+
+@operators.register("RMSNormalization")
+def _rms_normalization(lowering: Lowering, node: Node) -> list[int]:
+    value, weight = lowering.values(node)
+    return [lowering.builder.rms_norm(value, weight, _number(node.attributes.get("epsilon", 1e-5)))]
+
+
+@operators.register("MatMul")
+def _matmul(lowering: Lowering, node: Node) -> list[int]:
+    return _emit_linear(lowering, *node.inputs, bias="", residual="")
+
+
+@operators.register("Linear", DOMAIN)
+def _linear(lowering: Lowering, node: Node) -> list[int]:
+    left, weight, bias, residual = node.inputs
+    return _emit_linear(lowering, left, weight, bias=bias, residual=residual)
+
+
+def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, residual: str) -> list[int]:
+    packed, scales = (lowering.builder.constant(array) for array in lowering.weights.packed_linear(weight))
+    biases, residuals = lowering.optional_value(bias), lowering.optional_value(residual)
+    return [lowering.builder.linear(lowering.value(left), packed, scales, biases, residuals)]
+
+
+@operators.register("Add")
+def _add(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.add(*lowering.values(node))]
+
+
+@operators.register("Mul")
+def _mul(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.mul(*lowering.values(node))]
+
+
+@operators.register("Sigmoid")
+def _sigmoid(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.sigmoid(*lowering.values(node))]
+
+
+@operators.register("Split")
+def _split(lowering: Lowering, node: Node) -> list[int]:
+    source, begin, parts = lowering.value(node.inputs[0]), 0, []
+    for name in node.outputs:
+        parts.append(lowering.builder.columns(source, begin, lowering.width(name)))
+        begin += lowering.width(name)
+    return parts
+
+
+@operators.register("SiluMul", DOMAIN)
+def _silu_mul(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.silu_mul(lowering.value(node.inputs[0]))]
+
+
+@operators.register("CachedAttention", "chunkrt")
+def _cached_attention(lowering: Lowering, node: Node) -> list[int]:
+    num_heads, num_kv_heads, head_dim = (
+        int(_number(node.attributes[name])) for name in ("num_heads", "num_kv_heads", "head_dim")
+    )
+    value = lowering.builder.attention(
+        *lowering.values(node),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=_number(node.attributes["scale"]),
+    )
+    return [value]
+
+
+def _number(attribute: Attribute) -> float:
+    assert isinstance(attribute, int | float)
+    return attribute

@@ -1,0 +1,87 @@
+"""`chunkrt chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import click
+
+from chunkrt.cli.generation import generation_options, prompt_tokens, split_options, stream_answer
+from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.errors import ConfigError
+from chunkrt.session import Session
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+@click.command()
+@click.argument("model")
+@generation_options
+@engine_options
+def chat(model: str, **options: Any) -> None:
+    """Talk with MODEL, one line a turn. What was said stays in the cache; only new tokens are prefilled."""
+    settings, sampling, generation = split_options(options)
+    system = generation.pop("system")
+    opening = [{"role": "system", "content": system}] if system else []
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing, where the platform has it)
+    with open_engine(model, settings) as engine, engine.session() as session:
+        messages = list(opening)
+        click.echo(HELP, err=True)
+        while (line := _read_line()) is not None:
+            if not line:
+                continue
+            if line == "/exit":
+                break
+            if line == "/reset":
+                messages = list(opening)
+                continue
+            if line.startswith("/"):
+                click.echo(f"unknown command {line.split()[0]}; {HELP}", err=True)
+                continue
+            messages.append({"role": "user", "content": line})
+            said: list[str] = []
+
+            def emit(text: str, said: list[str] = said) -> None:
+                said.append(text)
+                click.echo(text, nl=False)
+
+            try:
+                tokens = reuse_prefix(session, prompt_tokens(engine, messages))
+                answer = stream_answer(session, tokens, sampling=sampling, **generation, emit=emit)
+                click.echo(f"\n[{answer.figures()}]", err=True)
+            except KeyboardInterrupt:
+                click.echo("\n[stopped]", err=True)
+            except ConfigError as error:  # the turn does not fit: the conversation goes on without it
+                messages.pop()
+                click.echo(f"{error}; /reset begins anew", err=True)
+                continue
+            messages.append({"role": "assistant", "content": "".join(said)})
+    click.echo("", err=True)
+
+
+def reuse_prefix(session: Session, tokens: list[int]) -> list[int]:
+    """Rewind a session to what it shares with the tokens of a whole conversation; return those still to prefill."""
+    shared = 0
+    for old, new in zip(session.tokens, tokens[:-1], strict=False):
+        if old != new:
+            break
+        shared += 1
+    session.rewind(shared)
+    return tokens[shared:]
+
+
+def _read_line() -> str | None:
+    """The next line, or None at the end of the input; Ctrl-C at the prompt drops the line."""
+    stdin = click.get_text_stream("stdin")
+    try:
+        if not stdin.isatty():
+            line = stdin.readline()
+            return line.strip() if line else None
+        return input("> ").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        click.echo("", err=True)
+        return ""

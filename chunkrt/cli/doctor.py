@@ -1,0 +1,101 @@
+"""`chunkrt doctor`: what this machine can run, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from chunkrt import catalogue
+from chunkrt.cli.options import verbose_option
+from chunkrt.engine import available_cores
+
+PARTS = {
+    "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
+    "onnx_ir": "builds graphs when a model is compiled; pip install onnx-ir",
+    "huggingface_hub": "pulls catalogue entries from Hugging Face; pip install 'chunkrt[hub]'",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked for: what was found, and what to do if that is a problem."""
+
+    what: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@verbose_option
+def doctor(as_json: bool) -> None:
+    """Tell what this machine can run, and what to do about what is missing.
+
+    The exit status is 1 if models cannot be run at all.
+    """
+    findings = [_machine(), *_kernels(), _npu(), *map(_part, PARTS), _cache()]
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            mark = "ok  " if finding.ok else "lack"
+            advice = f"\n{'':22}{finding.advice}" if finding.advice else ""
+            click.echo(f"{mark} {finding.what:16} {finding.found}{advice}")
+    if not all(f.ok for f in findings if f.what == "native kernels"):
+        raise click.exceptions.Exit(1)
+
+
+def _machine() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = (
+        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {available_cores()} cores, "
+        f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory available"
+    )
+    return Finding(what="machine", ok=True, found=found)
+
+
+def _kernels() -> list[Finding]:
+    try:
+        from chunkrt.cpu import cpu_info
+    except ImportError as error:
+        advice = "run `pip install .` in the source folder, with a C++20 compiler"
+        return [Finding(what="native kernels", ok=False, found=str(error), advice=advice)]
+    info: dict[str, Any] = cpu_info()
+    selected = ", ".join(f"{op}: {isa}" for op, isa in info["selected"].items())
+    findings = [Finding(what="native kernels", ok=True, found=selected)]
+    for isa in info["isas"]:
+        state = ("built" if isa["built"] else "not built") + (
+            ", supported" if isa["supported"] else ", not supported by this processor"
+        )
+        findings.append(Finding(what=f"  {isa['name']}", ok=isa["built"] and isa["supported"], found=state))
+    return findings
+
+
+def _npu() -> Finding:
+    return Finding(
+        what="npu",
+        ok=False,
+        found="none is used: this version has no NPU backend yet",
+        advice="the native backend plays the NPU's role on the CPU (--npu auto)",
+    )
+
+
+def _part(module: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(what=module, ok=False, found="not installed", advice=PARTS[module])
+    return Finding(what=module, ok=True, found=importlib.metadata.version(module.replace("_", "-")))
+
+
+def _cache() -> Finding:
+    home = catalogue.home()
+    size = sum(p.stat().st_size for p in home.rglob("*") if p.is_file()) if home.is_dir() else 0
+    return Finding(what="cache", ok=True, found=f"{home} ({size / 1e6:.0f} MB; set CHUNKRT_HOME to move it)")

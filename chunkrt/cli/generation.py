@@ -1,0 +1,114 @@
+"""What `run` and `chat` share: sampling options, prompts from chat templates, and streaming an answer with figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import click
+
+from chunkrt.engine import Engine
+from chunkrt.sampling import SamplingOptions
+from chunkrt.session import FinishReason, Session
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Message = Mapping[str, str]
+
+_OPTIONS = (
+    click.option(
+        "-n", "--max-new-tokens", type=int, default=256, show_default=True, help="Tokens to generate at most."
+    ),
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy."),
+    click.option("--top-k", type=int, help="Keep the k likeliest tokens."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep tokens up to this probability."),
+    click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely at least."),
+    click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
+    click.option("--seed", type=int, help="Seed of the random numbers."),
+    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
+    click.option("--system", help="A system message before the prompt."),
+)
+_SAMPLING = tuple(SamplingOptions.__dataclass_fields__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer and its figures. Times in seconds; rates in tokens per second."""
+
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    new_tokens: int
+    prefill_tokens_per_second: float
+    time_to_first_token_s: float
+    decode_tokens_per_second: float | None
+
+    def figures(self) -> str:
+        """One line for a person."""
+        decode = f"{self.decode_tokens_per_second:.1f}" if self.decode_tokens_per_second else "-"
+        return (
+            f"prompt {self.prompt_tokens} tokens, prefill {self.prefill_tokens_per_second:.1f} tokens/s, "
+            f"time to first token {self.time_to_first_token_s:.3f} s, "
+            f"decode {self.new_tokens} tokens at {decode} tokens/s ({self.finish_reason})"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def generation_options(command: Command) -> Command:
+    """Give a command the sampling options, -n, --stop and --system; they arrive as keyword arguments."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOptions, dict[str, Any]]:
+    """Sort a command's keyword arguments into the engine's, the sampler's, and the rest of the generation's.
+
+    Raises:
+        ConfigError: a sampling option is out of range.
+    """
+    sampling = SamplingOptions(**{name: options.pop(name) for name in _SAMPLING})
+    generation = {name: options.pop(name) for name in ("max_new_tokens", "stop", "system")}
+    return options, sampling, generation
+
+
+def prompt_tokens(engine: Engine, messages: Sequence[Message]) -> list[int]:
+    """The tokens of a chat up to where the model's answer begins."""
+    return engine.require_tokenizer().encode_chat(messages)
+
+
+def stream_answer(
+    session: Session,
+    tokens: Sequence[int],
+    *,
+    sampling: SamplingOptions,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    emit: Callable[[str], None],
+) -> Answer:
+    """Prefill tokens, generate, and hand each piece of text to `emit` as soon as it is certain."""
+    begin = time.perf_counter()
+    prefill = session.prefill(tokens)
+    first: float | None = None
+    pieces = []
+    last = begin
+    for piece in session.generate(max_new_tokens=max_new_tokens, sampling=sampling, stop=stop):
+        last = time.perf_counter()
+        first = first or last
+        emit(piece.text)
+        pieces.append(piece)
+    assert first is not None
+    decoding = last - first
+    return Answer(
+        text="".join(piece.text for piece in pieces),
+        finish_reason=pieces[-1].finish_reason or "stop",
+        prompt_tokens=prefill.num_tokens,
+        new_tokens=len(pieces),
+        prefill_tokens_per_second=prefill.num_tokens / prefill.seconds,
+        time_to_first_token_s=first - begin,
+        decode_tokens_per_second=(len(pieces) - 1) / decoding if len(pieces) > 1 else None,
+    )

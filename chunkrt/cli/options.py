@@ -1,0 +1,92 @@
+"""Options that several commands share, and how they load an engine with a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from chunkrt.engine import DEFAULT_CHUNK_LENGTH, DEFAULT_POLICY, NPU_CHOICES, Engine, load
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.runtime.policy import POLICIES
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_ENGINE_OPTIONS = (
+    click.option(
+        "--npu",
+        type=click.Choice(NPU_CHOICES),
+        default="auto",
+        show_default=True,
+        help="Who plays the NPU; off: no partition, all on the CPU.",
+    ),
+    click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: the model's]"),
+    click.option(
+        "--chunk",
+        "chunk_length",
+        type=int,
+        default=DEFAULT_CHUNK_LENGTH,
+        show_default=True,
+        help="Tokens of a chunk.",
+    ),
+    click.option(
+        "--policy",
+        type=click.Choice(list(POLICIES)),
+        default=DEFAULT_POLICY,
+        show_default=True,
+        help="Order of tasks.",
+    ),
+    click.option("--threads", type=int, help="Thread budget.  [default: the cores]"),
+    click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]"),
+    click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules."),
+)
+_VERBOSE = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Logs and tracebacks.")
+
+
+def engine_options(command: Command) -> Command:
+    """Give a command the options that `EngineOptions` takes, and -v; they arrive as keyword arguments."""
+    for option in reversed((*_ENGINE_OPTIONS, _VERBOSE)):
+        command = option(command)
+    return command
+
+
+def verbose_option(command: Command) -> Command:
+    """Give a command -v alone; `main` reads it."""
+    return _VERBOSE(command)
+
+
+@contextmanager
+def open_engine(model: str, options: dict[str, Any]) -> Iterator[Engine]:
+    """Load a model, showing a progress bar on stderr while it is pulled or compiled."""
+    with progress_bar() as progress, load(model, progress=progress, **options) as engine:
+        progress("", 0, 0)
+        yield engine
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr for each thing that is being done; silent unless stderr is a terminal.
+
+    Yields a function of (what, done, total); a total of 0 takes the bar away.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = bars.add_task("", total=None, visible=False)
+
+    def update(what: str, done: int, total: int) -> None:
+        if total and not bars.live.is_started:
+            bars.start()
+        bars.update(task, description=what, completed=done, total=total or None, visible=bool(total))
+        if not total or done >= total:
+            bars.stop()
+
+    try:
+        yield update
+    finally:
+        bars.stop()

@@ -1,0 +1,98 @@
+"""`chunkrt plan`: how a model is cut into subgraphs, and what each costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from chunkrt.cli.options import engine_options, progress_bar
+from chunkrt.engine import DEFAULT_SCHEME, EngineOptions, engine_folder, find_checkpoint, options_placement
+from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
+from chunkrt.errors import ConfigError
+from chunkrt.graph.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import find_scheme
+
+
+@click.command()
+@click.argument("model")
+@click.option("--prompt-length", type=int, default=512, show_default=True, help="Tokens, for the attention's FLOPs.")
+@click.option("--save-onnx", type=click.Path(path_type=Path, file_okay=False), help="Write each subgraph as ONNX here.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
+@engine_options
+def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, **settings: Any) -> None:
+    """Show the subgraphs of MODEL: device, weights, bytes across the boundary, FLOPs, state."""
+    options = EngineOptions(**settings)
+    if prompt_length < 1:
+        raise ConfigError(f"--prompt-length is {prompt_length}, expected at least 1")
+    found, scheme_name = _read(model, options)
+    if options.chunk_length > found.context_length:
+        raise ConfigError(
+            f"--chunk is {options.chunk_length}, longer than the model's context of {found.context_length}"
+        )
+    figures = subgraph_figures(found, find_scheme(scheme_name), chunk_length=options.chunk_length)
+    attention = attention_figures(found, chunk_length=options.chunk_length, prompt_length=prompt_length)
+    if save_onnx:
+        _save_onnx(model, options, save_onnx)
+    if as_json:
+        summary = {
+            "chunk": options.chunk_length,
+            "scheme": scheme_name,
+            "prompt_length": prompt_length,
+            "subgraphs": [asdict(f) for f in figures],
+            "attention": asdict(attention),
+            "plan": json.loads(found.to_json()),
+        }
+        click.echo(json.dumps(summary, indent=1))
+    else:
+        _print(figures, attention, options.chunk_length, prompt_length)
+
+
+def _read(model: str, options: EngineOptions) -> tuple[Plan, str]:
+    if is_engine_directory(Path(model)):
+        return read_plan(Path(model)), read_manifest(Path(model)).scheme
+    from chunkrt.compiler import plan_checkpoint
+
+    with progress_bar() as progress:
+        checkpoint, scheme = find_checkpoint(model, progress)
+    return plan_checkpoint(checkpoint, options_placement(options)).plan, options.scheme or scheme or DEFAULT_SCHEME
+
+
+def _save_onnx(model: str, options: EngineOptions, folder: Path) -> None:
+    from chunkrt.quant.linears import save_subgraphs
+
+    with progress_bar() as progress:
+        engine = engine_folder(model, options, progress)
+        scheme = find_scheme(read_manifest(engine).scheme)
+        num_files = save_subgraphs(
+            read_plan(engine), scheme, open_weights(engine), folder, lambda d, t: progress("writing ONNX", d, t)
+        )
+    click.echo(f"{num_files} ONNX files written to {folder}", err=True)
+
+
+def _print(figures: list[SubgraphFigures], attention: AttentionFigures, chunk_length: int, prompt_length: int) -> None:
+    row = "{:14} {:4} {:8} {:>6} {:>12} {:>13} {:>14} {:>6}"
+    click.echo(row.format("subgraph", "on", "kind", "nodes", "weights MB", "boundary KB", "linear MFLOP", "state"))
+    for f in figures:
+        kind = "static" if f.is_static else "dynamic"
+        weights, crossing = f"{f.weight_bytes / 1e6:.2f}", f"{f.crossing_bytes / 1e3:.1f}"
+        flops = f"{f.linear_flops / 1e6:.1f}"
+        click.echo(row.format(f.name, f.device, kind, f.num_nodes, weights, crossing, flops, len(f.state_slots)))
+    for device in ("npu", "cpu"):
+        mine = [f for f in figures if f.device == device]
+        total_flops, total_bytes = sum(f.linear_flops for f in mine), sum(f.weight_bytes for f in mine)
+        click.echo(
+            f"{device}: {len(mine)} subgraphs, {total_flops / 1e9:.2f} GFLOP a chunk, "
+            f"weights {total_bytes / 1e6:.1f} MB"
+        )
+    moved_bytes = sum(f.crossing_bytes for f in figures) // 2
+    ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0
+    click.echo(
+        f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices\n"
+        f"attention over {prompt_length} tokens: {attention.chunked_flops / 1e9:.2f} GFLOP in chunks, "
+        f"{attention.unchunked_flops / 1e9:.2f} GFLOP at once (ratio {ratio:.3f})"
+    )

@@ -1,0 +1,86 @@
+"""`chunkrt run`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from chunkrt.cli.generation import generation_options, prompt_tokens, split_options, stream_answer
+from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.engine import Engine
+from chunkrt.errors import ConfigError
+
+
+@click.command()
+@click.argument("model")
+@click.option("-p", "--prompt", help="The prompt.")
+@click.option("-f", "--file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer and figures as one JSON object.")
+@generation_options
+@engine_options
+def run(model: str, prompt: str | None, file: Path | None, raw: bool, as_json: bool, **options: Any) -> None:
+    """Answer a prompt with MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an engine directory.
+
+    The answer streams to stdout, figures go to stderr.
+    """
+    engine_settings, sampling, generation = split_options(options)
+    system = generation.pop("system")
+    text = read_prompt(prompt, file)
+    begin = time.perf_counter()
+    with open_engine(model, engine_settings) as engine:
+        load_seconds = time.perf_counter() - begin
+        tokens = _tokens(engine, text, system, raw=raw)
+        answer = stream_answer(
+            engine.session(),
+            tokens,
+            sampling=sampling,
+            **generation,
+            emit=_ignore if as_json else _print,
+        )
+        if as_json:
+            click.echo(json.dumps({"model": model, **answer.as_dict(), "load_s": load_seconds}, ensure_ascii=False))
+        else:
+            click.echo()
+            click.echo(f"[load {load_seconds:.2f} s, {answer.figures()}]", err=True)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the option or the file.
+
+    Raises:
+        ConfigError: neither or both are given, the file cannot be read, or there is no text in it.
+    """
+    if (prompt is None) == (file is None):
+        raise ConfigError("give a prompt with -p TEXT or -f FILE, one of them")
+    if file is not None:
+        try:
+            prompt = click.get_text_stream("stdin").read() if str(file) == "-" else file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the prompt from {file}: {error}") from error
+    assert prompt is not None
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty")
+    return prompt
+
+
+def _print(piece: str) -> None:
+    click.echo(piece, nl=False)
+
+
+def _ignore(piece: str) -> None:
+    """The answer is printed whole, as JSON, at the end."""
+
+
+def _tokens(engine: Engine, text: str, system: str | None, *, raw: bool) -> list[int]:
+    tokenizer = engine.require_tokenizer()
+    if raw or not tokenizer.has_chat_template:
+        if system:
+            raise ConfigError("a system message needs the model's chat template; leave --system or --raw away")
+        return tokenizer.encode(text, add_special=True, parse_special=raw)
+    messages = [{"role": "system", "content": system}] if system else []
+    return prompt_tokens(engine, [*messages, {"role": "user", "content": text}])

@@ -1,0 +1,110 @@
+"""The compile half: from a checkpoint to an engine directory.
+
+weights -> graph -> plan -> quantisation -> engine directory. Imported only when something has to be compiled: a
+device that runs engine directories never needs it, nor ONNX.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunkrt.engine_directory import PLAN, WEIGHTS, is_engine_directory, write_manifest
+from chunkrt.errors import ModelError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.modules import Module
+from chunkrt.graph.partition import partition
+from chunkrt.graph.placement import Placement, place
+from chunkrt.graph.plan import Plan
+from chunkrt.graph.tracing import trace
+from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.weights import write_weights
+from chunkrt.tokenizer import Tokenizer
+from chunkrt.weights.checkpoint import open_checkpoint
+from chunkrt.weights.source import TensorSource
+
+Progress = Callable[[int, int], None]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A checkpoint with its decoder and plan: all that is known before a weight is read."""
+
+    source: TensorSource
+    decoder: Module
+    plan: Plan
+
+
+def plan_checkpoint(checkpoint: Path, placement: Placement) -> Planned:
+    """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
+
+    Raises:
+        ModelError: the checkpoint is damaged, incomplete or unsupported.
+        ConfigError: the placement names no module.
+    """
+    source = open_checkpoint(checkpoint)
+    decoder = build_decoder(source)
+    place(decoder, placement)
+    plan = partition(trace(decoder), family=source.architecture)
+    return Planned(source=source, decoder=decoder, plan=plan)
+
+
+def compile_checkpoint(
+    checkpoint: Path,
+    scheme: Scheme,
+    placement: Placement,
+    folder: Path,
+    *,
+    model: str,
+    progress: Progress = lambda done, total: None,
+) -> Plan:
+    """Write the engine directory of a checkpoint, aside and then renamed.
+
+    Args:
+        folder: where it shall be; another process that gets there first wins, and its result is as good.
+        progress: told (weights done, weights in all).
+
+    Raises:
+        ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
+            left behind.
+    """
+    planned = plan_checkpoint(checkpoint, placement)
+    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            (aside / PLAN).write_text(planned.plan.to_json(), encoding="utf-8")
+            write_weights(
+                planned.plan,
+                scheme,
+                lambda name: parameters[name].load(planned.source),
+                aside / WEIGHTS,
+                progress=progress,
+            )
+            if tokenizer := Tokenizer.from_source(planned.source):
+                tokenizer.save(aside)
+            write_manifest(aside, model=model, scheme=scheme.name)
+            aside.chmod(0o755)
+            _rename(aside, folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
+    log.info("compiled %s into %s", checkpoint, folder)
+    return planned.plan
+
+
+def _rename(aside: Path, folder: Path) -> None:
+    try:
+        aside.rename(folder)
+    except OSError:
+        if not is_engine_directory(folder):
+            raise

@@ -1,0 +1,105 @@
+"""What a plan costs: FLOPs, bytes of weights, bytes that cross boundaries, for a chunk length and a prompt length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from chunkrt.graph.plan import DTYPE_BYTES, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.quant.scheme import Scheme
+
+FLOPS_PER_MULTIPLY_ADD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubgraphFigures:
+    """One subgraph on one chunk.
+
+    `linear_flops`: of its MatMuls, a multiply-add counted as two. `weight_bytes`: under the scheme, scales included.
+    `crossing_bytes`: values that it takes from or gives to subgraphs on the other device, once each.
+    """
+
+    name: str
+    device: str
+    is_static: bool
+    num_nodes: int
+    linear_flops: int
+    weight_bytes: int
+    crossing_bytes: int
+    state_slots: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFigures:
+    """Attention over a whole prompt, all layers, scores and weighted sum: 4 * rows * keys * D FLOPs a head.
+
+    Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the
+    chunk's end; the ratio tends to (1 + C / S) / 2.
+    """
+
+    chunked_flops: int
+    unchunked_flops: int
+
+
+def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[SubgraphFigures]:
+    """Figures of every subgraph for one chunk, and one row of logits."""
+    symbols = {"T": chunk_length, "R": 1}
+    homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
+    readers: dict[str, set[str]] = {}
+    for subgraph in plan.subgraphs:
+        for name in subgraph.inputs:
+            readers.setdefault(name, set()).add(subgraph.device)
+
+    def crosses(subgraph: Subgraph, name: str) -> bool:
+        if name in subgraph.outputs:
+            return bool(readers.get(name, set()) - {subgraph.device})
+        return homes.get(name, subgraph.device) != subgraph.device
+
+    return [
+        SubgraphFigures(
+            name=s.name,
+            device=s.device,
+            is_static=s.is_static,
+            num_nodes=len(s.nodes),
+            linear_flops=sum(_matmul_flops(plan, node, symbols) for node in s.nodes),
+            weight_bytes=sum(weight_bytes(plan, s, scheme)),
+            crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in (*s.inputs, *s.outputs) if crosses(s, n)),
+            state_slots=s.state,
+        )
+        for s in plan.subgraphs
+    ]
+
+
+def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> AttentionFigures:
+    """Attention FLOPs of a prompt, chunked and not."""
+    chunked = sum(
+        (min(start + chunk_length, prompt_length) - start) * min(start + chunk_length, prompt_length)
+        for start in range(0, prompt_length, chunk_length)
+    )
+    per_pair = 0
+    for node in (node for s in plan.subgraphs for node in s.nodes if node.op == "CachedAttention"):
+        heads, head_dim = node.attributes["num_heads"], node.attributes["head_dim"]
+        per_pair += 2 * FLOPS_PER_MULTIPLY_ADD * cast(int, heads) * cast(int, head_dim)
+    return AttentionFigures(chunked_flops=per_pair * chunked, unchunked_flops=per_pair * prompt_length**2)
+
+
+def weight_bytes(plan: Plan, subgraph: Subgraph, scheme: Scheme) -> Iterable[int]:
+    """Bytes of each weight of a subgraph as the scheme stores it; an 8-bit linear has a float32 scale a column."""
+    linears = {node.inputs[1] for node in subgraph.nodes if node.op == "MatMul"}
+    for name in subgraph.weights:
+        tensor = plan.tensors[name]
+        yield _quantized_bytes(tensor) if scheme.weight_bits == 8 and name in linears else tensor.num_bytes()
+
+
+def _quantized_bytes(tensor: Tensor) -> int:
+    depth, columns = resolve(tensor.shape, {})
+    return depth * columns + columns * DTYPE_BYTES["float32"]
+
+
+def _matmul_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:
+    if node.op != "MatMul":
+        return 0
+    rows, depth = resolve(plan.tensors[node.inputs[0]].shape, symbols)
+    _, columns = resolve(plan.tensors[node.inputs[1]].shape, symbols)
+    return FLOPS_PER_MULTIPLY_ADD * rows * depth * columns

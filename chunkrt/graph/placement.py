@@ -1,0 +1,60 @@
+"""Placement: putting modules on devices by a file or a mapping, before the decoder is traced.
+
+A placement file is TOML, one line a pattern of module paths, later lines win:
+
+    "model.layers.*.mlp.down_proj" = "cpu"
+    "lm_head" = "npu"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Device
+
+if TYPE_CHECKING:
+    from chunkrt.graph.modules import Module
+
+Placement = Mapping[str, Device]
+"""Device by pattern of module paths; the pattern "" is the whole decoder."""
+
+ALL_ON_CPU: Placement = {"": "cpu"}
+
+
+def read_placement(path: Path) -> Placement:
+    """Read a placement file.
+
+    Raises:
+        ConfigError: it cannot be read, is not TOML, or names something that is not a device.
+    """
+    try:
+        placement = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the placement file {path}: {error}") from error
+    for pattern, device in placement.items():
+        if device not in ("npu", "cpu"):
+            raise ConfigError(f"{path}: {pattern!r} is placed on {device!r}, expected 'npu' or 'cpu'")
+    return cast(Placement, placement)
+
+
+def place(decoder: Module, placement: Placement) -> None:
+    """Place every module that a pattern names.
+
+    Raises:
+        ConfigError: a pattern matches no module; the message offers the nearest path.
+    """
+    modules = {module.path: module for module in decoder.modules()}
+    for pattern, device in placement.items():
+        matched = [module for path, module in modules.items() if fnmatchcase(path, pattern)]
+        if not matched:
+            nearest = get_close_matches(pattern, modules, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"the placement of {pattern!r} matches no module{hint}")
+        for module in matched:
+            module.to(device)

@@ -1,0 +1,148 @@
+"""Memory of the chunks in flight: the values that cross from one subgraph to the next.
+
+Every ring slot holds one chunk's values. Within a slot, values whose lives do not meet share memory: a
+value lives from the subgraph that writes it to the last one that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from chunkrt.errors import ModelError
+from chunkrt.graph.plan import Dimension, Plan, resolve
+
+Array = NDArray[Any]
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector load."""
+
+WHOLE = slice(None)
+EMPTY = slice(0)
+
+GRAPH_INPUTS = ("input_ids", "position", "logit_rows")
+"""What a run provides: int64 [T] tokens, int64 [1] position of row 0, int64 [R] rows with wanted logits."""
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """A zeroed C-contiguous array that starts at a multiple of ALIGNMENT.
+
+    Large ones cost memory only where they are written: the operating system commits their pages on first use.
+    """
+    num_bytes = prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+class BufferLayout:
+    """Which physical buffer holds which value; the same in every slot.
+
+    Args:
+        plan: the decoder. Its output has no buffer: logits are written straight into a run's result.
+        chunk_length: C, the rows reserved for every value.
+
+    Raises:
+        ModelError: a value is read before it is written, does not have its rows first, or is a graph input
+        that
+            no run provides.
+    """
+
+    def __init__(self, plan: Plan, chunk_length: int) -> None:
+        self.values = {name: plan.tensors[name] for name in _boundary_values(plan)}
+        self.chunk_length = chunk_length
+        self.buffer_of: dict[str, int] = {}
+        self.buffer_bytes: list[int] = []
+        self._free: dict[int, list[int]] = {}
+        last_use = {n: i for i, s in enumerate(plan.subgraphs) for n in (*s.inputs, *s.outputs)}
+        self._allocate(plan.inputs)
+        for index, subgraph in enumerate(plan.subgraphs):
+            self._allocate(name for name in subgraph.outputs if name != plan.output)
+            self._release(name for name, last in last_use.items() if last == index and name != plan.output)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(self.buffer_bytes)
+
+    def _allocate(self, names: Iterable[str]) -> None:
+        for name in names:
+            num_bytes = self._num_bytes(name)
+            if free := self._free.get(num_bytes):
+                self.buffer_of[name] = free.pop()
+            else:
+                self.buffer_of[name] = len(self.buffer_bytes)
+                self.buffer_bytes.append(num_bytes)
+
+    def _release(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._free.setdefault(self._num_bytes(name), []).append(self.buffer_of[name])
+
+    def _num_bytes(self, name: str) -> int:
+        return self.values[name].num_bytes(T=self.chunk_length, R=self.chunk_length)
+
+
+class ChunkBuffers:
+    """One ring slot: the values of one chunk in flight, by name, each with room for C rows."""
+
+    def __init__(self, layout: BufferLayout) -> None:
+        buffers = [aligned_zeros((num_bytes,), np.uint8) for num_bytes in layout.buffer_bytes]
+        rows = layout.chunk_length
+        self._arrays: dict[str, Array] = {}
+        self._symbols: dict[str, Dimension] = {}
+        for name, index in layout.buffer_of.items():
+            tensor = layout.values[name]
+            shape = resolve(tensor.shape, {"T": rows, "R": rows})
+            self._arrays[name] = buffers[index].view(tensor.dtype).reshape(shape)
+            self._symbols[name] = tensor.shape[0]
+
+    def load(self, token_ids: Array, position: int, logit_rows: range) -> None:
+        """Fill the graph inputs.
+
+        Args:
+            token_ids: int64 [T], T in 1..C.
+            position: of row 0.
+            logit_rows: the rows whose logits are wanted, R in 0..C of them.
+        """
+        for name, rows in (("input_ids", token_ids), ("position", position), ("logit_rows", logit_rows)):
+            if name in self._arrays:
+                self._arrays[name][: np.size(rows)] = rows
+
+    def views(self, names: Iterable[str], tokens: slice, logit_rows: slice = EMPTY) -> dict[str, Array]:
+        """Values by name: those with "T" rows cut to `tokens`, those with "R" rows to `logit_rows`."""
+        cuts: dict[Dimension, slice] = {"T": tokens, "R": logit_rows}
+        return {name: self._arrays[name][cuts.get(self._symbols[name], WHOLE)] for name in names}
+
+    def clear_padding(self, names: Iterable[str], num_tokens: int, num_logit_rows: int = 0) -> None:
+        """Zero the rows of the named values that hold no token, or no row whose logits are wanted."""
+        cuts: dict[Dimension, slice] = {"T": slice(num_tokens, None), "R": slice(num_logit_rows, None)}
+        for name in names:
+            self._arrays[name][cuts.get(self._symbols[name], EMPTY)] = 0
+
+
+def _boundary_values(plan: Plan) -> list[str]:
+    """Graph inputs and subgraph outputs in the order in which they appear, checked."""
+    for name in plan.inputs:
+        if name not in GRAPH_INPUTS:
+            raise ModelError(
+                f"the plan's input {name!r} is none of {', '.join(GRAPH_INPUTS)}; compile the model again"
+            )
+    known = list(plan.inputs)
+    for subgraph in plan.subgraphs:
+        for name in subgraph.inputs:
+            if name not in known:
+                raise ModelError(
+                    f"{subgraph.name} reads {name!r} before any subgraph writes it; compile again"
+                )
+        known += subgraph.outputs
+    for name in known:
+        shape = plan.tensors[name].shape
+        if name != "position" and (shape[0] not in ("T", "R") or any(isinstance(d, str) for d in shape[1:])):
+            raise ModelError(
+                f"{name!r} has shape {shape}; values between subgraphs have their rows (T or R) first"
+            )
+    return known

@@ -1,0 +1,265 @@
+"""The executor: streams the chunks of a prompt through a decoder's subgraphs.
+
+Decode is the same thing with one token. An executor keeps the chunk buffers and the bound subgraphs; the
+schedule, the threads and the logits belong to one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event, Lock
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends.base import Executable
+from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError, ModelError, unknown_name
+from chunkrt.graph.plan import Device, Plan
+from chunkrt.runtime.binding import BoundSubgraph
+from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers, aligned_zeros
+from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.policy import Policy, Task
+from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.state import State
+from chunkrt.runtime.workers import Progress, Workers, run_in_caller
+
+Logits = Literal["last", "all", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run computed.
+
+    logits: float32 [1, V] of the last token, [n, V] of all, or None if none were asked for.
+    events: every task, in the order in which they ended.
+    """
+
+    logits: NDArray[np.float32] | None
+    events: Sequence[TaskEvent]
+
+
+class Executor:
+    """Runs prompts through one compiled decoder, one prompt at a time; a second caller waits.
+
+    Args:
+        plan: the decoder.
+        executables: one for every subgraph, by subgraph name.
+        chunk_length: C, tokens a chunk, 1 to the plan's context length.
+        processors: who runs which device role; together they cover the plan's devices.
+        policy: chooses among ready tasks.
+        chunks_in_flight: ring slots, at least 1; one more than there are workers keeps all of them busy.
+
+    Raises:
+        ConfigError: an argument is out of range or does not go with the others.
+        ModelError: the plan cannot be streamed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        executables: Mapping[str, Executable],
+        *,
+        chunk_length: int,
+        processors: Sequence[Processor],
+        policy: Policy,
+        chunks_in_flight: int,
+    ) -> None:
+        if not 1 <= chunk_length <= plan.context_length:
+            raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context")
+        if chunks_in_flight < 1:
+            raise ConfigError(f"{chunks_in_flight} chunks in flight: at least 1 is needed")
+        _check_plan(plan)
+        _check_executables(plan, executables)
+        _check_processors(plan, processors)
+        self.plan = plan
+        self.chunk_length = chunk_length
+        self.processors = tuple(processors)
+        self.policy = policy
+        layout = BufferLayout(plan, chunk_length)
+        self.ring = [ChunkBuffers(layout) for _ in range(chunks_in_flight)]
+        self.num_bytes = layout.num_bytes * chunks_in_flight
+        """Bytes of the chunk buffers."""
+        self.subgraphs = [
+            BoundSubgraph(
+                subgraph,
+                executables[subgraph.name],
+                ring=self.ring,
+                chunk_length=chunk_length,
+                output=plan.output,
+            )
+            for subgraph in plan.subgraphs
+        ]
+        self._is_concurrent = policy.is_concurrent and sum(p.workers for p in processors) > 1
+        self._one_run = Lock()
+
+    def run(
+        self,
+        token_ids: NDArray[np.int64],
+        state: State,
+        *,
+        logits: Logits = "last",
+        cancel: Event | None = None,
+        progress: Progress | None = None,
+    ) -> RunResult:
+        """Run tokens through the decoder at the state's position, and advance it.
+
+        A sequential policy, a single worker and a single chunk run in the calling thread; otherwise the
+        processors' workers are started and this thread waits, so that an interrupt reaches it. Whatever goes
+        wrong, the state keeps the position it had, all threads have ended, and the executor can be used
+        again.
+
+        Args:
+            token_ids: int64 [n], n at least 1.
+            state: of the same plan.
+            logits: which rows of logits to compute.
+            cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
+            progress: called in this thread with (chunks done, chunks).
+
+        Raises:
+            ConfigError: the tokens, the state or an option do not fit; nothing has run.
+            BackendError: a task failed; the message names its subgraph and chunk, the cause is chained.
+            ClosedError: the run was cancelled.
+        """
+        self._check_run(token_ids, state, logits)
+        with self._one_run:
+            run = _Run(self, token_ids, state, logits)
+            schedule = run.schedule
+            if self._is_concurrent and schedule.num_chunks > 1:
+                events = Workers(schedule, self.processors, run.execute, cancel=cancel).run(progress)
+            else:
+                events = run_in_caller(
+                    schedule, self.processors, run.execute, cancel=cancel, progress=progress
+                )
+            if schedule.failure is not None:
+                raise self._failure(*schedule.failure) from schedule.failure[1]
+            if schedule.is_cancelled:
+                raise ClosedError(
+                    f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks"
+                )
+            state.advance(token_ids.size)
+            return RunResult(logits=run.logits, events=events)
+
+    def _check_run(self, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
+        if logits not in get_args(Logits):
+            raise unknown_name("choice of logits", logits, get_args(Logits))
+        if token_ids.ndim != 1 or token_ids.dtype != np.int64:
+            raise ConfigError(f"token ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [n]")
+        if token_ids.size == 0:
+            raise ConfigError("the prompt is empty; it takes at least one token")
+        low, high = token_ids.min(), token_ids.max()
+        if low < 0 or high >= self.plan.vocab_size:
+            wrong = low if low < 0 else high
+            raise ConfigError(f"token id {wrong} is outside the vocabulary, 0..{self.plan.vocab_size - 1}")
+        if state.plan is not self.plan and state.plan.state_tensors != self.plan.state_tensors:
+            raise ConfigError("the state belongs to another decoder; make one from this engine's plan")
+        if self.chunk_length > state.capacity:
+            raise ConfigError(
+                f"chunk length {self.chunk_length} is outside 1..{state.capacity}, the state's capacity"
+            )
+        if token_ids.size > state.capacity - state.position:
+            raise ConfigError(
+                f"{token_ids.size} tokens do not fit at position {state.position} of a state of "
+                f"{state.capacity} positions; shorten the prompt, or make the state larger"
+            )
+
+    def _failure(self, task: Task, error: BaseException) -> BackendError:
+        kind = DeviceLostError if isinstance(error, DeviceLostError) else BackendError
+        name = self.plan.subgraphs[task.subgraph].name
+        return kind(f"subgraph {name} failed on chunk {task.chunk}: {str(error) or type(error).__name__}")
+
+
+class _Run:
+    """One prompt on its way: its schedule, its logits, and how a task of it is computed."""
+
+    def __init__(
+        self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits
+    ) -> None:
+        self._subgraphs = executor.subgraphs
+        self._ring = executor.ring
+        self._chunk_length = executor.chunk_length
+        self._token_ids = token_ids
+        self._state = state
+        self._mode = logits
+        num_chunks = -(-token_ids.size // executor.chunk_length)
+        logit_chunks = {"last": range(num_chunks - 1, num_chunks), "all": range(num_chunks), "none": range(0)}
+        self.schedule = Schedule(
+            executor.plan.subgraphs,
+            num_chunks=num_chunks,
+            logit_chunks=logit_chunks[logits],
+            chunks_in_flight=len(executor.ring),
+            policy=executor.policy,
+        )
+        self._num_rows = {"last": 1, "all": token_ids.size, "none": 0}[logits]
+        group = executor.subgraphs[-1].logit_group
+        shape = (-(-self._num_rows // group) * group, executor.plan.vocab_size)
+        self._logits = aligned_zeros(shape, np.float32)
+
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        """float32 [rows asked for, V]."""
+        return self._logits[: self._num_rows] if self._num_rows else None
+
+    def execute(self, task: Task) -> None:
+        """Compute one task; called from any worker's thread."""
+        index, chunk = task
+        slot = self.schedule.slot(chunk)
+        start = chunk * self._chunk_length
+        token_ids = self._token_ids[start : start + self._chunk_length]
+        if index == 0:
+            self._ring[slot].load(token_ids, self._state.position + start, self._logit_rows(token_ids.size))
+        subgraph = self._subgraphs[index]
+        if subgraph.rows == "T":
+            subgraph.run(slot, token_ids.size, self._state)
+        elif self._mode == "all":
+            subgraph.run_logit_rows(slot, token_ids.size, token_ids.size, self._logits[start:])
+        else:
+            subgraph.run_logit_rows(slot, token_ids.size, 1, self._logits)
+
+    def _logit_rows(self, num_tokens: int) -> range:
+        """The rows of a chunk whose logits are wanted, should the chunk come as far as that."""
+        return range(num_tokens) if self._mode == "all" else range(num_tokens - 1, num_tokens)
+
+
+def _check_plan(plan: Plan) -> None:
+    """Logits come last and come from subgraphs that run on the rows asked for; state comes before."""
+    rows = [subgraph.rows for subgraph in plan.subgraphs]
+    if (
+        rows != sorted(rows, reverse=True)
+        or rows[-1:] != ["R"]
+        or plan.output not in plan.subgraphs[-1].outputs
+    ):
+        raise ModelError(
+            f"the plan's last subgraph does not compute {plan.output!r} row by row; compile again"
+        )
+    for subgraph in plan.subgraphs:
+        if subgraph.rows == "R" and subgraph.state:
+            raise ModelError(f"{subgraph.name} keeps state, but does not run on every token; compile again")
+
+
+def _check_executables(plan: Plan, executables: Mapping[str, Executable]) -> None:
+    names = {subgraph.name for subgraph in plan.subgraphs}
+    if names != executables.keys():
+        odd = min(names ^ executables.keys())
+        problem = "has no executable" if odd in names else "is not a subgraph of the plan"
+        raise ConfigError(
+            f"{odd!r} {problem}; exactly one executable is needed for each of {len(names)} subgraphs"
+        )
+
+
+def _check_processors(plan: Plan, processors: Sequence[Processor]) -> None:
+    if len({processor.name for processor in processors}) < len(processors):
+        raise ConfigError(f"two processors share a name: {', '.join(p.name for p in processors)}")
+    for processor in processors:
+        if processor.workers < 1:
+            raise ConfigError(
+                f"processor {processor.name!r} has {processor.workers} workers; it needs at least 1"
+            )
+    devices = frozenset[Device]().union(*(processor.devices for processor in processors))
+    for subgraph in plan.subgraphs:
+        if subgraph.device not in devices:
+            raise ConfigError(
+                f"no processor runs {subgraph.device!r}, which {subgraph.name} needs; there are: "
+                f"{', '.join(sorted(devices)) or 'none'}"
+            )

@@ -1,0 +1,197 @@
+"""Workers: what drives a schedule in real time, with threads or in the calling thread.
+
+Waiting is on condition variables. All of them share one lock, under which a worker reports the task that
+ended and claims the next in one step. A ready task is always announced: whoever ends a task claims one
+itself and wakes one idle worker for each that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Condition, Event, Lock, Thread
+from time import perf_counter_ns
+
+from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.policy import Task
+from chunkrt.runtime.schedule import Processor, Schedule
+
+Execute = Callable[[Task], None]
+Progress = Callable[[int, int], None]
+
+
+def run_in_caller(
+    schedule: Schedule,
+    processors: Sequence[Processor],
+    execute: Execute,
+    *,
+    cancel: Event | None = None,
+    progress: Progress | None = None,
+) -> list[TaskEvent]:
+    """Drive a schedule to its end in the calling thread, one task at a time.
+
+    See `Workers.run`; here an interrupt leaves through `execute` itself.
+    """
+    events: list[TaskEvent] = []
+    while not schedule.is_finished:
+        if cancel is not None and cancel.is_set():
+            schedule.cancel()
+            break
+        for processor in processors:
+            if (task := schedule.claim(processor)) is not None:
+                break
+        else:
+            raise AssertionError("a schedule that is not finished has a ready task when none runs")
+        num_done = schedule.chunks_done
+        start_ns = perf_counter_ns()
+        try:
+            execute(task)
+        except Exception as error:
+            schedule.fail(task, error)
+            break
+        events.append(TaskEvent(task, processor.name, 0, start_ns, perf_counter_ns()))
+        schedule.complete(task)
+        if progress is not None and schedule.chunks_done > num_done:
+            progress(schedule.chunks_done, schedule.num_chunks)
+    return events
+
+
+class Workers:
+    """The threads of one run: each asks the schedule for tasks on behalf of its processor.
+
+    Args:
+        schedule: what to drive; nobody else touches it until `run` has returned.
+        processors: each gets as many threads as it has workers.
+        execute: runs one task, in a worker's thread.
+        cancel: checked before every claim.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        processors: Sequence[Processor],
+        execute: Execute,
+        *,
+        cancel: Event | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._execute = execute
+        self._cancel = cancel
+        self._events: list[TaskEvent] = []
+        self._policy_error: BaseException | None = None
+        self._chunks_seen = 0
+        """Chunks done when the calling thread last looked."""
+        self._lock = Lock()
+        self._caller = Condition(self._lock)
+        self._idle = [(processor, Condition(self._lock)) for processor in processors]
+        self._threads = [
+            Thread(
+                target=self._work,
+                args=(processor, idle, worker),
+                name=f"chunkrt-{processor.name}-{worker}",
+                daemon=True,  # one that is stuck in a driver must not keep the process alive
+            )
+            for processor, idle in self._idle
+            for worker in range(processor.workers)
+        ]
+
+    def run(self, progress: Progress | None = None) -> list[TaskEvent]:
+        """Drive the schedule to its end.
+
+        A task that fails ends up in the schedule's `failure`; the event, once set, in its `is_cancelled`.
+
+        Args:
+            progress: called in this thread with (chunks done, chunks); calls may be skipped, never repeated.
+
+        Returns:
+            What ended well, in the order in which it ended.
+
+        Raises:
+            BaseException: whatever this thread ran into, such as KeyboardInterrupt, or the policy. In every
+                case the threads have ended.
+        """
+        stopped_by: BaseException | None = None
+        try:
+            for thread in self._threads:
+                thread.start()
+            self._wait(progress)
+        except BaseException as error:
+            stopped_by = error
+        while any(thread.is_alive() for thread in self._threads):
+            try:
+                if stopped_by is not None:
+                    self._stop()
+                for thread in filter(Thread.is_alive, self._threads):
+                    thread.join()
+            except BaseException as error:
+                stopped_by = error  # and wait on: what still writes into buffers must end first
+        cause = stopped_by if stopped_by is not None else self._policy_error
+        if cause is not None:
+            raise cause
+        return self._events
+
+    def _wait(self, progress: Progress | None) -> None:
+        schedule, is_finished = self._schedule, False
+        while not is_finished:
+            with self._lock:
+                while schedule.chunks_done == self._chunks_seen and not schedule.is_finished:
+                    self._caller.wait()
+                is_finished = schedule.is_finished
+                has_news = schedule.chunks_done > self._chunks_seen
+                self._chunks_seen = schedule.chunks_done
+            if progress is not None and has_news:
+                progress(self._chunks_seen, schedule.num_chunks)
+
+    def _work(self, processor: Processor, idle: Condition, worker: int) -> None:
+        try:
+            task = self._claim(processor, idle)
+            while task is not None:
+                start_ns = perf_counter_ns()
+                try:
+                    self._execute(task)
+                except BaseException as error:
+                    with self._lock:
+                        self._schedule.fail(task, error)
+                        self._announce()
+                    return
+                event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns())
+                task = self._claim(processor, idle, event)
+        except BaseException as error:
+            self._policy_error = error
+            self._stop()
+
+    def _claim(self, processor: Processor, idle: Condition, ended: TaskEvent | None = None) -> Task | None:
+        """Report the task that ended and claim the next in one step; None when there is no further one."""
+        schedule = self._schedule
+        with self._lock:
+            if ended is not None:
+                self._events.append(ended)
+                schedule.complete(ended.task)
+            while True:
+                if self._cancel is not None and self._cancel.is_set() and not schedule.is_finished:
+                    schedule.cancel()
+                task = schedule.claim(processor)
+                if ended is not None or schedule.is_finished:
+                    self._announce()
+                    ended = None
+                if task is not None or schedule.is_finished:
+                    return task
+                idle.wait()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._schedule.cancel()
+            self._announce()
+
+    def _announce(self) -> None:
+        """Wake an idle worker for every ready task, the caller for every chunk, and everybody at the end."""
+        schedule = self._schedule
+        if schedule.is_finished:
+            self._caller.notify_all()
+            for _, idle in self._idle:
+                idle.notify_all()
+            return
+        if schedule.chunks_done > self._chunks_seen:
+            self._caller.notify_all()
+        for processor, idle in self._idle:
+            if num_ready := schedule.num_ready(processor):
+                idle.notify(num_ready)

@@ -1,0 +1,245 @@
+"""A session: one conversation with an engine. It owns the state, the tokens behind it, and the next logits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.errors import ClosedError, ConfigError
+from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.state import State
+from chunkrt.sampling import GREEDY, Sampler, SamplingOptions, StopStrings
+from chunkrt.tokenizer import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from chunkrt.engine import Engine
+
+
+Float32 = NDArray[np.float32]
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillResult:
+    """What a prefill gave.
+
+    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `seconds`:
+    wall time. `events`: one record a task, for figures and traces.
+    """
+
+    logits: Float32 | None
+    num_tokens: int
+    num_chunks: int
+    seconds: float
+    events: Sequence[TaskEvent]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A step of generation: text that is now certain (perhaps none), and why it ended if this is the last.
+
+    `finish_reason`: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" when
+    the context is full; None before the last piece. `token_id` is None on a closing piece that no token made.
+    """
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+
+
+class Session:
+    """Tokens in, text out. Not for use by two threads at once; make one session a thread."""
+
+    def __init__(self, engine: Engine, state: State, tokens: Sequence[int] = ()) -> None:
+        self._engine = engine
+        self._state = state
+        self._tokens = list(tokens)
+        self._logits: Float32 | None = None
+        self._is_closed = False
+        self._cancel = threading.Event()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Every token so far, prompt and generated."""
+        return tuple(self._tokens)
+
+    @property
+    def position(self) -> int:
+        """How many tokens there are; the position of the next."""
+        return len(self._tokens)
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens the session can hold."""
+        return self._state.capacity
+
+    def prefill(self, prompt: str | Sequence[int], *, logits: Literal["last", "all", "none"] = "last") -> PrefillResult:
+        """Stream a prompt through the decoder in chunks.
+
+        Args:
+            prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
+            logits: of the last token, of all tokens, or none.
+
+        Raises:
+            ConfigError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary. The
+                session is as it was.
+            ClosedError: the session or the engine is closed, or `cancel` was called.
+            BackendError: a subgraph failed. The session is as it was.
+        """
+        self._check_open()
+        new = self._encode(prompt)
+        pending = self._tokens[self._state.position :]
+        available = self.context_length - len(self._tokens)
+        if len(new) > available:
+            raise ConfigError(
+                f"the prompt has {len(new)} tokens, but the context of {self.context_length} has room for "
+                f"{available}; shorten the prompt or load the model with a longer context"
+            )
+        result = self._run([*pending, *new], logits)
+        self._tokens += new
+        if logits == "all" and result.logits is not None and pending:
+            return PrefillResult(**{**vars(result), "logits": result.logits[len(pending) :]})
+        return result
+
+    def generate(
+        self,
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions = GREEDY,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Piece]:
+        """Continue from the last prefill, one token at a time.
+
+        Args:
+            max_new_tokens: at most so many, at least 1.
+            sampling: how a token is drawn; greedy by default.
+            stop: strings that end the generation; they are not part of the text.
+
+        Yields:
+            Pieces whose texts concatenate to the answer. The last one has a `finish_reason`.
+
+        Raises:
+            ConfigError: nothing was prefilled yet, or an argument is out of range.
+        """
+        self._check_open()
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+        if not self._tokens:
+            raise ConfigError("there is nothing to continue; call prefill first")
+        return self._generate(max_new_tokens, Sampler(sampling), StopStrings(stop))
+
+    def rewind(self, position: int) -> None:
+        """Forget every token from `position` on.
+
+        Raises:
+            ConfigError: the position is outside 0..the present one.
+        """
+        self._check_open()
+        if not 0 <= position <= self.position:
+            raise ConfigError(f"cannot rewind to position {position}; the session is at {self.position}")
+        self._state.rewind(min(position, self._state.position))
+        if position < len(self._tokens):
+            self._logits = None
+        del self._tokens[position:]
+
+    def fork(self) -> Session:
+        """A session of its own that has seen the same tokens."""
+        self._check_open()
+        copy = Session(self._engine, self._state.fork(), self._tokens)
+        copy._logits = self._logits
+        return copy
+
+    def cancel(self) -> None:
+        """Stop the prefill or generation that another thread runs in this session; it raises ClosedError there."""
+        self._cancel.set()
+
+    def close(self) -> None:
+        """Give the state back. Closing twice is allowed."""
+        self._is_closed = True
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _generate(self, max_new_tokens: int, sampler: Sampler, stops: StopStrings) -> Iterator[Piece]:
+        tokenizer = self._engine.tokenizer
+        decoder = IncrementalDecoder(tokenizer) if tokenizer else None
+        end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
+        for count in range(1, max_new_tokens + 1):
+            token_id = sampler.next(self._next_logits(), self._tokens)
+            if token_id in end_ids:
+                self._accept(token_id)
+                yield Piece(text=_rest(decoder, stops), token_id=token_id, finish_reason="stop")
+                return
+            text, is_stopped = stops.push(decoder.push(token_id)) if decoder else ("", False)
+            is_full = len(self._tokens) == self.context_length
+            if not is_full:
+                self._accept(token_id)
+            if is_stopped:
+                yield Piece(text=text, token_id=token_id, finish_reason="stop")
+                return
+            if is_full or count == max_new_tokens:
+                reason: FinishReason = "context" if is_full else "length"
+                yield Piece(text=text + _rest(decoder, stops), token_id=token_id, finish_reason=reason)
+                return
+            yield Piece(text=text, token_id=token_id)
+
+    def _accept(self, token_id: int) -> None:
+        if len(self._tokens) < self.context_length:
+            self._tokens.append(token_id)
+            self._logits = None
+
+    def _next_logits(self) -> Float32:
+        """Logits after the last token; those of a token that was generated but not yet run are computed now."""
+        if self._logits is None:
+            self._check_open()
+            if self._state.position == len(self._tokens):
+                self._state.rewind(self._state.position - 1)
+            self._run(self._tokens[self._state.position :], "last")
+        assert self._logits is not None
+        return self._logits
+
+    def _run(self, token_ids: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
+        self._cancel.clear()
+        start = time.perf_counter()
+        run = self._engine.run(np.array(token_ids, np.int64), self._state, logits=logits, cancel=self._cancel)
+        seconds = time.perf_counter() - start
+        self._logits = run.logits[-1] if run.logits is not None else None
+        wanted = self._logits if logits == "last" else run.logits
+        num_chunks = -(-len(token_ids) // self._engine.chunk_length)
+        return PrefillResult(
+            logits=wanted, num_tokens=len(token_ids), num_chunks=num_chunks, seconds=seconds, events=run.events
+        )
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokenizer = self._engine.require_tokenizer()
+            ids = tokenizer.encode(prompt, add_special=self.position == 0, parse_special=False)
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids:
+            raise ConfigError("the prompt is empty; give at least one token")
+        vocab_size = self._engine.plan.vocab_size
+        if outside := [token for token in ids if not 0 <= token < vocab_size]:
+            raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+        return ids
+
+    def _check_open(self) -> None:
+        if self._is_closed or self._engine.is_closed:
+            raise ClosedError("the session is closed; make a new one with engine.session()")
+
+
+def _rest(decoder: IncrementalDecoder | None, stops: StopStrings) -> str:
+    """What was held back, now that nothing follows."""
+    if decoder is None:
+        return ""
+    text, is_stopped = stops.push(decoder.flush())
+    return text if is_stopped else text + stops.flush()

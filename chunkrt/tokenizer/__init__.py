@@ -1,0 +1,10 @@
+"""Text to token ids and back, and chats to prompts.
+
+Read from a checkpoint when a model is compiled, kept in the engine directory as tokenizer.json and text.json.
+"""
+
+from chunkrt.tokenizer.decoding import IncrementalDecoder
+from chunkrt.tokenizer.text_settings import TextSettings
+from chunkrt.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDecoder", "TextSettings", "Tokenizer"]

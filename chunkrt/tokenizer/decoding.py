@@ -1,0 +1,132 @@
+"""From token ids back to text: each token is bytes, and text appears as soon as its bytes are whole.
+
+The `tokenizers` library decodes lists of tokens; a stream needs the bytes of each. Which of two schemes they
+follow shows in the library's decoder: byte-level (a character is a byte) or SentencePiece ("▁" is a space,
+"<0x0A>" a byte).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from chunkrt.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from chunkrt.tokenizer.tokenizer import Tokenizer
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """The bytes of every token of a vocabulary.
+
+    Raises:
+        UnsupportedModelError: the library's decoder is neither byte-level nor SentencePiece's.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self._library = library
+        added = library.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_of, self.strips_first_space = _scheme(library.decoder)
+        literal = added if self._bytes_of is _byte_level else self.special_ids
+        self._known = {token_id: added[token_id].content.encode() for token_id in literal}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Raises ConfigError if the vocabulary has no such token."""
+        known = self._known.get(token_id)
+        if known is None:
+            token = self._library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+            if token is None:
+                size = self._library.get_vocab_size()
+                raise ConfigError(f"token {token_id} has no text: the vocabulary holds {size} tokens")
+            known = self._known[token_id] = self._bytes_of(token)
+        return known
+
+
+class IncrementalDecoder:
+    """Turns tokens into text one by one; the pieces add up to exactly `Tokenizer.decode` of them all.
+
+    A character whose bytes are spread over tokens appears with the last of them; bytes that are no UTF-8
+    become U+FFFD. Control tokens have no text.
+
+    Args:
+        follows_text: the tokens continue a text, so that a leading space is kept which SentencePiece would
+            otherwise take for its own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, follows_text: bool = False) -> None:
+        self._bytes = tokenizer.token_bytes
+        self._strips_first_space = self._bytes.strips_first_space and not follows_text
+        self._strip_next = self._strips_first_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, perhaps none. Raises ConfigError if there is no such token."""
+        piece = self._bytes[token_id]
+        if token_id in self._bytes.special_ids or not piece:
+            return ""
+        if self._strip_next:
+            self._strip_next = False
+            piece = piece.removeprefix(b" ")
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD if the last character is incomplete. Then a new text may begin."""
+        rest = self._utf8.decode(b"", final=True)
+        self._strip_next = self._strips_first_space
+        return rest
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's character for each byte, reversed. Source: GPT-2, encoder.py, bytes_to_unicode."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    if match := _BYTE_PIECE.fullmatch(token):
+        return bytes.fromhex(match[1])
+    return token.replace("▁", " ").encode()
+
+
+def _scheme(decoder: Any) -> tuple[Callable[[str], bytes], bool]:
+    """The bytes of a token, and whether a text's first space is dropped."""
+    steps = [json.loads(decoder.__getstate__())] if decoder is not None else []
+    if steps and steps[0]["type"] == "Sequence":
+        steps = steps[0]["decoders"]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level, False
+    if kinds == ["Metaspace"] and steps[0]["replacement"] == "▁":
+        return _sentence_piece, steps[0]["prepend_scheme"] != "never"
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0]["pattern"] == {"String": "▁"}:
+        if kinds[3:] == []:
+            return _sentence_piece, False
+        if kinds[3:] == ["Strip"] and (steps[3]["content"], steps[3]["start"], steps[3]["stop"]) == (
+            " ",
+            1,
+            0,
+        ):
+            return _sentence_piece, True
+    raise UnsupportedModelError(
+        f"the tokenizer's decoder is {' + '.join(kinds) or 'missing'}; "
+        "byte-level and SentencePiece are implemented"
+    )

@@ -1,0 +1,206 @@
+"""A GGUF file's own vocabulary as a `tokenizers` tokenizer.
+
+GGUF keeps tokens, their types and merges or scores, and names the rest: "gpt2" is byte-level BPE, whose
+pre-tokeniser `tokenizer.ggml.pre` names; "llama" is SentencePiece BPE with byte fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from gguf import TokenType
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.tokenizer.text_settings import TextSettings, end_ids
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreTokenizer:
+    """How byte-level BPE cuts a text into words before it merges bytes.
+
+    Args:
+        splits: regular expressions, applied one after the other; matches and what lies between are words.
+        ignore_merges: a word that is a token is taken whole, whatever the merges say.
+        add_bos: what holds where the file does not say whether a text begins with the beginning token.
+        composes: the text is brought into Unicode's composed form (NFC) first.
+    """
+
+    splits: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    composes: bool = False
+
+
+_LLAMA_BPE = PreTokenizer(splits=(_LLAMA3,), ignore_merges=True, add_bos=True)
+_DIGIT_BY_DIGIT = PreTokenizer(splits=(r"\p{N}", _GPT2))
+
+PRE_TOKENIZERS = {
+    "default": PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer(splits=(_GPT2,)),
+    "smollm": _DIGIT_BY_DIGIT,
+    "starcoder": _DIGIT_BY_DIGIT,
+    "refact": _DIGIT_BY_DIGIT,
+    "llama-bpe": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "falcon3": _LLAMA_BPE,
+    "pixtral": _LLAMA_BPE,
+    "lfm2": _LLAMA_BPE,
+    "smaug-bpe": PreTokenizer(splits=(_LLAMA3,)),
+    "qwen2": PreTokenizer(splits=(_QWEN2,), composes=True),
+    "deepseek-r1-qwen": PreTokenizer(splits=(_QWEN2,)),
+    "tekken": PreTokenizer(splits=(_TEKKEN,), ignore_merges=True, add_bos=True),
+}
+"""By the names of `tokenizer.ggml.pre`. Source: llama.cpp, src/llama-vocab.cpp; regular expressions in their
+original form, from the models' tokenizer.json files."""
+
+_CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
+_IN_TEXTS = (TokenType.NORMAL, TokenType.USER_DEFINED)
+
+
+def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
+    """The tokenizer that GGUF metadata describes, or None if it describes none.
+
+    Raises:
+        ModelError: its parts contradict each other.
+        UnsupportedModelError: a model or pre-tokeniser that is not implemented; the message lists those that
+            are.
+    """
+    model = _text(metadata, "tokenizer.ggml.model", "none")
+    if model in ("none", "no_vocab"):
+        return None
+    tokens = _list(metadata, "tokens", str)
+    types = _list(metadata, "token_type", int, len(tokens), default=TokenType.NORMAL)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
+        raise ModelError(f"tokenizer.ggml.tokens holds {twice!r} twice")
+    if model == "gpt2":
+        pre = _pre_tokenizer(metadata)
+        library = _byte_level(metadata, vocab, pre)
+        default_bos, default_eos, add_bos = None, None, pre.add_bos
+    elif model == "llama":
+        library = _sentence_piece(metadata, vocab, types)
+        default_bos, default_eos, add_bos = 1, 2, True
+    else:
+        raise UnsupportedModelError(f"the tokenizer model {model!r} is not implemented; gpt2 and llama are")
+    bos_id = _id(metadata, "bos", len(tokens), default_bos)
+    ends = [_id(metadata, "eos", len(tokens), default_eos)]
+    ends += [_id(metadata, name, len(tokens)) for name in ("eot", "eom")]
+    control = {t: i for t, i in vocab.items() if types[i] in _CONTROL or i in (bos_id, *ends)}
+    named = [t for t, i in vocab.items() if types[i] == TokenType.USER_DEFINED and t not in control]
+    library.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    library.add_tokens([AddedToken(token, normalized=False, special=False) for token in named])
+    return library, TextSettings(
+        bos_id=bos_id,
+        eos_ids=end_ids((end for end in ends if end is not None), control),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
+        chat_template=_text(metadata, "tokenizer.chat_template", "") or None,
+    )
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreTokenizer
+) -> tokenizers.Tokenizer:
+    merges = [merge.partition(" ") for merge in _list(metadata, "merges", str)]
+    pairs = [(left, right) for left, _, right in merges]
+    library = _bpe(vocab, pairs, ignore_merges=pre.ignore_merges)
+    if pre.composes:
+        library.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def _sentence_piece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
+) -> tokenizers.Tokenizer:
+    scores = _list(metadata, "scores", float, len(vocab))
+    merges = _merges({token: scores[i] for token, i in vocab.items() if types[i] in _IN_TEXTS})
+    unknown = next((token for token, i in vocab.items() if types[i] == TokenType.UNKNOWN), None)
+    library = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = [normalizers.Prepend("▁")] if adds_space else []
+    library.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    library.decoder = decoders.Sequence([*to_text, *strip])
+    return library
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"tokenizer.ggml's tokens and merges contradict each other: {error}") from error
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every way to merge two pieces into a third, best first.
+
+    SentencePiece joins the neighbours whose union scores highest; BPE with these ranks does the same. Control
+    tokens are not among the pieces, so no text can add up to one. Source: Transformers, generate_merges.
+    """
+    merges = [
+        (score, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    merges.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2])))
+    return [(left, right) for _, left, right in merges]
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
+    name = _text(metadata, "tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise UnsupportedModelError(f"the pre-tokeniser {name!r} is not implemented; there are: {known}")
+    return PRE_TOKENIZERS[name]
+
+
+def _text(metadata: Mapping[str, Any], key: str, default: str) -> str:
+    text = metadata.get(key, default)
+    if not isinstance(text, str):
+        raise ModelError(f"{key} is of type {type(text).__name__}, expected text")
+    return text
+
+
+def _list(
+    metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None, default: Any = None
+) -> list[Any]:
+    """An array of the metadata, checked; `length` times the default if it is absent."""
+    key = f"tokenizer.ggml.{name}"
+    if key not in metadata and length is not None and default is not None:
+        return [default] * length
+    values = metadata.get(key)
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        raise ModelError(f"{key} is missing or not an array of {kind.__name__}")
+    if length is not None and len(values) != length:
+        raise ModelError(f"{key} has {len(values)} entries for {length} tokens")
+    return values
+
+
+def _id(metadata: Mapping[str, Any], name: str, num_tokens: int, default: int | None = None) -> int | None:
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    if token_id is not None and not (type(token_id) is int and 0 <= token_id < num_tokens):
+        raise ModelError(f"tokenizer.ggml.{name}_token_id is {token_id!r}, but there are {num_tokens} tokens")
+    return token_id

@@ -1,0 +1,189 @@
+"""The tokenizer of an engine: the `tokenizers` library's, with what a text begins and ends with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.tokenizer.decoding import IncrementalDecoder, TokenBytes
+from chunkrt.tokenizer.text_settings import TextSettings
+from chunkrt.weights.source import TensorSource
+
+if TYPE_CHECKING:
+    from chunkrt.tokenizer.chat_template import ChatTemplate
+
+VOCABULARY_FILE = "tokenizer.json"
+SETTINGS_FILE = "text.json"
+
+
+class Tokenizer:
+    """Encodes and decodes; thread-safe.
+
+    Raises:
+        UnsupportedModelError: a kind of tokenizer that is not implemented.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, settings: TextSettings) -> None:
+        library.no_truncation()
+        library.no_padding()
+        self.settings = settings
+        self.token_bytes = TokenBytes(library)
+        self._library = library
+        self._lock = Lock()
+
+    @staticmethod
+    def from_source(source: TensorSource) -> Tokenizer | None:
+        """The tokenizer that comes with a checkpoint, or None if it has none and runs on token ids alone.
+
+        Raises:
+            ModelError: it is damaged.
+            UnsupportedModelError: it is of a kind that is not implemented.
+        """
+        # Imported here, since only compiling needs them, not a device that runs an engine.
+        metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
+        try:
+            if metadata is None:
+                from chunkrt.tokenizer.huggingface_folder import read_folder
+
+                found = read_folder(source.path, source.config)
+            else:
+                from chunkrt.tokenizer.gguf_vocabulary import read_metadata
+
+                found = read_metadata(metadata)
+            return None if found is None else Tokenizer(*found)
+        except ModelError as error:
+            raise type(error)(f"{source.path}: {error}") from error
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> Tokenizer | None:
+        """Read what `save` wrote, or None if the folder holds no tokenizer.
+
+        Raises:
+            ModelError: it is damaged.
+        """
+        vocabulary, settings = Path(folder) / VOCABULARY_FILE, Path(folder) / SETTINGS_FILE
+        if not vocabulary.exists():
+            return None
+        try:
+            return Tokenizer(read_library(vocabulary), TextSettings.from_json(settings.read_text("utf-8")))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"cannot read {settings}: {error}; compile the model again") from error
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json and text.json into an existing folder, each beside and then renamed."""
+        _write(Path(folder) / SETTINGS_FILE, self.settings.to_json())
+        _write(Path(folder) / VOCABULARY_FILE, self._library.to_str())
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model was tuned for chat and says how."""
+        return self.settings.chat_template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are; a model may have more rows, for padding."""
+        return self._library.get_vocab_size()
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends a generation."""
+        return frozenset(self.settings.eos_ids)
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+            add_special: begin with the beginning token, if the model wants that.
+            parse_special: read control tokens that are spelled out in the text ("<|im_end|>") as such;
+                otherwise they are text like any other, which is what a user's words must be.
+
+        Raises:
+            ConfigError: the text holds a lone surrogate, which has no encoding.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the text is not valid Unicode: {error}") from error
+        with self._lock:
+            self._library.encode_special_tokens = not parse_special
+            ids = self._library.encode(text, add_special_tokens=False).ids
+        bos_id = self.settings.bos_id
+        return [bos_id, *ids] if add_special and self.settings.add_bos and bos_id is not None else ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens, as `IncrementalDecoder` gives it.
+
+        Raises:
+            ConfigError: one is not in the vocabulary.
+        """
+        decoder = IncrementalDecoder(self)
+        return "".join([*map(decoder.push, token_ids), decoder.flush()])
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The tokens of a chat. A control token that a message spells out becomes one, as in Transformers.
+
+        Arguments and errors are `apply_chat_template`'s.
+        """
+        prompt = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(prompt, add_special=False, parse_special=True)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt of a chat, as text.
+
+        Args:
+            messages: each with "role" and "content", as in {"role": "user", "content": "Hello"}.
+            add_generation_prompt: end where the model's answer begins.
+
+        Raises:
+            ConfigError: the messages are malformed.
+            ModelError: the model has no chat template, or its template fails or refuses the messages.
+        """
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self._token(self.settings.bos_id),
+            eos_token=self._token(next(iter(self.settings.eos_ids), None)),
+        )
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        from chunkrt.tokenizer.chat_template import ChatTemplate
+
+        if self.settings.chat_template is None:
+            raise ModelError(
+                "the model has no chat template; give it a plain prompt, or take one tuned for chat"
+            )
+        return ChatTemplate(self.settings.chat_template)
+
+    def _token(self, token_id: int | None) -> str:
+        return "" if token_id is None else self.token_bytes[token_id].decode(errors="replace")
+
+
+def read_library(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json. Raises ModelError if it is missing or damaged."""
+    try:
+        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path} is not a tokenizer.json that can be read: {error}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, "utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

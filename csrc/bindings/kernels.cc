@@ -1,0 +1,154 @@
+// The kernels themselves, each by instruction set: for tests and micro-benchmarks. Shapes are checked here.
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "bindings/parts.h"
+#include "kernels/tables.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace chunkrt {
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+template <typename T>
+std::size_t size(const Array<T>& array, int axis) {
+  return static_cast<std::size_t>(array.shape(axis));
+}
+
+template <typename T>
+bool has_shape(const Array<T>& array, std::initializer_list<std::size_t> shape) {
+  if (array.ndim() != static_cast<py::ssize_t>(shape.size())) return false;
+  int axis = 0;
+  for (const std::size_t expected : shape) {
+    if (size(array, axis++) != expected) return false;
+  }
+  return true;
+}
+
+template <typename Function>
+Function* function_of(KernelTable<Function> table, const std::string& isa) {
+  return find_kernel(table, require_isa(isa)).function;
+}
+
+void gemm(const Array<std::int8_t>& left, const Array<float>& left_scales,
+          const Array<std::int32_t>& left_sums, const Array<std::int8_t>& right,
+          const Array<float>& right_scales, const std::optional<Array<float>>& bias,
+          const std::optional<Array<float>>& residual, Array<float>& out, std::size_t block_begin,
+          std::size_t block_end, const std::string& isa) {
+  require(left.ndim() == 2 && right.ndim() == 4 && right_scales.ndim() == 1, "gemm: left is 2-D, right 4-D");
+  const std::size_t rows = size(left, 0), groups = size(right, 1), columns = size(right_scales, 0);
+  const std::size_t blocks = (columns + kGemmColumnsPerBlock - 1) / kGemmColumnsPerBlock;
+  require(has_shape(left, {rows, groups * kGemmDepthPerGroup}) && has_shape(left_scales, {rows}) &&
+              has_shape(left_sums, {rows}) &&
+              has_shape(right, {blocks, groups, kGemmColumnsPerBlock, kGemmDepthPerGroup}) &&
+              (!bias || has_shape(*bias, {columns})) &&
+              (!residual || has_shape(*residual, {rows, columns})) && has_shape(out, {rows, columns}),
+          "gemm: the shapes do not fit together");
+  require(block_begin <= block_end && block_end <= blocks, "gemm: no such blocks");
+  function_of(gemm_f32_s8row_s8col_table(), isa)({.left = left.data(),
+                                                  .left_scales = left_scales.data(),
+                                                  .left_sums = left_sums.data(),
+                                                  .right = right.data(),
+                                                  .right_scales = right_scales.data(),
+                                                  .bias = bias ? bias->data() : nullptr,
+                                                  .residual = residual ? residual->data() : nullptr,
+                                                  .out = out.mutable_data(),
+                                                  .rows = rows,
+                                                  .columns = columns,
+                                                  .groups = groups,
+                                                  .residual_stride = columns,
+                                                  .out_stride = columns},
+                                                 block_begin, block_end);
+}
+
+void quantize(const Array<float>& input, Array<std::int8_t>& values, Array<float>& scales,
+              Array<std::int32_t>& sums, const std::string& isa) {
+  require(input.ndim() == 2, "quantize: input is 2-D");
+  const std::size_t rows = size(input, 0), width = size(input, 1);
+  const std::size_t padded_width = (width + kGemmDepthPerGroup - 1) / kGemmDepthPerGroup * kGemmDepthPerGroup;
+  require(has_shape(values, {rows, padded_width}) && has_shape(scales, {rows}) && has_shape(sums, {rows}),
+          "quantize: the shapes do not fit together");
+  function_of(quantize_s8row_f32_table(), isa)({.input = input.data(),
+                                                .values = values.mutable_data(),
+                                                .scales = scales.mutable_data(),
+                                                .sums = sums.mutable_data(),
+                                                .width = width,
+                                                .padded_width = padded_width},
+                                               0, rows);
+}
+
+void rms_norm(const Array<float>& input, const Array<float>& weight, Array<float>& out, float epsilon,
+              const std::string& isa) {
+  require(input.ndim() == 2, "rms_norm: input is 2-D");
+  const std::size_t rows = size(input, 0), width = size(input, 1);
+  require(has_shape(weight, {width}) && has_shape(out, {rows, width}),
+          "rms_norm: the shapes do not fit together");
+  function_of(rms_norm_f32_f32_table(), isa)({.input = input.data(),
+                                              .weight = weight.data(),
+                                              .out = out.mutable_data(),
+                                              .width = width,
+                                              .epsilon = epsilon},
+                                             0, rows);
+}
+
+void binary(KernelTable<BinaryFunction> table, const Array<float>& left, const Array<float>& right,
+            Array<float>& out, const std::string& isa) {
+  const std::size_t count = static_cast<std::size_t>(left.size());
+  require(has_shape(left, {count}) && has_shape(right, {count}) && has_shape(out, {count}),
+          "expected three 1-D arrays of one size");
+  function_of(table, isa)(left.data(), right.data(), out.mutable_data(), count);
+}
+
+void sigmoid(const Array<float>& input, Array<float>& out, const std::string& isa) {
+  const std::size_t count = static_cast<std::size_t>(input.size());
+  require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
+  function_of(sigmoid_f32_f32_table(), isa)(input.data(), out.mutable_data(), count);
+}
+
+void widen(const Array<std::uint16_t>& input, Array<float>& out, const std::string& isa) {
+  const std::size_t count = static_cast<std::size_t>(input.size());
+  require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
+  function_of(widen_f32_f16_table(), isa)(input.data(), out.mutable_data(), count);
+}
+
+template <typename Table>
+void define_binary(py::module_& kernels, const char* name, Table table) {
+  kernels.def(
+      name,
+      [table](const Array<float>& left, const Array<float>& right, Array<float>& out,
+              const std::string& isa) { binary(table(), left, right, out, isa); },
+      "left"_a.noconvert(), "right"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& module) {
+  py::module_ kernels = module.def_submodule("kernels", "Each kernel by instruction set, for tests.");
+  kernels.def("gemm", gemm, "left"_a.noconvert(), "left_scales"_a.noconvert(), "left_sums"_a.noconvert(),
+              "right"_a.noconvert(), "right_scales"_a.noconvert(), "bias"_a.noconvert().none(true),
+              "residual"_a.noconvert().none(true), "out"_a.noconvert(), py::kw_only(), "block_begin"_a,
+              "block_end"_a, "isa"_a);
+  kernels.def("quantize", quantize, "input"_a.noconvert(), "values"_a.noconvert(), "scales"_a.noconvert(),
+              "sums"_a.noconvert(), py::kw_only(), "isa"_a);
+  kernels.def("rms_norm", rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert(),
+              py::kw_only(), "epsilon"_a, "isa"_a);
+  define_binary(kernels, "add", add_f32_f32_f32_table);
+  define_binary(kernels, "mul", mul_f32_f32_f32_table);
+  define_binary(kernels, "silu_mul", silu_mul_f32_f32_f32_table);
+  kernels.def("sigmoid", sigmoid, "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
+  kernels.def("widen", widen, "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
+}
+
+}  // namespace chunkrt

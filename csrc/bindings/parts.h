@@ -1,0 +1,12 @@
+// The parts of the extension module, one a file.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace chunkrt {
+
+void bind_cpu(pybind11::module_& module);
+void bind_kernels(pybind11::module_& module);
+void bind_program(pybind11::module_& module);
+
+}  // namespace chunkrt

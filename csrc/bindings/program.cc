@@ -1,0 +1,111 @@
+// ThreadPool, ProgramBuilder and Program.
+#include "program/program.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <variant>
+
+#include "bindings/parts.h"
+#include "bindings/tensor.h"
+#include "program/builder.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace chunkrt {
+namespace {
+
+using PythonShape = std::vector<std::variant<std::size_t, std::string>>;
+
+Shape shape_of(const PythonShape& dimensions) {
+  Shape shape;
+  for (const auto& dimension : dimensions) {
+    if (const auto* symbol = std::get_if<std::string>(&dimension)) {
+      shape.push_back({.symbol = symbol_named(*symbol), .size = 0});
+    } else {
+      shape.push_back({.symbol = {}, .size = std::get<std::size_t>(dimension)});
+    }
+  }
+  return shape;
+}
+
+ValueId add_constant(ProgramBuilder& builder, const py::array& array) {
+  const TensorView view = view_of(array);
+  if (!view.is_contiguous) {
+    throw std::invalid_argument(
+        "a constant must be contiguous row-major memory; pass numpy.ascontiguousarray of it");
+  }
+  // The last reference may go in any thread.
+  const std::shared_ptr<const void> owner(new py::array(array), [](const py::array* held) {
+    const py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return builder.constant(view.data, dtype_named(view.dtype), view.shape, owner);
+}
+
+std::vector<TensorView> views_of(const std::vector<py::array>& arrays) {
+  std::vector<TensorView> views;
+  views.reserve(arrays.size());
+  for (const py::array& array : arrays) views.push_back(view_of(array));
+  return views;
+}
+
+void run(Program& program, const std::vector<py::array>& inputs, const std::vector<py::array>& outputs) {
+  const std::vector<TensorView> input_views = views_of(inputs), output_views = views_of(outputs);
+  const py::gil_scoped_release without_gil;
+  program.run(input_views, output_views);
+}
+
+}  // namespace
+
+void bind_program(py::module_& module) {
+  py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(module, "ThreadPool",
+                                                      "One budget of threads for all programs made with it.")
+      .def(py::init<std::size_t>(), "budget"_a)
+      .def_property_readonly("budget", &ThreadPool::budget);
+
+  py::class_<Program>(module, "Program", "A compiled subgraph.")
+      .def("run", run, "inputs"_a, "outputs"_a)
+      .def_property_readonly("arena_bytes", &Program::arena_bytes)
+      .def_property_readonly("num_stages", &Program::num_stages);
+
+  py::class_<ProgramBuilder>(module, "ProgramBuilder", "Puts a program together, operator by operator.")
+      .def(py::init<std::shared_ptr<ThreadPool>, std::size_t>(), "pool"_a, "max_rows"_a)
+      .def(
+          "input",
+          [](ProgramBuilder& builder, std::string name, const std::string& dtype, const PythonShape& shape) {
+            return builder.input(std::move(name), dtype_named(dtype), shape_of(shape));
+          },
+          "name"_a, "dtype"_a, "shape"_a)
+      .def(
+          "state",
+          [](ProgramBuilder& builder, std::string name, const PythonShape& shape) {
+            return builder.state(std::move(name), shape_of(shape));
+          },
+          "name"_a, "shape"_a)
+      .def("constant", add_constant, "array"_a.noconvert())
+      .def("output", &ProgramBuilder::output, "name"_a, "value"_a)
+      .def("gather", &ProgramBuilder::gather, "table"_a, "indices"_a)
+      .def("rms_norm", &ProgramBuilder::rms_norm, "input"_a, "weight"_a, "epsilon"_a)
+      .def("linear", &ProgramBuilder::linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
+           "residual"_a = py::none())
+      .def("add", &ProgramBuilder::add, "left"_a, "right"_a)
+      .def("mul", &ProgramBuilder::mul, "left"_a, "right"_a)
+      .def("sigmoid", &ProgramBuilder::sigmoid, "input"_a)
+      .def("silu_mul", &ProgramBuilder::silu_mul, "input"_a)
+      .def("columns", &ProgramBuilder::columns, "input"_a, "begin"_a, "width"_a)
+      .def(
+          "attention",
+          [](ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId cos, ValueId sin,
+             ValueId key_cache, ValueId value_cache, std::size_t num_heads, std::size_t num_kv_heads,
+             std::size_t head_dim, float scale) {
+            return builder.attention(qkv, position, cos, sin, key_cache, value_cache,
+                                     {num_heads, num_kv_heads, head_dim, scale});
+          },
+          "qkv"_a, "position"_a, "cos"_a, "sin"_a, "key_cache"_a, "value_cache"_a, py::kw_only(),
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a)
+      .def("build", &ProgramBuilder::build);
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,244 @@
+// attention with AVX2: a tile of 6 queries by 16 keys, then by 16 columns, keeps 12 of the 16 registers as sums.
+#include <immintrin.h>
+#include <math.h>
+
+#include "kernels/attention/blocked.h"
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kLanes = 8;
+constexpr std::size_t kQueriesPerTile = 6;
+
+void rope(const float* input, const float* cos, const float* sin, std::size_t head_dim,
+          std::size_t rotary_dim, float scale, float* out) {
+  const std::size_t half = rotary_dim / 2;
+  const __m256 scales = _mm256_set1_ps(scale);
+  std::size_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const __m256 first = _mm256_loadu_ps(input + i), second = _mm256_loadu_ps(input + i + half);
+    const __m256 c = _mm256_loadu_ps(cos + i), s = _mm256_loadu_ps(sin + i);
+    const __m256 roped_first = _mm256_fmsub_ps(first, c, _mm256_mul_ps(second, s));
+    const __m256 roped_second = _mm256_fmadd_ps(second, c, _mm256_mul_ps(first, s));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(roped_first, scales));
+    _mm256_storeu_ps(out + i + half, _mm256_mul_ps(roped_second, scales));
+  }
+  for (; i < half; ++i) {
+    const float first = input[i], second = input[i + half];
+    const float second_sin = second * sin[i], first_sin = first * sin[i];
+    out[i] = fmaf(first, cos[i], -second_sin) * scale;
+    out[i + half] = fmaf(second, cos[i], first_sin) * scale;
+  }
+  for (i = rotary_dim; i < head_dim; ++i) out[i] = input[i] * scale;
+}
+
+void narrow(const float* input, std::uint16_t* out, std::size_t count) {
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(input + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
+  }
+  for (; i < count; ++i) {
+    const __m128i half = _mm_cvtps_ph(_mm_load_ss(input + i), _MM_FROUND_TO_NEAREST_INT);
+    out[i] = static_cast<std::uint16_t>(_mm_extract_epi16(half, 0));
+  }
+}
+
+void transpose_8_by_8(const float* const* rows, std::size_t column, float* out) {
+  __m256 pairs[8], quads[8];
+  for (std::size_t i = 0; i < 8; i += 2) {
+    const __m256 even = _mm256_loadu_ps(rows[i] + column), odd = _mm256_loadu_ps(rows[i + 1] + column);
+    pairs[i] = _mm256_unpacklo_ps(even, odd);
+    pairs[i + 1] = _mm256_unpackhi_ps(even, odd);
+  }
+  for (std::size_t i = 0; i < 8; i += 4) {
+    quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
+    quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
+    quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(1, 0, 1, 0));
+    quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    const __m256 low = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+    const __m256 high = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+    _mm256_storeu_ps(out + i * kKeysPerBlock, low);
+    _mm256_storeu_ps(out + (i + 4) * kKeysPerBlock, high);
+  }
+}
+
+// Fills columns up to num_keys rounded up to 16, past num_keys with copies of the last key.
+void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out) {
+  for (std::size_t key = 0; key < num_keys || key % 16 != 0; key += 8) {
+    const float* rows[8];
+    for (std::size_t i = 0; i < 8; ++i) {
+      rows[i] = keys + (key + i < num_keys ? key + i : num_keys - 1) * head_dim;
+    }
+    std::size_t d = 0;
+    for (; d + 8 <= head_dim; d += 8) transpose_8_by_8(rows, d, out + d * kKeysPerBlock + key);
+    for (; d < head_dim; ++d) {
+      for (std::size_t i = 0; i < 8; ++i) out[d * kKeysPerBlock + key + i] = rows[i][d];
+    }
+  }
+}
+
+__m256 exp_of_nonpositive(__m256 x) {
+  const __m256 limit = _mm256_set1_ps(-kExpLimit);
+  const __m256 clamped = _mm256_max_ps(limit, x);  // keeps a NaN in x
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(clamped, _mm256_set1_ps(kLog2E)),
+                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2Low),
+                                    _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2High), clamped));
+  __m256 p = _mm256_set1_ps(kExpCoefficients[4]);
+  for (int i = 3; i >= 0; --i) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kExpCoefficients[i]));
+  p = _mm256_fmadd_ps(_mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f)), r, _mm256_set1_ps(1.0f));
+  const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+  const __m256 power = _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(127 << 23)));
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), _mm256_mul_ps(p, power));
+}
+
+float horizontal_max(__m256 x) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Folds 16 partial sums: lanes 0-7 in low, 8-15 in high.
+float horizontal_sum(__m256 low, __m256 high) {
+  const __m256 eight = _mm256_add_ps(low, high);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// scores[q][key .. key + 15] of N queries.
+template <std::size_t N>
+void score(const KeyBlock& block, const float* queries, std::size_t key, float (*scores)[kKeysPerBlock]) {
+  __m256 sums[N][2];
+  for (std::size_t q = 0; q < N; ++q) sums[q][0] = sums[q][1] = _mm256_setzero_ps();
+  const float* keys = block.keys + key;
+  for (std::size_t d = 0; d < block.head_dim; ++d, keys += kKeysPerBlock) {
+    const __m256 low = _mm256_loadu_ps(keys), high = _mm256_loadu_ps(keys + kLanes);
+    for (std::size_t q = 0; q < N; ++q) {
+      const __m256 query = _mm256_broadcast_ss(queries + q * block.head_dim + d);
+      sums[q][0] = _mm256_fmadd_ps(query, low, sums[q][0]);
+      sums[q][1] = _mm256_fmadd_ps(query, high, sums[q][1]);
+    }
+  }
+  for (std::size_t q = 0; q < N; ++q) {
+    _mm256_storeu_ps(scores[q] + key, sums[q][0]);
+    _mm256_storeu_ps(scores[q] + key + kLanes, sums[q][1]);
+  }
+}
+
+// Scores become weights, 0 up to the next multiple of 16; rescale receives a of attention.h.
+template <std::size_t N>
+void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
+  float differences[kLanes] = {};
+  for (std::size_t q = 0; q < N; ++q) {
+    for (std::size_t key = tile.visible[q]; key % 16 != 0; ++key) scores[q][key] = -INFINITY;
+    __m256 max = _mm256_set1_ps(tile.maxima[q]);
+    for (std::size_t key = 0; key < tile.visible[q]; key += kLanes) {
+      max = _mm256_max_ps(_mm256_loadu_ps(scores[q] + key), max);
+    }
+    const float new_max = horizontal_max(max);
+    differences[q] = tile.maxima[q] - new_max;
+    tile.maxima[q] = new_max;
+  }
+  _mm256_storeu_ps(rescale, exp_of_nonpositive(_mm256_loadu_ps(differences)));
+  for (std::size_t q = 0; q < N; ++q) {
+    const __m256 max = _mm256_set1_ps(tile.maxima[q]);
+    __m256 low_sum = _mm256_setzero_ps(), high_sum = _mm256_setzero_ps();
+    for (std::size_t key = 0; key < tile.visible[q]; key += 16) {
+      const __m256 low = exp_of_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(scores[q] + key), max));
+      const __m256 high = exp_of_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(scores[q] + key + kLanes), max));
+      _mm256_storeu_ps(scores[q] + key, low);
+      _mm256_storeu_ps(scores[q] + key + kLanes, high);
+      low_sum = _mm256_add_ps(low_sum, low);
+      high_sum = _mm256_add_ps(high_sum, high);
+    }
+    tile.sums[q] = fmaf(tile.sums[q], rescale[q], horizontal_sum(low_sum, high_sum));
+  }
+}
+
+// outs[q][d .. d + V * 8 - 1] of N queries. A key that only the later queries see is theirs alone: nothing of
+// it, not even times zero, touches the others.
+template <std::size_t N, std::size_t V>
+void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
+                const float* rescale, std::size_t d) {
+  __m256 sums[N][V];
+  for (std::size_t q = 0; q < N; ++q) {
+    for (std::size_t v = 0; v < V; ++v) {
+      const __m256 old = _mm256_loadu_ps(tile.outs[q] + d + v * kLanes);
+      sums[q][v] = _mm256_mul_ps(old, _mm256_broadcast_ss(rescale + q));
+    }
+  }
+  const float* values = block.values + d;
+  for (std::size_t key = 0; key < tile.visible[0]; ++key, values += block.head_dim) {
+    for (std::size_t q = 0; q < N; ++q) {
+      const __m256 weight = _mm256_broadcast_ss(weights[q] + key);
+      for (std::size_t v = 0; v < V; ++v) {
+        sums[q][v] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + v * kLanes), sums[q][v]);
+      }
+    }
+  }
+  for (std::size_t q = 0; q < N; ++q) {
+    const float* late_values = values;
+    for (std::size_t key = tile.visible[0]; key < tile.visible[q]; ++key, late_values += block.head_dim) {
+      const __m256 weight = _mm256_broadcast_ss(weights[q] + key);
+      for (std::size_t v = 0; v < V; ++v) {
+        sums[q][v] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(late_values + v * kLanes), sums[q][v]);
+      }
+    }
+    for (std::size_t v = 0; v < V; ++v) _mm256_storeu_ps(tile.outs[q] + d + v * kLanes, sums[q][v]);
+  }
+}
+
+// The columns from d on, one by one.
+template <std::size_t N>
+void accumulate_rest(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
+                     const float* rescale, std::size_t d) {
+  for (; d < block.head_dim; ++d) {
+    for (std::size_t q = 0; q < N; ++q) {
+      float sum = tile.outs[q][d] * rescale[q];
+      for (std::size_t key = 0; key < tile.visible[q]; ++key) {
+        sum = fmaf(weights[q][key], block.values[key * block.head_dim + d], sum);
+      }
+      tile.outs[q][d] = sum;
+    }
+  }
+}
+
+template <std::size_t N>
+void attend_tile(const KeyBlock& block, const QueryTile& tile) {
+  float weights[N][kKeysPerBlock], rescale[kLanes];
+  for (std::size_t key = 0; key < tile.visible[N - 1]; key += 16) {
+    score<N>(block, tile.queries, key, weights);
+  }
+  weigh<N>(tile, weights, rescale);
+  std::size_t d = 0;
+  for (; d + 16 <= block.head_dim; d += 16) accumulate<N, 2>(block, tile, weights, rescale, d);
+  if (d + 8 <= block.head_dim) accumulate<N, 1>(block, tile, weights, rescale, d), d += 8;
+  accumulate_rest<N>(block, tile, weights, rescale, d);
+}
+
+constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {
+    attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>, attend_tile<5>, attend_tile<6>};
+
+constexpr AttentionOperations kOperations = {.rope = rope,
+                                             .narrow = narrow,
+                                             .widen = widen_f32_f16_avx2,
+                                             .transpose = transpose,
+                                             .attend_tile = kAttendTile,
+                                             .queries_per_tile = kQueriesPerTile};
+
+}  // namespace
+
+void append_cache_f32_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch) {
+  append_blocked(args, begin, end, scratch, kOperations);
+}
+
+void attend_f32_f32_cache_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                               float* scratch) {
+  attend_blocked(args, begin, end, scratch, kOperations);
+}
+
+}  // namespace chunkrt

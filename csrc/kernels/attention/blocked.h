@@ -1,0 +1,50 @@
+// attention for processors with vectors: the loops over items, key blocks and tiles, written once, and the few
+// operations that each instruction set provides for them.
+#pragma once
+
+#include "kernels/attention/queries.h"
+#include "kernels/elementwise/elementwise.h"
+
+namespace chunkrt {
+
+inline constexpr std::size_t kMaxQueriesPerTile = 6;
+
+// A block of keys and their values, the same for all queries of an item.
+struct KeyBlock {
+  const float* keys;    // [head_dim, kKeysPerBlock]: transposed, so that neighbouring keys fill a vector
+  const float* values;  // [keys, head_dim]
+  std::size_t head_dim;
+};
+
+// Neighbouring queries that go through a key block together. Rows ascend, so `visible` ascends.
+struct QueryTile {
+  const float* queries;         // [tile, head_dim], roped and scaled
+  float* const* outs;           // [tile] pointers to [head_dim]
+  float* maxima;                // [tile]: m of attention.h
+  float* sums;                  // [tile]: l
+  const std::size_t* visible;   // [tile]: how many keys of the block each sees, 0 .. kKeysPerBlock
+};
+
+using AttendTileFunction = void(const KeyBlock& block, const QueryTile& tile);
+
+// What an instruction set provides.
+struct AttentionOperations {
+  // Ropes one head and multiplies it by `scale`.
+  void (*rope)(const float* input, const float* cos, const float* sin, std::size_t head_dim,
+               std::size_t rotary_dim, float scale, float* out);
+  // float32 to IEEE 754 binary16, to nearest even.
+  void (*narrow)(const float* input, std::uint16_t* out, std::size_t count);
+  WidenFunction* widen;
+  // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on are left or filled freely.
+  void (*transpose)(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out);
+  // [i]: for a tile of i + 1 queries, up to queries_per_tile.
+  AttendTileFunction* const* attend_tile;
+  std::size_t queries_per_tile;
+};
+
+void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
+                    const AttentionOperations& operations);
+void attend_blocked(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
+                    const AttentionOperations& operations);
+
+}  // namespace chunkrt

@@ -1,0 +1,34 @@
+// The queries of one kv head, numbered row by row: query = row * group + head of the group, group being
+// num_heads / num_kv_heads. An item of `attend` is kQueriesPerItem neighbours of them, which share every key
+// block that they load.
+#pragma once
+
+#include "kernels/attention/attention.h"
+
+namespace chunkrt {
+
+inline constexpr std::size_t kKeysPerBlock = 64;
+inline constexpr std::size_t kQueriesPerItem = 36;  // a multiple of every kernel's tile of 6 or 4 queries
+
+struct AttendItem {
+  std::size_t kv_head;
+  std::size_t first_query;
+  std::size_t num_queries;
+};
+
+// Where one query comes from and goes to.
+struct Query {
+  const float* input;     // [head_dim], not yet roped
+  const float* cos;       // [rotary_dim / 2]
+  const float* sin;       // as cos
+  float* out;             // [head_dim]
+  std::size_t num_keys;   // it sees the keys 0 .. num_keys - 1
+};
+
+AttendItem attend_item(const AttentionArgs& args, std::size_t index);
+Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t query);
+
+// Index into a cache of its element [kv_head, position, 0].
+std::size_t cache_index(const AttentionArgs& args, std::size_t kv_head, std::size_t position);
+
+}  // namespace chunkrt

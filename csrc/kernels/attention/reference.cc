@@ -1,0 +1,133 @@
+// attention, portable: the definition that every other implementation must match bit for bit.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/attention/queries.h"
+#include "kernels/elementwise/elementwise.h"
+
+namespace chunkrt {
+namespace {
+
+void rope(const float* input, const float* cos, const float* sin, const AttentionArgs& args, float scale,
+          float* out) {
+  const std::size_t half = args.rotary_dim / 2;
+  for (std::size_t i = 0; i < half; ++i) {
+    const float first = input[i], second = input[i + half];
+    out[i] = std::fma(first, cos[i], -(second * sin[i])) * scale;
+    out[i + half] = std::fma(second, cos[i], first * sin[i]) * scale;
+  }
+  for (std::size_t i = args.rotary_dim; i < args.head_dim; ++i) out[i] = input[i] * scale;
+}
+
+// float32 to IEEE 754 binary16, to nearest even.
+std::uint16_t narrow(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 and more
+  if (magnitude < 0x38800000u) {  // below 2^-14: a subnormal counts in steps of 2^-24, as 0.5f does in its own
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
+  }
+  const std::uint32_t to_nearest_even = 0xfffu + (magnitude >> 13 & 1u);
+  return static_cast<std::uint16_t>(sign | (magnitude - 0x38000000u + to_nearest_even) >> 13);
+}
+
+void store(const AttentionArgs& args, void* cache, std::size_t index, const float* values) {
+  if (args.cache_type == CacheType::float32) {
+    std::copy_n(values, args.head_dim, static_cast<float*>(cache) + index);
+  } else {
+    std::transform(values, values + args.head_dim, static_cast<std::uint16_t*>(cache) + index, narrow);
+  }
+}
+
+void load(const AttentionArgs& args, const void* cache, std::size_t index, std::size_t rows, float* values) {
+  if (args.cache_type == CacheType::float32) {
+    std::copy_n(static_cast<const float*>(cache) + index, rows * args.head_dim, values);
+  } else {
+    widen_f32_f16_reference(static_cast<const std::uint16_t*>(cache) + index, values, rows * args.head_dim);
+  }
+}
+
+float exp_of_nonpositive(float x) {
+  if (x < -kExpLimit) return 0.0f;
+  const float n = std::nearbyint(x * kLog2E);
+  const float r = std::fma(n, -kLn2Low, std::fma(n, -kLn2High, x));
+  float p = kExpCoefficients[4];
+  for (int i = 3; i >= 0; --i) p = std::fma(p, r, kExpCoefficients[i]);
+  p = std::fma(std::fma(p, r, 1.0f), r, 1.0f);
+  return std::isnan(x) ? x : std::ldexp(p, static_cast<int>(n));
+}
+
+void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, float* scratch) {
+  float* const roped = scratch;
+  float* const keys = roped + args.head_dim;
+  float* const values = keys + kKeysPerBlock * args.head_dim;
+  rope(query.input, query.cos, query.sin, args, args.scale, roped);
+  std::fill_n(query.out, args.head_dim, 0.0f);
+  float max = -std::numeric_limits<float>::infinity(), sum = 0.0f;
+  for (std::size_t start = 0; start < query.num_keys; start += kKeysPerBlock) {
+    const std::size_t num_keys = std::min(kKeysPerBlock, query.num_keys - start);
+    load(args, args.key_cache, cache_index(args, kv_head, start), num_keys, keys);
+    load(args, args.value_cache, cache_index(args, kv_head, start), num_keys, values);
+
+    float weights[kKeysPerBlock] = {};
+    const float old_max = max;
+    for (std::size_t j = 0; j < num_keys; ++j) {
+      for (std::size_t d = 0; d < args.head_dim; ++d) {
+        weights[j] = std::fma(roped[d], keys[j * args.head_dim + d], weights[j]);
+      }
+      max = std::max(max, weights[j]);
+    }
+    float partial_sums[16] = {};
+    for (std::size_t j = 0; j < num_keys; ++j) {
+      weights[j] = exp_of_nonpositive(weights[j] - max);
+      partial_sums[j % 16] += weights[j];
+    }
+    for (std::size_t width = 8; width > 0; width /= 2) {
+      for (std::size_t i = 0; i < width; ++i) partial_sums[i] += partial_sums[i + width];
+    }
+    const float rescale = exp_of_nonpositive(old_max - max);
+    sum = std::fma(sum, rescale, partial_sums[0]);
+    for (std::size_t d = 0; d < args.head_dim; ++d) {
+      query.out[d] *= rescale;
+      for (std::size_t j = 0; j < num_keys; ++j) {
+        query.out[d] = std::fma(weights[j], values[j * args.head_dim + d], query.out[d]);
+      }
+    }
+  }
+  for (std::size_t d = 0; d < args.head_dim; ++d) query.out[d] *= 1.0f / sum;
+}
+
+}  // namespace
+
+void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                float* scratch) {
+  const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
+  const std::size_t half = args.rotary_dim / 2;
+  for (std::size_t row = begin; row < end; ++row) {
+    const std::size_t position = args.position + row;
+    for (std::size_t head = 0; head < args.num_kv_heads; ++head) {
+      const float* key = args.qkv + row * row_width + (args.num_heads + head) * args.head_dim;
+      const float* value = key + args.num_kv_heads * args.head_dim;
+      rope(key, args.cos + position * half, args.sin + position * half, args, 1.0f, scratch);
+      store(args, args.key_cache, cache_index(args, head, position), scratch);
+      store(args, args.value_cache, cache_index(args, head, position), value);
+    }
+  }
+}
+
+void attend_f32_f32_cache_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                    float* scratch) {
+  for (std::size_t index = begin; index < end; ++index) {
+    const AttendItem item = attend_item(args, index);
+    for (std::size_t i = 0; i < item.num_queries; ++i) {
+      attend(args, item.kv_head, find_query(args, item.kv_head, item.first_query + i), scratch);
+    }
+  }
+}
+
+}  // namespace chunkrt

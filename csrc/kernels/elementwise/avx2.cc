@@ -1,0 +1,79 @@
+// elementwise with AVX2.
+#include <immintrin.h>
+
+#include "kernels/elementwise/elementwise.h"
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kLanes = 8;
+
+__m256i first_lanes(std::size_t count) {
+  const int lanes = count < kLanes ? static_cast<int>(count) : static_cast<int>(kLanes);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+__m256 exponential(__m256 x) {
+  // min and max return their second operand if one is NaN, which keeps it.
+  x = _mm256_max_ps(_mm256_set1_ps(-kExpLimit), _mm256_min_ps(_mm256_set1_ps(kExpLimit), x));
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(kLog2E)),
+                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2High), x);
+  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2Low), r);
+  __m256 p = _mm256_set1_ps(kExpCoefficients[4]);
+  for (int i = 3; i >= 0; --i) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kExpCoefficients[i]));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+  const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+}
+
+__m256 sigmoid(__m256 x) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  const __m256 negated = _mm256_xor_ps(x, _mm256_set1_ps(-0.0f));
+  return _mm256_div_ps(one, _mm256_add_ps(one, exponential(negated)));
+}
+
+}  // namespace
+
+void add_f32_f32_f32_avx2(const float* left, const float* right, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    const __m256 l = _mm256_maskload_ps(left + i, mask), r = _mm256_maskload_ps(right + i, mask);
+    _mm256_maskstore_ps(out + i, mask, _mm256_add_ps(l, r));
+  }
+}
+
+void mul_f32_f32_f32_avx2(const float* left, const float* right, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    const __m256 l = _mm256_maskload_ps(left + i, mask), r = _mm256_maskload_ps(right + i, mask);
+    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(l, r));
+  }
+}
+
+void sigmoid_f32_f32_avx2(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    _mm256_maskstore_ps(out + i, mask, sigmoid(_mm256_maskload_ps(input + i, mask)));
+  }
+}
+
+void silu_mul_f32_f32_f32_avx2(const float* gate, const float* up, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    const __m256 g = _mm256_maskload_ps(gate + i, mask), u = _mm256_maskload_ps(up + i, mask);
+    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(_mm256_mul_ps(g, sigmoid(g)), u));
+  }
+}
+
+void widen_f32_f16_avx2(const std::uint16_t* input, float* out, std::size_t count) {
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(input + i));
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
+  }
+  for (; i < count; ++i) out[i] = _cvtsh_ss(input[i]);
+}
+
+}  // namespace chunkrt

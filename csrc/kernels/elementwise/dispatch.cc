@@ -1,0 +1,65 @@
+#include <array>
+
+#include "kernels/tables.h"
+
+namespace chunkrt {
+
+KernelTable<BinaryFunction> add_f32_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<BinaryFunction>{Isa::avx512vnni, "add_f32_f32_f32_avx512vnni",
+                                CHUNKRT_ON_X86(add_f32_f32_f32_avx512vnni)},
+      KernelRow<BinaryFunction>{Isa::avx2, "add_f32_f32_f32_avx2", CHUNKRT_ON_X86(add_f32_f32_f32_avx2)},
+      KernelRow<BinaryFunction>{Isa::neon, "add_f32_f32_f32_neon", CHUNKRT_ON_ARM(add_f32_f32_f32_neon)},
+      KernelRow<BinaryFunction>{Isa::reference, "add_f32_f32_f32_reference", add_f32_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<BinaryFunction> mul_f32_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<BinaryFunction>{Isa::avx512vnni, "mul_f32_f32_f32_avx512vnni",
+                                CHUNKRT_ON_X86(mul_f32_f32_f32_avx512vnni)},
+      KernelRow<BinaryFunction>{Isa::avx2, "mul_f32_f32_f32_avx2", CHUNKRT_ON_X86(mul_f32_f32_f32_avx2)},
+      KernelRow<BinaryFunction>{Isa::neon, "mul_f32_f32_f32_neon", CHUNKRT_ON_ARM(mul_f32_f32_f32_neon)},
+      KernelRow<BinaryFunction>{Isa::reference, "mul_f32_f32_f32_reference", mul_f32_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<UnaryFunction> sigmoid_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<UnaryFunction>{Isa::avx512vnni, "sigmoid_f32_f32_avx512vnni",
+                               CHUNKRT_ON_X86(sigmoid_f32_f32_avx512vnni)},
+      KernelRow<UnaryFunction>{Isa::avx2, "sigmoid_f32_f32_avx2", CHUNKRT_ON_X86(sigmoid_f32_f32_avx2)},
+      KernelRow<UnaryFunction>{Isa::neon, "sigmoid_f32_f32_neon", CHUNKRT_ON_ARM(sigmoid_f32_f32_neon)},
+      KernelRow<UnaryFunction>{Isa::reference, "sigmoid_f32_f32_reference", sigmoid_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<SiluMulFunction> silu_mul_f32_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<SiluMulFunction>{Isa::avx512vnni, "silu_mul_f32_f32_f32_avx512vnni",
+                                 CHUNKRT_ON_X86(silu_mul_f32_f32_f32_avx512vnni)},
+      KernelRow<SiluMulFunction>{Isa::avx2, "silu_mul_f32_f32_f32_avx2",
+                                 CHUNKRT_ON_X86(silu_mul_f32_f32_f32_avx2)},
+      KernelRow<SiluMulFunction>{Isa::neon, "silu_mul_f32_f32_f32_neon",
+                                 CHUNKRT_ON_ARM(silu_mul_f32_f32_f32_neon)},
+      KernelRow<SiluMulFunction>{Isa::reference, "silu_mul_f32_f32_f32_reference",
+                                 silu_mul_f32_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<WidenFunction> widen_f32_f16_table() {
+  static constexpr std::array rows = {
+      KernelRow<WidenFunction>{Isa::avx512vnni, "widen_f32_f16_avx512vnni",
+                               CHUNKRT_ON_X86(widen_f32_f16_avx512vnni)},
+      KernelRow<WidenFunction>{Isa::avx2, "widen_f32_f16_avx2", CHUNKRT_ON_X86(widen_f32_f16_avx2)},
+      KernelRow<WidenFunction>{Isa::neon, "widen_f32_f16_neon", CHUNKRT_ON_ARM(widen_f32_f16_neon)},
+      KernelRow<WidenFunction>{Isa::reference, "widen_f32_f16_reference", widen_f32_f16_reference},
+  };
+  return rows;
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,82 @@
+// elementwise with NEON.
+#include <arm_neon.h>
+
+#include "kernels/elementwise/elementwise.h"
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kLanes = 4;
+
+// The first min(count, 4) elements; the other lanes are 0.
+float32x4_t load(const float* input, std::size_t count) {
+  if (count >= kLanes) return vld1q_f32(input);
+  float values[kLanes] = {};
+  for (std::size_t i = 0; i < count; ++i) values[i] = input[i];
+  return vld1q_f32(values);
+}
+
+void store(float* out, std::size_t count, float32x4_t x) {
+  if (count >= kLanes) return vst1q_f32(out, x);
+  float values[kLanes];
+  vst1q_f32(values, x);
+  for (std::size_t i = 0; i < count; ++i) out[i] = values[i];
+}
+
+float32x4_t exponential(float32x4_t x) {
+  // min and max give a NaN if either operand is one.
+  x = vmaxq_f32(vdupq_n_f32(-kExpLimit), vminq_f32(vdupq_n_f32(kExpLimit), x));
+  const float32x4_t n = vrndnq_f32(vmulq_n_f32(x, kLog2E));
+  float32x4_t r = vfmsq_f32(x, n, vdupq_n_f32(kLn2High));
+  r = vfmsq_f32(r, n, vdupq_n_f32(kLn2Low));
+  float32x4_t p = vdupq_n_f32(kExpCoefficients[4]);
+  for (int i = 3; i >= 0; --i) p = vfmaq_f32(vdupq_n_f32(kExpCoefficients[i]), p, r);
+  p = vfmaq_f32(vdupq_n_f32(1.0f), p, r);
+  p = vfmaq_f32(vdupq_n_f32(1.0f), p, r);
+  const int32x4_t exponent = vshlq_n_s32(vcvtq_s32_f32(n), 23);
+  return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), exponent));
+}
+
+float32x4_t sigmoid(float32x4_t x) {
+  const float32x4_t one = vdupq_n_f32(1.0f);
+  return vdivq_f32(one, vaddq_f32(one, exponential(vnegq_f32(x))));
+}
+
+}  // namespace
+
+void add_f32_f32_f32_neon(const float* left, const float* right, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    store(out + i, count - i, vaddq_f32(load(left + i, count - i), load(right + i, count - i)));
+  }
+}
+
+void mul_f32_f32_f32_neon(const float* left, const float* right, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    store(out + i, count - i, vmulq_f32(load(left + i, count - i), load(right + i, count - i)));
+  }
+}
+
+void sigmoid_f32_f32_neon(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    store(out + i, count - i, sigmoid(load(input + i, count - i)));
+  }
+}
+
+void silu_mul_f32_f32_f32_neon(const float* gate, const float* up, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const float32x4_t g = load(gate + i, count - i), u = load(up + i, count - i);
+    store(out + i, count - i, vmulq_f32(vmulq_f32(g, sigmoid(g)), u));
+  }
+}
+
+void widen_f32_f16_neon(const std::uint16_t* input, float* out, std::size_t count) {
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    vst1q_f32(out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(input + i))));
+  }
+  for (; i < count; ++i) {
+    out[i] = vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(input[i]))), 0);
+  }
+}
+
+}  // namespace chunkrt

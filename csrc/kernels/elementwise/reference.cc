@@ -1,0 +1,55 @@
+// elementwise, portable: the definition that every other implementation must match bit for bit.
+#include <bit>
+#include <cmath>
+
+#include "kernels/elementwise/elementwise.h"
+
+namespace chunkrt {
+namespace {
+
+float exponential(float x) {
+  x = x < -kExpLimit ? -kExpLimit : x > kExpLimit ? kExpLimit : x;
+  const float n = std::nearbyint(x * kLog2E);
+  const float r = std::fma(n, -kLn2Low, std::fma(n, -kLn2High, x));
+  float q = kExpCoefficients[4];
+  for (int i = 3; i >= 0; --i) q = std::fma(q, r, kExpCoefficients[i]);
+  const float p = std::fma(std::fma(q, r, 1.0f), r, 1.0f);
+  return std::ldexp(p, std::isnan(n) ? 0 : static_cast<int>(n));
+}
+
+float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+}  // namespace
+
+void add_f32_f32_f32_reference(const float* left, const float* right, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = left[i] + right[i];
+}
+
+void mul_f32_f32_f32_reference(const float* left, const float* right, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = left[i] * right[i];
+}
+
+void sigmoid_f32_f32_reference(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = sigmoid(input[i]);
+}
+
+void silu_mul_f32_f32_f32_reference(const float* gate, const float* up, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = (gate[i] * sigmoid(gate[i])) * up[i];
+}
+
+void widen_f32_f16_reference(const std::uint16_t* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t sign = (input[i] & 0x8000u) << 16;
+    const std::uint32_t magnitude = input[i] & 0x7fffu;
+    const std::uint32_t exponent = magnitude >> 10;
+    if (exponent == 0) {  // zero or subnormal: an integer multiple of 2^-24
+      const float value = static_cast<float>(magnitude) * 0x1p-24f;
+      out[i] = std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | sign);
+    } else {
+      const std::uint32_t rebias = exponent == 31 ? (255u - 31u) << 23 : (127u - 15u) << 23;
+      out[i] = std::bit_cast<float>(sign | ((magnitude << 13) + rebias));
+    }
+  }
+}
+
+}  // namespace chunkrt

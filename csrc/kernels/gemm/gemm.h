@@ -1,0 +1,50 @@
+// gemm: int8 matrix product with float32 scales. Rows of activations times a packed weight.
+//
+//   out[m, n] = ((float(sum_k left[m, k] * right[k, n]) * left_scales[m]) * right_scales[n] + bias[n]) +
+//   residual[m, n]
+//
+// Each operation of the right side rounds once, in that order, and the integer sum is exact, so every
+// instruction set and every split of rows or columns gives the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace chunkrt {
+
+// The packed layout of `right`: int8 [ceil(N / 16), ceil(K / 4), 16, 4], zero-padded, element
+// [n / 16, k / 4, n % 16, k % 4]. See chunkrt/weights/store.py.
+inline constexpr std::size_t kGemmColumnsPerBlock = 16;
+inline constexpr std::size_t kGemmDepthPerGroup = 4;
+inline constexpr std::size_t kGemmBytesPerGroup = kGemmColumnsPerBlock * kGemmDepthPerGroup;
+
+// Largest K whose sum cannot leave int32 for any int8 operands: 128 * 128 * K < 2^31.
+inline constexpr std::size_t kGemmMaxDepth = 131071;
+
+struct GemmArgs {
+  const std::int8_t* left;   // int8 [rows, groups * 4], row-major, zero-padded
+  const float* left_scales;  // float32 [rows]
+  const std::int32_t*
+      left_sums;  // int32 [rows]: the sum of each row of `left`, for unsigned-by-signed dot products
+  const std::int8_t* right;   // int8, packed as above
+  const float* right_scales;  // float32 [columns]
+  const float* bias;          // float32 [columns], or nullptr
+  const float* residual;      // float32 [rows, residual_stride], or nullptr; may not overlap `out`
+  float* out;                 // float32 [rows, out_stride]
+  std::size_t rows;
+  std::size_t columns;          // N
+  std::size_t groups;           // ceil(K / 4)
+  std::size_t residual_stride;  // in elements
+  std::size_t out_stride;       // in elements
+};
+
+// Computes the columns of blocks [block_begin, block_end) for all rows; columns past N are not written.
+using GemmFunction = void(const GemmArgs& args, std::size_t block_begin, std::size_t block_end);
+
+GemmFunction gemm_f32_s8row_s8col_reference;
+GemmFunction gemm_f32_s8row_s8col_avx2;
+GemmFunction gemm_f32_s8row_s8col_avx512vnni;
+GemmFunction gemm_f32_s8row_s8col_neon_dotprod;
+GemmFunction gemm_f32_s8row_s8col_neon_i8mm;
+
+}  // namespace chunkrt

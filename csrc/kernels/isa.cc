@@ -1,0 +1,177 @@
+#include "kernels/isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(_M_X64)
+#include <intrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(_M_ARM64)
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace chunkrt {
+namespace {
+
+#if defined(__x86_64__) || defined(_M_X64)
+
+constexpr std::string_view kArchitecture = "x86-64";
+
+struct Registers {
+  unsigned eax, ebx, ecx, edx;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+#if defined(_M_X64)
+  int values[4];
+  __cpuidex(values, static_cast<int>(leaf), static_cast<int>(subleaf));
+  return {static_cast<unsigned>(values[0]), static_cast<unsigned>(values[1]),
+          static_cast<unsigned>(values[2]), static_cast<unsigned>(values[3])};
+#else
+  Registers r{};
+  __cpuid_count(leaf, subleaf, r.eax, r.ebx, r.ecx, r.edx);
+  return r;
+#endif
+}
+
+// XCR0: the register states that the operating system saves.
+unsigned enabled_states() {
+#if defined(_M_X64)
+  return static_cast<unsigned>(_xgetbv(0));
+#else
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+#endif
+}
+
+bool all_bits(unsigned value, unsigned bits) { return (value & bits) == bits; }
+
+bool detect(Isa isa) {
+  constexpr unsigned kOsxsave = 1u << 27, kFma = 1u << 12, kF16c = 1u << 29;              // leaf 1 ecx
+  constexpr unsigned kAvx2 = 1u << 5;                                                     // leaf 7 ebx
+  constexpr unsigned kAvx512FDqBwVl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // leaf 7 ebx
+  constexpr unsigned kAvx512Vnni = 1u << 11;                                              // leaf 7 ecx
+  constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;                                   // XCR0
+  if (cpuid(0, 0).eax < 7 || !all_bits(cpuid(1, 0).ecx, kOsxsave | kFma | kF16c)) return false;
+  const Registers features = cpuid(7, 0);
+  const bool avx2 = all_bits(enabled_states(), kYmmState) && all_bits(features.ebx, kAvx2);
+  if (isa == Isa::avx2) return avx2;
+  return isa == Isa::avx512vnni && avx2 && all_bits(enabled_states(), kZmmState) &&
+         all_bits(features.ebx, kAvx512FDqBwVl) && all_bits(features.ecx, kAvx512Vnni);
+}
+
+bool built(Isa isa) { return isa == Isa::avx2 || isa == Isa::avx512vnni; }
+
+#elif defined(__aarch64__) || defined(_M_ARM64)
+
+constexpr std::string_view kArchitecture = "aarch64";
+
+#if defined(__APPLE__)
+bool has_feature(const char* name) {
+  int value = 0;
+  std::size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#elif defined(_M_ARM64)
+bool has_dotprod() { return IsProcessorFeaturePresent(43) != 0; }  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+bool has_i8mm() { return IsProcessorFeaturePresent(66) != 0; }     // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+#else
+bool has_dotprod() { return (getauxval(AT_HWCAP) & (1ul << 20)) != 0; }  // HWCAP_ASIMDDP
+bool has_i8mm() { return (getauxval(AT_HWCAP2) & (1ul << 13)) != 0; }    // HWCAP2_I8MM
+#endif
+
+bool detect(Isa isa) {
+  if (isa == Isa::neon) return true;
+  if (isa == Isa::neon_dotprod) return has_dotprod();
+  return isa == Isa::neon_i8mm && has_dotprod() && has_i8mm();
+}
+
+bool built(Isa isa) { return isa == Isa::neon || isa == Isa::neon_dotprod || isa == Isa::neon_i8mm; }
+
+#else
+
+constexpr std::string_view kArchitecture = "another architecture";
+
+bool detect(Isa) { return false; }
+bool built(Isa) { return false; }
+
+#endif
+
+std::string known_names() {
+  std::string names;
+  for (const Isa isa : kAllIsas) names += (names.empty() ? "" : ", ") + std::string(name_of(isa));
+  return names;
+}
+
+}  // namespace
+
+std::string_view name_of(Isa isa) {
+  switch (isa) {
+    case Isa::reference:
+      return "reference";
+    case Isa::neon:
+      return "neon";
+    case Isa::neon_dotprod:
+      return "neon_dotprod";
+    case Isa::neon_i8mm:
+      return "neon_i8mm";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512vnni:
+      return "avx512vnni";
+  }
+  throw std::logic_error("an instruction set without a name");
+}
+
+std::string_view architecture() { return kArchitecture; }
+
+bool is_built(Isa isa) { return isa == Isa::reference || built(isa); }
+
+bool is_supported(Isa isa) {
+  static const auto supported = [] {
+    std::array<bool, kAllIsas.size()> answers{};
+    for (const Isa each : kAllIsas) {
+      answers[static_cast<std::size_t>(each)] = each == Isa::reference || detect(each);
+    }
+    return answers;
+  }();
+  return supported[static_cast<std::size_t>(isa)];
+}
+
+Isa require_isa(std::string_view name) {
+  for (const Isa isa : kAllIsas) {
+    if (name_of(isa) != name) continue;
+    if (!is_built(isa)) {
+      throw std::invalid_argument("the " + std::string(name) + " kernels are not built: this binary is for " +
+                                  std::string(kArchitecture));
+    }
+    if (!is_supported(isa)) {
+      throw std::invalid_argument("this processor does not support " + std::string(name) +
+                                  ": its kernels are built, but cannot run here");
+    }
+    return isa;
+  }
+  throw std::invalid_argument("unknown instruction set '" + std::string(name) +
+                              "'; there are: " + known_names());
+}
+
+Isa selection_limit() {
+  const char* forced = std::getenv("CHUNKRT_FORCE_ISA");
+  if (forced == nullptr || *forced == '\0') return kAllIsas.back();
+  try {
+    return require_isa(forced);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string("CHUNKRT_FORCE_ISA: ") + error.what());
+  }
+}
+
+}  // namespace chunkrt

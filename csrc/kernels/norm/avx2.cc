@@ -1,0 +1,48 @@
+// norm with AVX2: two registers of partial sums stand for the sixteen lanes.
+#include <immintrin.h>
+
+#include "kernels/norm/norm.h"
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kLanes = 8;
+
+__m256i first_lanes(std::size_t count) {
+  const int lanes = count < kLanes ? static_cast<int>(count) : static_cast<int>(kLanes);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+float fold(__m256 low, __m256 high) {
+  const __m256 eight = _mm256_add_ps(low, high);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+void norm_row(const RmsNormArgs& args, std::size_t row) {
+  const float* input = args.input + row * args.width;
+  float* out = args.out + row * args.width;
+  __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  for (std::size_t i = 0; i < args.width; i += kLanes) {
+    const __m256 x = _mm256_maskload_ps(input + i, first_lanes(args.width - i));
+    __m256& sum = sums[i / kLanes % 2];
+    sum = _mm256_add_ps(sum, _mm256_mul_ps(x, x));
+  }
+  const __m128 mean = _mm_set_ss(fold(sums[0], sums[1]) / static_cast<float>(args.width) + args.epsilon);
+  const __m256 inverse = _mm256_set1_ps(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(mean)));
+  for (std::size_t i = 0; i < args.width; i += kLanes) {
+    const __m256i mask = first_lanes(args.width - i);
+    const __m256 x = _mm256_maskload_ps(input + i, mask);
+    const __m256 weight = _mm256_maskload_ps(args.weight + i, mask);
+    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(_mm256_mul_ps(x, inverse), weight));
+  }
+}
+
+}  // namespace
+
+void rms_norm_f32_f32_avx2(const RmsNormArgs& args, std::size_t row_begin, std::size_t row_end) {
+  for (std::size_t row = row_begin; row < row_end; ++row) norm_row(args, row);
+}
+
+}  // namespace chunkrt

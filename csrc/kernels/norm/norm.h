@@ -1,0 +1,30 @@
+// norm: root-mean-square normalisation of rows.
+//
+//   out[i] = (x[i] * (1 / sqrt(sum / width + epsilon))) * weight[i],  sum = x[0]^2 + ... + x[width - 1]^2
+//
+// Numerics: float32. The sum has 16 partial sums, lane i adding x[i]^2, x[i + 16]^2, ... (product and
+// addition each rounded, no fused multiply-add; a missing last element counts as +0), which are then folded:
+// lane i += lane i + 8 for i < 8, lane i += lane i + 4, lane i += lane i + 2, lane 0 += lane 1. So every
+// instruction set gives the same bits. Relative error of the sum: at most (width / 16 + 6) * 2^-24.
+#pragma once
+
+#include <cstddef>
+
+namespace chunkrt {
+
+struct RmsNormArgs {
+  const float* input;   // float32 [rows, width]
+  const float* weight;  // float32 [width]
+  float* out;           // float32 [rows, width]; may be `input`
+  std::size_t width;
+  float epsilon;
+};
+
+using RmsNormFunction = void(const RmsNormArgs& args, std::size_t row_begin, std::size_t row_end);
+
+RmsNormFunction rms_norm_f32_f32_reference;
+RmsNormFunction rms_norm_f32_f32_avx2;
+RmsNormFunction rms_norm_f32_f32_avx512vnni;
+RmsNormFunction rms_norm_f32_f32_neon;
+
+}  // namespace chunkrt

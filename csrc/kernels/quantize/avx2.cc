@@ -1,0 +1,74 @@
+// quantize with AVX2.
+#include <immintrin.h>
+
+#include "kernels/quantize/quantize.h"
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kLanes = 8;
+constexpr int kInfinityBits = 0x7f800000;
+constexpr int kNanBits = 0x7fc00000;
+
+float float_from_bits(int bits) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits))); }
+
+__m256i first_lanes(std::size_t count) {
+  const int lanes = count < kLanes ? static_cast<int>(count) : static_cast<int>(kLanes);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+// max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
+int largest_magnitude_bits(const float* input, std::size_t width) {
+  const __m256i magnitude_mask = _mm256_set1_epi32(0x7fffffff);
+  __m256i largest = _mm256_setzero_si256();
+  for (std::size_t i = 0; i < width; i += kLanes) {
+    const __m256i bits = _mm256_castps_si256(_mm256_maskload_ps(input + i, first_lanes(width - i)));
+    largest = _mm256_max_epi32(largest, _mm256_and_si256(bits, magnitude_mask));
+  }
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0b01001110));
+  return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0b10110001)));
+}
+
+int sum_of_lanes(__m256i sums) {
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0b01001110));
+  return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0b10110001)));
+}
+
+void quantize_row(const QuantizeArgs& args, std::size_t row) {
+  const float* input = args.input + row * args.width;
+  std::int8_t* values = args.values + row * args.padded_width;
+  const int bits = largest_magnitude_bits(input, args.width);
+  const bool is_finite = bits < kInfinityBits;
+  const float largest = float_from_bits(bits);
+  const bool is_zero = !is_finite || largest < kQuantizeSmallestMagnitude;
+  const __m256 inverse = _mm256_set1_ps(is_zero ? 0.0f : 127.0f / largest);
+  __m256i sums = _mm256_setzero_si256();
+  for (std::size_t i = 0; i < args.padded_width; i += kLanes) {
+    const __m256i inside = first_lanes(is_zero || i >= args.width ? 0 : args.width - i);
+    const __m256 scaled = _mm256_mul_ps(_mm256_maskload_ps(input + i, inside), inverse);
+    const __m256i rounded =
+        _mm256_cvtps_epi32(_mm256_round_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    sums = _mm256_add_epi32(sums, rounded);
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+    const __m128i bytes = _mm_packs_epi16(words, words);
+    if (args.padded_width - i >= kLanes) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(values + i), bytes);
+    } else {  // padded_width is a multiple of 4
+      _mm_storeu_si32(values + i, bytes);
+    }
+  }
+  args.sums[row] = sum_of_lanes(sums);
+  args.scales[row] = is_zero ? 0.0f : largest / 127.0f;
+  if (!is_finite) args.scales[row] = float_from_bits(kNanBits);
+}
+
+}  // namespace
+
+void quantize_s8row_f32_avx2(const QuantizeArgs& args, std::size_t row_begin, std::size_t row_end) {
+  for (std::size_t row = row_begin; row < row_end; ++row) quantize_row(args, row);
+}
+
+}  // namespace chunkrt

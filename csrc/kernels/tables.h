@@ -1,0 +1,24 @@
+// Every kernel's dispatch table. Each is defined in the dispatch.cc beside the kernel's files.
+#pragma once
+
+#include "kernels/attention/attention.h"
+#include "kernels/dispatch.h"
+#include "kernels/elementwise/elementwise.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/norm/norm.h"
+#include "kernels/quantize/quantize.h"
+
+namespace chunkrt {
+
+KernelTable<GemmFunction> gemm_f32_s8row_s8col_table();
+KernelTable<QuantizeFunction> quantize_s8row_f32_table();
+KernelTable<RmsNormFunction> rms_norm_f32_f32_table();
+KernelTable<BinaryFunction> add_f32_f32_f32_table();
+KernelTable<BinaryFunction> mul_f32_f32_f32_table();
+KernelTable<UnaryFunction> sigmoid_f32_f32_table();
+KernelTable<SiluMulFunction> silu_mul_f32_f32_f32_table();
+KernelTable<WidenFunction> widen_f32_f16_table();
+KernelTable<AttentionFunction> append_cache_f32_table();
+KernelTable<AttentionFunction> attend_f32_f32_cache_table();
+
+}  // namespace chunkrt

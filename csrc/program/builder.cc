@@ -1,0 +1,126 @@
+#include "program/builder.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace chunkrt {
+namespace {
+
+std::size_t stage_index(const std::vector<Stage>& stages) { return stages.empty() ? 0 : stages.size() - 1; }
+
+}  // namespace
+
+ProgramBuilder::ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows)
+    : pool_(std::move(pool)) {
+  require(max_rows >= 1, "a program needs room for at least 1 row, got max_rows 0");
+  definition_.max_rows = max_rows;
+}
+
+ValueId ProgramBuilder::input(std::string name, Dtype dtype, Shape shape) {
+  definition_.inputs.push_back(definition_.values.size());
+  return add_value(
+      {.kind = ValueKind::input, .name = std::move(name), .dtype = dtype, .shape = std::move(shape)});
+}
+
+ValueId ProgramBuilder::state(std::string name, Shape shape) {
+  definition_.inputs.push_back(definition_.values.size());
+  return add_value({.kind = ValueKind::state,
+                    .name = std::move(name),
+                    .dtype = Dtype::float32,
+                    .shape = std::move(shape)});
+}
+
+ValueId ProgramBuilder::constant(const void* data, Dtype dtype, const std::vector<std::size_t>& shape,
+                                 std::shared_ptr<const void> owner) {
+  Shape dimensions;
+  for (const std::size_t size : shape) dimensions.push_back({.symbol = {}, .size = size});
+  return add_value({.kind = ValueKind::constant,
+
+                    .dtype = dtype,
+                    .shape = std::move(dimensions),
+                    .data = data,
+                    .owner = std::move(owner)});
+}
+
+void ProgramBuilder::output(std::string name, ValueId id) {
+  require(value(id).kind == ValueKind::temporary,
+          "output '" + name + "' is not the result of an operator, or is an output already; copy it first");
+  Value& result = definition_.values[id];
+  result.kind = ValueKind::output;
+  result.name = std::move(name);
+  definition_.outputs.push_back(id);
+}
+
+std::unique_ptr<Program> ProgramBuilder::build() {
+  require(!definition_.outputs.empty(), "the program has no output");
+  is_built_ = true;
+  return std::make_unique<Program>(std::move(definition_), pool_);
+}
+
+const Value& ProgramBuilder::value(ValueId id) const {
+  require(!is_built_, "the program has been built; start another builder");
+  require(id < definition_.values.size(), "there is no value " + std::to_string(id));
+  return definition_.values[id];
+}
+
+ValueId ProgramBuilder::add_value(Value value) {
+  require(!is_built_, "the program has been built; start another builder");
+  definition_.values.push_back(std::move(value));
+  return definition_.values.size() - 1;
+}
+
+ValueId ProgramBuilder::temporary(Dtype dtype, Shape shape) {
+  const ValueId id = add_value({.kind = ValueKind::temporary, .dtype = dtype, .shape = std::move(shape)});
+  definition_.values[id].first_stage = definition_.stages.size() + 1;  // until its first use
+  return id;
+}
+
+Symbol ProgramBuilder::rows_of(ValueId id, const char* what) const {
+  const Value& operand = value(id);
+  const bool fits = operand.dtype == Dtype::float32 && operand.shape.size() == 2 && operand.shape[0].symbol &&
+                    *operand.shape[0].symbol != Symbol::P && !operand.shape[1].symbol &&
+                    operand.shape[1].size > 0;
+  require(fits, std::string(what) + ": expected float32 [T, width] or [R, width], got " +
+                    describe(operand.dtype, operand.shape));
+  return *operand.shape[0].symbol;
+}
+
+void ProgramBuilder::require(bool condition, const std::string& message) const {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+void ProgramBuilder::require_constant(ValueId id, Dtype dtype, const Shape& shape, const char* what) const {
+  const Value& operand = value(id);
+  require(operand.kind == ValueKind::constant && operand.dtype == dtype && operand.shape == shape,
+          std::string(what) + ": expected a constant " + describe(dtype, shape) + ", got " +
+              describe(operand.dtype, operand.shape));
+}
+
+void ProgramBuilder::use(const std::vector<ValueId>& values) {
+  const std::size_t stage = stage_index(definition_.stages);
+  for (const ValueId id : values) {
+    Value& used = definition_.values[id];
+    used.first_stage = std::min(used.first_stage, stage);
+    used.last_stage = std::max(used.last_stage, stage);
+  }
+}
+
+void ProgramBuilder::add_row_step(Symbol rows, const std::vector<ValueId>& uses, Step step) {
+  if (definition_.stages.empty() || definition_.stages.back().rows != rows) {
+    const auto num_rows = [rows](const Frame& frame) { return frame.size_of(rows); };
+    definition_.stages.push_back({.num_items = num_rows, .piece_multiple = 1, .rows = rows, .steps = {}});
+  }
+  definition_.stages.back().steps.push_back(std::move(step));
+  use(uses);
+}
+
+void ProgramBuilder::add_stage(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
+                               const std::vector<ValueId>& uses, Step step) {
+  definition_.stages.push_back(
+      {.num_items = std::move(num_items), .piece_multiple = piece_multiple, .rows = {}, .steps = {}});
+  definition_.stages.back().steps.push_back(std::move(step));
+  use(uses);
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,96 @@
+// Puts a program together, operator by operator. Each operator checks its operands and appends steps; its
+// result is a value for the operators after it.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "program/program.h"
+
+namespace chunkrt {
+
+struct AttentionShape {
+  std::size_t num_heads;
+  std::size_t num_kv_heads;
+  std::size_t head_dim;
+  float scale;
+};
+
+// Values of the operators are float32 [T, width] or [R, width], constants as each says. Every function throws
+// std::invalid_argument for operands that do not fit.
+class ProgramBuilder {
+ public:
+  // `max_rows`: the most rows that T and R may count in a run, at least 1.
+  ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows);
+
+  ValueId input(std::string name, Dtype dtype, Shape shape);
+  // An input that is updated in place; float32 or float16, as the caller of each run likes.
+  ValueId state(std::string name, Shape shape);
+  // `data` is not copied; `owner` keeps it alive as long as the program.
+  ValueId constant(const void* data, Dtype dtype, const std::vector<std::size_t>& shape,
+                   std::shared_ptr<const void> owner);
+  // Lets the caller receive an operator's result. A value can be one output.
+  void output(std::string name, ValueId value);
+
+  // Rows of table (constant float32 or float16 [V, H], or a value [T, H]) at int64 indices [T] or [R] (an
+  // input).
+  ValueId gather(ValueId table, ValueId indices);
+  // See kernels/norm/norm.h; weight float32 [width].
+  ValueId rms_norm(ValueId input, ValueId weight, float epsilon);
+  // input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
+  // [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N].
+  ValueId linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
+                 std::optional<ValueId> residual);
+  // left + right, left * right; right has left's shape or is a constant float32 [width].
+  ValueId add(ValueId left, ValueId right);
+  ValueId mul(ValueId left, ValueId right);
+  ValueId sigmoid(ValueId input);
+  // input [rows, 2 * I] holds gate | up: silu(gate) * up, [rows, I].
+  ValueId silu_mul(ValueId input);
+  // Columns [begin, begin + width), copied.
+  ValueId columns(ValueId input, std::size_t begin, std::size_t width);
+  // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position int64 [1]
+  // (an input), cos and sin constant float32 [context, rotary_dim / 2], caches states [num_kv_heads, P,
+  // head_dim].
+  ValueId attention(ValueId qkv, ValueId position, ValueId cos, ValueId sin, ValueId key_cache,
+                    ValueId value_cache, const AttentionShape& shape);
+
+  // The builder is spent afterwards.
+  std::unique_ptr<Program> build();
+
+ private:
+  struct Quantized {
+    ValueId values;
+    ValueId scales;
+    ValueId sums;
+  };
+
+  const Value& value(ValueId id) const;
+  ValueId add_value(Value value);
+  ValueId temporary(Dtype dtype, Shape shape);
+  // The symbol and the width of a value float32 [symbol, width].
+  Symbol rows_of(ValueId id, const char* what) const;
+  std::size_t width_of(ValueId id) const { return value(id).shape.back().size; }
+  void require(bool condition, const std::string& message) const;
+  void require_constant(ValueId id, Dtype dtype, const Shape& shape, const char* what) const;
+
+  void use(const std::vector<ValueId>& values);
+  // Appends a step over rows to the last stage if that runs over the same rows, else to a new stage.
+  void add_row_step(Symbol rows, const std::vector<ValueId>& uses, Step step);
+  void add_stage(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
+                 const std::vector<ValueId>& uses, Step step);
+  ValueId binary(ValueId left, ValueId right, const char* what,
+                 void (*kernel)(const float*, const float*, float*, std::size_t));
+  Quantized quantize(ValueId input);
+
+  std::shared_ptr<ThreadPool> pool_;
+  ProgramDefinition definition_;
+  std::map<ValueId, Quantized> quantized_;
+  bool is_built_ = false;
+};
+
+}  // namespace chunkrt

@@ -1,0 +1,195 @@
+#include "program/program.h"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kAlignment = 64;       // a cache line, and the widest vector
+constexpr std::size_t kPiecesPerThread = 4;  // so that a slower core takes fewer
+
+std::size_t round_up(std::size_t value, std::size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+std::string describe(const TensorView& view) {
+  std::string text = view.dtype + " [";
+  for (std::size_t i = 0; i < view.shape.size(); ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(view.shape[i]);
+  return text + "]";
+}
+
+struct AlignedDelete {
+  void operator()(std::byte* bytes) const { ::operator delete[](bytes, std::align_val_t{kAlignment}); }
+};
+using AlignedBytes = std::unique_ptr<std::byte[], AlignedDelete>;
+
+AlignedBytes allocate(std::size_t bytes) {
+  return AlignedBytes(static_cast<std::byte*>(::operator new[](bytes, std::align_val_t{kAlignment})));
+}
+
+// Whether the view has the value's rank, fixed sizes, and the symbols' sizes as far as they are known; learns
+// others. Only R may be 0: a chunk whose logits nobody wants.
+bool match_shape(const Value& value, const TensorView& view, Sizes& sizes) {
+  if (view.shape.size() != value.shape.size()) return false;
+  for (std::size_t i = 0; i < view.shape.size(); ++i) {
+    const Dimension& dimension = value.shape[i];
+    std::size_t expected = dimension.size;
+    if (dimension.symbol) {
+      std::optional<std::size_t>& size = sizes[static_cast<std::size_t>(*dimension.symbol)];
+      if (!size) size = view.shape[i];
+      expected = *size;
+      if (expected == 0 && *dimension.symbol != Symbol::R) return false;
+    }
+    if (view.shape[i] != expected) return false;
+  }
+  return true;
+}
+
+// "float32 [T, 576] with T = 32"
+std::string expectation(const Value& value, const Sizes& sizes) {
+  std::string known;
+  for (const Dimension& dimension : value.shape) {
+    if (!dimension.symbol) continue;
+    const std::size_t size = sizes[static_cast<std::size_t>(*dimension.symbol)].value_or(0);
+    if (size == 0) continue;
+    known += (known.empty() ? " with " : ", ") + std::string(name_of(*dimension.symbol)) + " = " +
+             std::to_string(size);
+  }
+  return (value.kind == ValueKind::state ? "float16 or " : "") + describe(value.dtype, value.shape) + known;
+}
+
+}  // namespace
+
+// What one run needs for itself.
+struct Program::Workspace {
+  AlignedBytes arena;
+  AlignedBytes scratch;
+  std::vector<void*> data;
+  std::vector<Dtype> dtypes;
+};
+
+Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool)
+    : definition_(std::move(definition)), pool_(std::move(pool)) {
+  lay_out_arena();
+}
+
+Program::~Program() = default;
+
+void Program::lay_out_arena() {
+  struct Placed {
+    const Value* value;
+    std::size_t end;
+  };
+  std::vector<Placed> placed;
+  for (Value& value : definition_.values) {
+    if (value.kind != ValueKind::temporary) continue;
+    std::size_t bytes = bytes_of(value.dtype);
+    for (const Dimension& dimension : value.shape) {
+      bytes *= dimension.symbol ? definition_.max_rows : dimension.size;
+    }
+    // The lowest gap among those that live at the same time; `placed` is sorted by offset.
+    std::size_t offset = 0;
+    for (const Placed& other : placed) {
+      const bool live_together =
+          other.value->first_stage <= value.last_stage && value.first_stage <= other.value->last_stage;
+      if (live_together && offset < other.end) {
+        if (offset + bytes <= other.value->arena_offset) break;
+        offset = round_up(other.end, kAlignment);
+      }
+    }
+    value.arena_offset = offset;
+    const auto position =
+        std::ranges::upper_bound(placed, offset, {}, [](const Placed& p) { return p.value->arena_offset; });
+    placed.insert(position, Placed{&value, offset + bytes});
+    arena_bytes_ = std::max(arena_bytes_, round_up(offset + bytes, kAlignment));
+  }
+}
+
+std::unique_ptr<Program::Workspace> Program::borrow_workspace() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!idle_workspaces_.empty()) {
+      std::unique_ptr<Workspace> workspace = std::move(idle_workspaces_.back());
+      idle_workspaces_.pop_back();
+      return workspace;
+    }
+  }
+  auto workspace = std::make_unique<Workspace>();
+  workspace->arena = allocate(arena_bytes_);
+  const std::size_t scratch_bytes = round_up(definition_.scratch_floats * sizeof(float), kAlignment);
+  workspace->scratch = allocate(scratch_bytes * pool_->budget());
+  for (const Value& value : definition_.values) {
+    void* data = const_cast<void*>(value.data);  // steps only read constants
+    if (value.kind == ValueKind::temporary) data = workspace->arena.get() + value.arena_offset;
+    workspace->data.push_back(data);
+    workspace->dtypes.push_back(value.dtype);
+  }
+  return workspace;
+}
+
+void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>& ids, const char* what,
+                   Workspace& workspace, Sizes& sizes) const {
+  if (views.size() != ids.size()) {
+    throw std::invalid_argument("expected " + std::to_string(ids.size()) + " " + what + "s, got " +
+                                std::to_string(views.size()));
+  }
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const Value& value = definition_.values[ids[i]];
+    const TensorView& view = views[i];
+    const std::string name = std::string(what) + " '" + value.name + "'";
+    const bool is_half_state = value.kind == ValueKind::state && view.dtype == name_of(Dtype::float16);
+    if ((view.dtype != name_of(value.dtype) && !is_half_state) || !match_shape(value, view, sizes)) {
+      throw std::invalid_argument(name + ": expected " + expectation(value, sizes) + ", got " +
+                                  describe(view));
+    }
+    if (!view.is_contiguous) {
+      throw std::invalid_argument(name +
+                                  " is not contiguous row-major memory; pass numpy.ascontiguousarray of it");
+    }
+    if (value.kind != ValueKind::input && !view.is_writeable) {
+      throw std::invalid_argument(name + " is written to, but read-only");
+    }
+    workspace.data[ids[i]] = view.data;
+    workspace.dtypes[ids[i]] = is_half_state ? Dtype::float16 : value.dtype;
+  }
+}
+
+void Program::run(std::span<const TensorView> inputs, std::span<const TensorView> outputs) {
+  std::unique_ptr<Workspace> workspace = borrow_workspace();
+  Frame frame{.data = workspace->data, .dtypes = workspace->dtypes};
+  bind(inputs, definition_.inputs, "input", *workspace, frame.sizes);
+  bind(outputs, definition_.outputs, "output", *workspace, frame.sizes);
+  for (const Symbol symbol : {Symbol::T, Symbol::R}) {
+    if (frame.size_of(symbol) > definition_.max_rows) {
+      throw std::invalid_argument(
+          std::string(name_of(symbol)) + " = " + std::to_string(frame.size_of(symbol)) +
+          " rows, but the program was compiled for at most " + std::to_string(definition_.max_rows));
+    }
+  }
+  for (const Check& check : definition_.checks) check(frame);
+
+  const std::size_t scratch_floats =
+      round_up(definition_.scratch_floats * sizeof(float), kAlignment) / sizeof(float);
+  float* scratch = reinterpret_cast<float*>(workspace->scratch.get());
+  pool_->run([&](Team& team, std::size_t member) {
+    for (const Stage& stage : definition_.stages) {
+      const auto body = [&](std::size_t begin, std::size_t end) {
+        for (const Step& step : stage.steps) step(frame, begin, end, scratch + member * scratch_floats);
+      };
+      const std::size_t num_items = stage.num_items(frame);
+      const std::size_t num_pieces = team.size() * kPiecesPerThread;
+      const std::size_t piece = round_up((num_items + num_pieces - 1) / num_pieces, stage.piece_multiple);
+      team.parallel_for(num_items, piece, std::cref(body));
+    }
+  });
+
+  const std::lock_guard lock(mutex_);
+  idle_workspaces_.push_back(std::move(workspace));
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,71 @@
+// What a program computes with: typed tensors whose sizes are fixed or named by a symbol.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace chunkrt {
+
+enum class Dtype { float32, float16, int64, int32, int8 };
+
+std::size_t bytes_of(Dtype dtype);
+std::string_view name_of(Dtype dtype);
+// Throws std::invalid_argument: no such type.
+Dtype dtype_named(std::string_view name);
+
+// T: tokens of the chunk. R: rows of logits. P: the cache's capacity in positions.
+enum class Symbol { T, R, P };
+inline constexpr std::array kAllSymbols = {Symbol::T, Symbol::R, Symbol::P};
+
+std::string_view name_of(Symbol symbol);
+Symbol symbol_named(std::string_view name);
+
+struct Dimension {
+  std::optional<Symbol> symbol;
+  std::size_t size = 0;  // if there is no symbol
+
+  friend bool operator==(const Dimension&, const Dimension&) = default;
+};
+
+using Shape = std::vector<Dimension>;
+
+// The symbols' values in one run, as far as its tensors have told them.
+using Sizes = std::array<std::optional<std::size_t>, kAllSymbols.size()>;
+
+// As people write it: "float32 [T, 576]".
+std::string describe(Dtype dtype, const Shape& shape);
+
+// A caller's tensor: what a binding knows of it.
+struct TensorView {
+  void* data;
+  std::string dtype;  // a name that need not be one of Dtype's
+  std::vector<std::size_t> shape;
+  bool is_contiguous;  // row-major, aligned and in native byte order
+  bool is_writeable;
+};
+
+using ValueId = std::size_t;
+
+enum class ValueKind { input, state, output, constant, temporary };
+
+struct Value {
+  ValueKind kind;
+  std::string name = {};  // of inputs, states and outputs
+  Dtype dtype;            // a state may also be float16
+  Shape shape;
+  // Of a constant.
+  const void* data = nullptr;
+  std::shared_ptr<const void> owner = {};
+  // Of a temporary: the stages from its first write to its last read, and its place in the arena.
+  std::size_t first_stage = 0;
+  std::size_t last_stage = 0;
+  std::size_t arena_offset = 0;
+};
+
+}  // namespace chunkrt

@@ -1,0 +1,345 @@
+// attention against a double-precision softmax; and its promise that neither splits, nor chunks, nor the
+// instruction set change a bit.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "kernels/tables.h"
+#include "tests/guarded_buffer.h"
+#include "tests/half.h"
+#include "tests/random.h"
+#include "tests/tests.h"
+
+namespace chunkrt::testing {
+namespace {
+
+struct Shape {
+  std::size_t num_heads, num_kv_heads, head_dim, rotary_dim, length;
+  CacheType cache_type;
+};
+
+// Groups of 1, 2, 3, 5 and 40 heads; head dims off and on the kernels' vectors; lengths around their blocks.
+constexpr Shape kShapes[] = {
+    {1, 1, 1, 0, 3, CacheType::float32},      {2, 1, 3, 2, 7, CacheType::float16},
+    {2, 2, 8, 8, 65, CacheType::float32},     {6, 2, 20, 12, 70, CacheType::float16},
+    {9, 3, 64, 64, 95, CacheType::float16},   {9, 3, 64, 64, 130, CacheType::float32},
+    {5, 1, 72, 32, 40, CacheType::float32},   {4, 2, 80, 80, 129, CacheType::float16},
+    {40, 1, 16, 16, 66, CacheType::float16},  {2, 1, 96, 24, 64, CacheType::float32},
+    {2, 1, 128, 128, 63, CacheType::float16}, {3, 3, 33, 18, 193, CacheType::float32},
+};
+
+std::string describe(const Shape& shape) {
+  return std::to_string(shape.num_heads) + "/" + std::to_string(shape.num_kv_heads) + " heads of " +
+         std::to_string(shape.head_dim) + ", rotary " + std::to_string(shape.rotary_dim) + ", " +
+         std::to_string(shape.length) + " rows, " +
+         (shape.cache_type == CacheType::float16 ? "float16" : "float32");
+}
+
+std::size_t row_width(const Shape& s) { return (s.num_heads + 2 * s.num_kv_heads) * s.head_dim; }
+std::size_t out_width(const Shape& s) { return s.num_heads * s.head_dim; }
+float scale_of(const Shape& s) { return 1.0f / std::sqrt(static_cast<float>(s.head_dim)); }
+
+struct Kernels {
+  AttentionFunction* append;
+  AttentionFunction* attend;
+};
+
+// One prompt of shape.length rows: the inputs, in guarded memory.
+struct Prompt {
+  explicit Prompt(const Shape& shape_, float limit = 2.0f)
+      : shape(shape_),
+        qkv(Random(1).floats(shape.length * row_width(shape), limit)),
+        cos(shape.length * shape.rotary_dim / 2),
+        sin(shape.length * shape.rotary_dim / 2) {
+    for (std::size_t i = 0; i < cos.size(); ++i) {
+      const double half = static_cast<double>(shape.rotary_dim / 2), pair = std::fmod(static_cast<double>(i), half);
+      const double angle = std::floor(static_cast<double>(i) / half) * std::pow(10000.0, -pair / half);
+      cos[i] = static_cast<float>(std::cos(angle));
+      sin[i] = static_cast<float>(std::sin(angle));
+    }
+  }
+
+  Shape shape;
+  GuardedBuffer<float> qkv, cos, sin;
+};
+
+// What a run leaves behind.
+struct Result {
+  std::vector<float> out;
+  std::vector<std::byte> keys, values;
+};
+
+struct Run {
+  std::size_t chunk = 1000;         // rows a call
+  std::size_t items_per_call = 1000;  // of either phase
+  bool is_backwards = false;        // calls within a phase, last first
+};
+
+void call_in_pieces(AttentionFunction* function, const AttentionArgs& args, std::size_t num_items, const Run& run,
+                    float* scratch) {
+  const std::size_t num_calls = (num_items + run.items_per_call - 1) / run.items_per_call;
+  for (std::size_t i = 0; i < num_calls; ++i) {
+    const std::size_t begin = (run.is_backwards ? num_calls - 1 - i : i) * run.items_per_call;
+    function(args, begin, std::min(begin + run.items_per_call, num_items), scratch);
+  }
+}
+
+Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const Run& run = {}) {
+  const Shape& s = prompt.shape;
+  const std::size_t element_bytes = s.cache_type == CacheType::float32 ? 4 : 2;
+  // Whatever the cache holds beyond what was appended must not matter: all bits set is a NaN in both types.
+  const std::vector<std::byte> nans(s.num_kv_heads * s.length * s.head_dim * element_bytes, std::byte{0xff});
+  GuardedBuffer<std::byte> keys(nans), values(nans);
+  GuardedBuffer<float> scratch(attention_scratch_floats(s.head_dim));
+  Result result;
+  for (std::size_t position = 0; position < s.length; position += run.chunk) {
+    const std::size_t rows = std::min(run.chunk, s.length - position);
+    GuardedBuffer<float> qkv(std::vector<float>(prompt.qkv.data() + position * row_width(s),
+                                                prompt.qkv.data() + (position + rows) * row_width(s)));
+    GuardedBuffer<float> out(rows * out_width(s));
+    std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
+    const AttentionArgs args = {.qkv = qkv.data(),
+                                .cos = prompt.cos.data(),
+                                .sin = prompt.sin.data(),
+                                .key_cache = keys.data(),
+                                .value_cache = values.data(),
+                                .cache_type = s.cache_type,
+                                .out = out.data(),
+                                .rows = rows,
+                                .position = position,
+                                .capacity = s.length,
+                                .num_heads = s.num_heads,
+                                .num_kv_heads = s.num_kv_heads,
+                                .head_dim = s.head_dim,
+                                .rotary_dim = s.rotary_dim,
+                                .scale = scale_of(s)};
+    call_in_pieces(kernels.append, args, rows, run, scratch.data());
+    call_in_pieces(kernels.attend, args, attend_items(args), run, scratch.data());
+    result.out.insert(result.out.end(), out.data(), out.data() + out.size());
+  }
+  result.keys = keys.copy();
+  result.values = values.copy();
+  return result;
+}
+
+void check_same_result(const Result& found, const Result& expected, const std::string& what) {
+  check(found.keys == expected.keys, what + ": the key caches differ");
+  check(found.values == expected.values, what + ": the value caches differ");
+  check_same(found.out.data(), expected.out.data(), expected.out.size(), what + ": the output");
+}
+
+double cache_element(const std::vector<std::byte>& cache, CacheType type, std::size_t index) {
+  if (type == CacheType::float32) {
+    float value;
+    std::memcpy(&value, cache.data() + index * 4, 4);
+    return static_cast<double>(value);
+  }
+  std::uint16_t half;
+  std::memcpy(&half, cache.data() + index * 2, 2);
+  return half_value(half);
+}
+
+std::vector<double> roped(const Prompt& prompt, std::size_t row, std::size_t column) {
+  const Shape& s = prompt.shape;
+  const std::size_t half = s.rotary_dim / 2;
+  const float* x = prompt.qkv.data() + row * row_width(s) + column;
+  std::vector<double> y(x, x + s.head_dim);
+  for (std::size_t i = 0; i < half; ++i) {
+    const double cos = static_cast<double>(prompt.cos[row * half + i]);
+    const double sin = static_cast<double>(prompt.sin[row * half + i]);
+    const double first = y[i], second = y[i + half];
+    y[i] = first * cos - second * sin;
+    y[i + half] = second * cos + first * sin;
+  }
+  return y;
+}
+
+// The caches hold the roped keys and the values, each rounded once more if float16.
+void check_caches(const Prompt& prompt, const Result& result) {
+  const Shape& s = prompt.shape;
+  const double storage_error = s.cache_type == CacheType::float16 ? 0x1p-11 : 0.0;
+  for (std::size_t head = 0; head < s.num_kv_heads; ++head) {
+    for (std::size_t row = 0; row < s.length; ++row) {
+      const std::size_t key_column = (s.num_heads + head) * s.head_dim;
+      const std::vector<double> key = roped(prompt, row, key_column);
+      const float* value = prompt.qkv.data() + row * row_width(s) + key_column + s.num_kv_heads * s.head_dim;
+      for (std::size_t d = 0; d < s.head_dim; ++d) {
+        const std::size_t index = (head * s.length + row) * s.head_dim + d;
+        const double found_key = cache_element(result.keys, s.cache_type, index);
+        const double found_value = cache_element(result.values, s.cache_type, index);
+        const double expected_value = static_cast<double>(value[d]);
+        // Both products are at most 2, each rounded at most once in float32.
+        check(std::fabs(found_key - key[d]) <= std::fabs(key[d]) * storage_error + 4.0 * 0x1p-23 + 0x1p-25,
+              "a key in the cache is wrong");
+        check(std::fabs(found_value - expected_value) <= std::fabs(expected_value) * storage_error + 0x1p-25,
+              "a value in the cache is wrong");
+      }
+    }
+  }
+}
+
+void check_output(const Prompt& prompt, const Result& result) {
+  const Shape& s = prompt.shape;
+  constexpr double kUnit = 0x1p-24;
+  const double dims = static_cast<double>(s.head_dim);
+  for (std::size_t row = 0; row < s.length; ++row) {
+    const double num_keys = static_cast<double>(row + 1);
+    for (std::size_t head = 0; head < s.num_heads; ++head) {
+      const std::size_t kv_head = head / (s.num_heads / s.num_kv_heads);
+      const std::vector<double> query = roped(prompt, row, head * s.head_dim);
+      std::vector<double> weights(row + 1);
+      double largest_sum = 0.0, max = -std::numeric_limits<double>::infinity();
+      for (std::size_t key = 0; key <= row; ++key) {
+        double sum_of_magnitudes = 0.0;
+        for (std::size_t d = 0; d < s.head_dim; ++d) {
+          const std::size_t index = (kv_head * s.length + key) * s.head_dim + d;
+          const double k = cache_element(result.keys, s.cache_type, index);
+          const double product = query[d] * k * static_cast<double>(scale_of(s));
+          weights[key] += product;
+          // A roped query's error is relative to its two terms, each at most 2.
+          sum_of_magnitudes += std::fabs(product) + 4.0 * std::fabs(k) * static_cast<double>(scale_of(s));
+        }
+        largest_sum = std::max(largest_sum, sum_of_magnitudes);
+        max = std::max(max, weights[key]);
+      }
+      double sum = 0.0;
+      for (double& weight : weights) sum += weight = std::exp(weight - max);
+      // Scores are off by at most this, weights relatively by twice that (one's own and the maximum's) and the
+      // roundings of exp, of the rescaling of each block and of the sums.
+      const double score_error = (dims + 4.0) * kUnit * largest_sum;
+      const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit;
+      for (std::size_t d = 0; d < s.head_dim; ++d) {
+        double expected = 0.0, magnitude = 0.0;
+        for (std::size_t key = 0; key <= row; ++key) {
+          const std::size_t index = (kv_head * s.length + key) * s.head_dim + d;
+          const double value = cache_element(result.values, s.cache_type, index);
+          expected += weights[key] / sum * value;
+          magnitude += weights[key] / sum * std::fabs(value);
+        }
+        const double found = static_cast<double>(result.out[row * out_width(s) + head * s.head_dim + d]);
+        if (std::fabs(found - expected) <= relative_error * magnitude) continue;
+        throw Failure("row " + std::to_string(row) + ", head " + std::to_string(head) + ", dim " +
+                      std::to_string(d) + " is " + std::to_string(found) + ", expected " +
+                      std::to_string(expected) + " within " + std::to_string(relative_error * magnitude));
+      }
+    }
+  }
+}
+
+void test_truth(const Kernels& kernels) {
+  for (const Shape& shape : kShapes) {
+    const Prompt prompt(shape);
+    const Result result = attend_prompt(prompt, kernels);
+    try {
+      check_caches(prompt, result);
+      check_output(prompt, result);
+    } catch (const Failure& failure) {
+      throw Failure(describe(shape) + ": " + failure.what());
+    }
+  }
+}
+
+void test_bits(const Kernels& kernels) {
+  const Kernels reference = {append_cache_f32_reference, attend_f32_f32_cache_reference};
+  for (const Shape& shape : kShapes) {
+    const Prompt prompt(shape);
+    const Result expected = attend_prompt(prompt, reference);
+    check_same_result(attend_prompt(prompt, kernels), expected, describe(shape) + ", whole");
+    for (const std::size_t chunk : {1u, 31u, 32u, 33u, 64u, 95u}) {
+      check_same_result(attend_prompt(prompt, kernels, {.chunk = chunk}), expected,
+                        describe(shape) + ", chunks of " + std::to_string(chunk));
+    }
+    check_same_result(attend_prompt(prompt, kernels, {.items_per_call = 1}), expected,
+                      describe(shape) + ", item by item");
+    check_same_result(attend_prompt(prompt, kernels, {.items_per_call = 1, .is_backwards = true}), expected,
+                      describe(shape) + ", item by item from the last");
+  }
+}
+
+// Scores so far apart that all weights but one vanish: the output is that key's value.
+void test_extreme_scores(const Kernels& kernels) {
+  const Shape shape = {1, 1, 8, 0, 200, CacheType::float32};
+  Prompt prompt(shape);
+  const std::size_t width = row_width(shape);
+  for (std::size_t row = 0; row < shape.length; ++row) {
+    for (std::size_t d = 0; d < shape.head_dim; ++d) {
+      prompt.qkv[row * width + d] = d == 0 ? 1e10f : 0.0f;
+      prompt.qkv[row * width + shape.head_dim + d] = d == 0 ? static_cast<float>(row % 150) : 0.0f;
+    }
+  }
+  const Result result = attend_prompt(prompt, kernels);
+  for (std::size_t row = 0; row < shape.length; ++row) {
+    const std::size_t largest = row < 150 ? row : 149;
+    check_same(result.out.data() + row * shape.head_dim, prompt.qkv.data() + largest * width + 2 * shape.head_dim,
+               shape.head_dim, "row " + std::to_string(row));
+  }
+}
+
+// A row that is not finite spoils itself and those after it, none before, whatever is beside it in a tile.
+void test_not_finite(const Kernels& kernels) {
+  const Shape shape = {3, 1, 16, 16, 80, CacheType::float32};
+  constexpr std::size_t kBadRow = 70;
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    Prompt prompt(shape);
+    const Result clean = attend_prompt(prompt, kernels);
+    std::fill_n(prompt.qkv.data() + kBadRow * row_width(shape), row_width(shape), bad);
+    const Result result = attend_prompt(prompt, kernels);
+    check_same(result.out.data(), clean.out.data(), kBadRow * out_width(shape), "rows before");
+    for (std::size_t i = kBadRow * out_width(shape); i < result.out.size(); ++i) {
+      check(std::isnan(result.out[i]), "an output that depends on a row that is not finite is finite");
+    }
+  }
+}
+
+// Every float16, the midpoints between neighbours and what lies next to these, through a float16 cache.
+void test_rounding_to_half(const Kernels& kernels) {
+  std::vector<float> inputs;
+  for (std::uint32_t half = 0; half < 0x10000; ++half) {
+    const float value = static_cast<float>(half_value(static_cast<std::uint16_t>(half)));
+    if (!std::isfinite(value)) continue;
+    const double next = half_value(static_cast<std::uint16_t>(half + 1));
+    const float middle = std::isfinite(next) ? static_cast<float>((static_cast<double>(value) + next) / 2.0)
+                                             : std::copysign(65520.0f, value);
+    inputs.insert(inputs.end(), {value, middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e9f),
+                                 std::nextafter(middle, -1e9f)});
+  }
+  inputs.insert(inputs.end(), {1e30f, -1e30f, std::numeric_limits<float>::infinity(),
+                               -std::numeric_limits<float>::infinity(), 0x1p-149f, -0x1p-149f});
+  const std::size_t head_dim = inputs.size();
+  const Shape shape = {1, 1, head_dim, 0, 1, CacheType::float16};
+  Prompt prompt(shape);
+  std::copy(inputs.begin(), inputs.end(), prompt.qkv.data() + 2 * head_dim);
+  std::copy(inputs.begin(), inputs.end(), prompt.qkv.data() + head_dim);
+  const Result result = attend_prompt(prompt, kernels);
+  for (const std::vector<std::byte>& cache : {result.keys, result.values}) {
+    for (std::size_t i = 0; i < head_dim; ++i) {
+      const double found = cache_element(cache, CacheType::float16, i), expected = rounded_to_half(inputs[i]);
+      check(found == expected && std::signbit(found) == std::signbit(expected),
+            std::to_string(inputs[i]) + " became " + std::to_string(found) + ", expected " +
+                std::to_string(expected));
+    }
+  }
+}
+
+}  // namespace
+
+void test_attention(Suite& suite) {
+  const auto with_append = [](AttentionFunction* attend) {
+    for (const KernelRow<AttentionFunction>& row : attend_f32_f32_cache_table()) {
+      if (row.function == attend) return find_kernel(append_cache_f32_table(), row.isa).function;
+    }
+    throw Failure("an attend kernel that is in no table");
+  };
+  const auto run = [&](const char* name, void (*test)(const Kernels&)) {
+    suite.run_rows(attend_f32_f32_cache_table(), name,
+                   [&](AttentionFunction* attend) { test({with_append(attend), attend}); });
+  };
+  run("a double-precision softmax", test_truth);
+  run("bits of the reference, of any chunks and of any split", test_bits);
+  run("scores far apart", test_extreme_scores);
+  run("rows that are not finite", test_not_finite);
+  run("rounding to float16", test_rounding_to_half);
+}
+
+}  // namespace chunkrt::testing

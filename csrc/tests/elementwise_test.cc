@@ -1,0 +1,141 @@
+// elementwise against exact arithmetic or double precision, and the bits of the reference.
+#include <limits>
+#include <vector>
+
+#include "kernels/tables.h"
+#include "tests/guarded_buffer.h"
+#include "tests/half.h"
+#include "tests/random.h"
+#include "tests/tests.h"
+
+namespace chunkrt::testing {
+namespace {
+
+constexpr std::size_t kCounts[] = {0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 576};
+
+std::vector<float> apply(BinaryFunction* function, const std::vector<float>& left, const std::vector<float>& right) {
+  const GuardedBuffer<float> guarded_left(left), guarded_right(right), out(left.size());
+  function(guarded_left.data(), guarded_right.data(), out.data(), out.size());
+  const std::vector<float> result = out.copy();
+  function(guarded_left.data(), guarded_right.data(), guarded_left.data(), out.size());
+  check_same(guarded_left.data(), result.data(), result.size(), "in place");
+  return result;
+}
+
+std::vector<float> apply(UnaryFunction* function, const std::vector<float>& input) {
+  const GuardedBuffer<float> guarded_input(input), out(input.size());
+  function(guarded_input.data(), out.data(), out.size());
+  const std::vector<float> result = out.copy();
+  function(guarded_input.data(), guarded_input.data(), out.size());
+  check_same(guarded_input.data(), result.data(), result.size(), "in place");
+  return result;
+}
+
+template <double (*Truth)(double, double)>
+void test_exact(BinaryFunction* function) {
+  for (const std::size_t count : kCounts) {
+    const std::vector<float> left = Random(1).floats(count, 3.0f), right = Random(2).floats(count, 5.0f);
+    const std::vector<float> found = apply(function, left, right);
+    std::vector<float> expected(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      // Sum and product of two such floats are exact in double, so this rounds once.
+      expected[i] = static_cast<float>(Truth(static_cast<double>(left[i]), static_cast<double>(right[i])));
+    }
+    check_same(found.data(), expected.data(), count, std::to_string(count) + " elements");
+  }
+}
+
+double sum(double left, double right) { return left + right; }
+double product(double left, double right) { return left * right; }
+
+// A grid over all magnitudes of interest, its ends past where exp is clamped, and special values.
+std::vector<float> sigmoid_inputs() {
+  std::vector<float> inputs;
+  for (int i = -120000; i <= 120000; ++i) inputs.push_back(static_cast<float>(i) * 0.001f);
+  for (const float special : {0.0f, 1e-40f, 1e30f, std::numeric_limits<float>::infinity()}) {
+    inputs.insert(inputs.end(), {special, -special});
+  }
+  inputs.push_back(std::numeric_limits<float>::quiet_NaN());
+  return inputs;
+}
+
+void test_sigmoid(UnaryFunction* function) {
+  const std::vector<float> inputs = sigmoid_inputs();
+  const std::vector<float> found = apply(function, inputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const double x = static_cast<double>(inputs[i]), expected = 1.0 / (1.0 + std::exp(-x));
+    const double unit = std::ldexp(1.0, std::ilogb(expected) - 23);
+    const double tolerance = x > static_cast<double>(-kExpLimit) ? 2.5 * unit : 0x1p-125;
+    check(std::isnan(x) ? std::isnan(found[i]) : std::fabs(static_cast<double>(found[i]) - expected) <= tolerance,
+          "sigmoid(" + std::to_string(x) + ") is " + std::to_string(found[i]));
+  }
+  std::vector<float> expected(inputs.size());
+  sigmoid_f32_f32_reference(inputs.data(), expected.data(), expected.size());
+  check_same(found.data(), expected.data(), expected.size(), "against the reference");
+}
+
+void test_sigmoid_counts(UnaryFunction* function) {
+  for (const std::size_t count : kCounts) {
+    const std::vector<float> input = Random(3).floats(count, 9.0f);
+    const std::vector<float> found = apply(function, input);
+    std::vector<float> expected(count);
+    sigmoid_f32_f32_reference(input.data(), expected.data(), count);
+    check_same(found.data(), expected.data(), count, std::to_string(count) + " elements");
+  }
+}
+
+void test_silu_mul(SiluMulFunction* function) {
+  for (const std::size_t count : kCounts) {
+    const std::vector<float> gate = Random(4).floats(count, 9.0f), up = Random(5).floats(count, 3.0f);
+    const std::vector<float> found = apply(function, gate, up);
+    std::vector<float> reference(count);
+    silu_mul_f32_f32_f32_reference(gate.data(), up.data(), reference.data(), count);
+    check_same(found.data(), reference.data(), count, std::to_string(count) + " elements");
+    for (std::size_t i = 0; i < count; ++i) {
+      const double g = static_cast<double>(gate[i]);
+      const double expected = g / (1.0 + std::exp(-g)) * static_cast<double>(up[i]);
+      // The sigmoid's 2.5 units, at most 5 half units, and two products.
+      check(std::fabs(static_cast<double>(found[i]) - expected) <= 7.0 * 0x1p-24 * std::fabs(expected),
+            "silu(" + std::to_string(g) + ") * " + std::to_string(up[i]) + " is " + std::to_string(found[i]));
+    }
+  }
+}
+
+void test_every_half(WidenFunction* function) {
+  const GuardedBuffer<std::uint16_t> halves(0x10000);
+  const GuardedBuffer<float> found(0x10000);
+  for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
+  function(halves.data(), found.data(), found.size());
+  for (std::size_t i = 0; i < halves.size(); ++i) {
+    const double expected = half_value(halves[i]), value = static_cast<double>(found[i]);
+    check(std::isnan(expected) ? std::isnan(value)
+                               : value == expected && std::signbit(value) == std::signbit(expected),
+          "half " + std::to_string(i) + " is " + std::to_string(value));
+  }
+}
+
+void test_widen_counts(WidenFunction* function) {
+  for (const std::size_t count : kCounts) {
+    const GuardedBuffer<std::uint16_t> halves(count);
+    const GuardedBuffer<float> found(count);
+    for (std::size_t i = 0; i < count; ++i) halves[i] = static_cast<std::uint16_t>(0x3c00 + i);
+    function(halves.data(), found.data(), count);
+    for (std::size_t i = 0; i < count; ++i) {
+      check(static_cast<double>(found[i]) == half_value(halves[i]), std::to_string(count) + " elements");
+    }
+  }
+}
+
+}  // namespace
+
+void test_elementwise(Suite& suite) {
+  suite.run_rows(add_f32_f32_f32_table(), "the rounded sum", test_exact<sum>);
+  suite.run_rows(mul_f32_f32_f32_table(), "the rounded product", test_exact<product>);
+  suite.run_rows(sigmoid_f32_f32_table(), "double precision and bits of the reference", test_sigmoid);
+  suite.run_rows(sigmoid_f32_f32_table(), "any count", test_sigmoid_counts);
+  suite.run_rows(silu_mul_f32_f32_f32_table(), "double precision and bits of the reference", test_silu_mul);
+  suite.run_rows(widen_f32_f16_table(), "every float16", test_every_half);
+  suite.run_rows(widen_f32_f16_table(), "any count", test_widen_counts);
+}
+
+}  // namespace chunkrt::testing

@@ -1,0 +1,183 @@
+// gemm against the exact int64 sum and the epilogue as gemm.h writes it, in guarded memory.
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "kernels/tables.h"
+#include "tests/guarded_buffer.h"
+#include "tests/random.h"
+#include "tests/tests.h"
+
+namespace chunkrt::testing {
+namespace {
+
+struct Shape {
+  std::size_t rows, depth, columns;
+};
+
+std::string describe(const Shape& shape) {
+  return std::to_string(shape.rows) + " x " + std::to_string(shape.depth) + " x " +
+         std::to_string(shape.columns);
+}
+
+// One product: int8 operands, plain and as the kernels take them.
+struct Problem {
+  Problem(const Shape& shape_, std::vector<std::int8_t> left, std::vector<std::int8_t> right)
+      : shape(shape_),
+        groups((shape.depth + kGemmDepthPerGroup - 1) / kGemmDepthPerGroup),
+        blocks((shape.columns + kGemmColumnsPerBlock - 1) / kGemmColumnsPerBlock),
+        padded_left(shape.rows * groups * kGemmDepthPerGroup),
+        packed_right(blocks * groups * kGemmBytesPerGroup),
+        left_scales(Random(3).floats(shape.rows, 0.01f)),
+        right_scales(Random(4).floats(shape.columns, 0.01f)),
+        bias(Random(5).floats(shape.columns, 1.0f)),
+        residual(Random(6).floats(shape.rows * (shape.columns + 1), 1.0f)),
+        left_sums(shape.rows),
+        sums(shape.rows * shape.columns) {
+    for (std::size_t m = 0; m < shape.rows; ++m) {
+      for (std::size_t k = 0; k < shape.depth; ++k) {
+        padded_left[m * groups * kGemmDepthPerGroup + k] = left[m * shape.depth + k];
+        left_sums[m] += left[m * shape.depth + k];
+      }
+    }
+    for (std::size_t k = 0; k < shape.depth; ++k) {
+      for (std::size_t n = 0; n < shape.columns; ++n) {
+        const std::size_t block = n / 16, group = k / 4;
+        packed_right[((block * groups + group) * 16 + n % 16) * 4 + k % 4] = right[k * shape.columns + n];
+      }
+    }
+    for (std::size_t m = 0; m < shape.rows; ++m) {
+      for (std::size_t k = 0; k < shape.depth; ++k) {
+        for (std::size_t n = 0; n < shape.columns; ++n) {
+          sums[m * shape.columns + n] +=
+              std::int64_t{left[m * shape.depth + k]} * std::int64_t{right[k * shape.columns + n]};
+        }
+      }
+    }
+  }
+
+  explicit Problem(const Shape& shape_)
+      : Problem(shape_, Random(1).int8s(shape_.rows * shape_.depth),
+                Random(2).int8s(shape_.depth * shape_.columns)) {}
+
+  GemmArgs args(float* out, bool has_bias, bool has_residual) const {
+    return {.left = padded_left.data(),
+            .left_scales = left_scales.data(),
+            .left_sums = left_sums.data(),
+            .right = packed_right.data(),
+            .right_scales = right_scales.data(),
+            .bias = has_bias ? bias.data() : nullptr,
+            .residual = has_residual ? residual.data() : nullptr,
+            .out = out,
+            .rows = shape.rows,
+            .columns = shape.columns,
+            .groups = groups,
+            .residual_stride = shape.columns + 1,
+            .out_stride = shape.columns};
+  }
+
+  std::vector<float> expected(bool has_bias, bool has_residual) const {
+    std::vector<float> out(sums.size());
+    for (std::size_t m = 0; m < shape.rows; ++m) {
+      for (std::size_t n = 0; n < shape.columns; ++n) {
+        float value = static_cast<float>(sums[m * shape.columns + n]);
+        value = value * left_scales[m];
+        value = value * right_scales[n];
+        if (has_bias) value = value + bias[n];
+        if (has_residual) value = value + residual[m * (shape.columns + 1) + n];
+        out[m * shape.columns + n] = value;
+      }
+    }
+    return out;
+  }
+
+  Shape shape;
+  std::size_t groups, blocks;
+  GuardedBuffer<std::int8_t> padded_left, packed_right;
+  GuardedBuffer<float> left_scales, right_scales, bias, residual;
+  GuardedBuffer<std::int32_t> left_sums;
+  std::vector<std::int64_t> sums;
+};
+
+void check_problem(GemmFunction* function, const Problem& problem, bool has_bias, bool has_residual) {
+  const std::vector<float> expected = problem.expected(has_bias, has_residual);
+  GuardedBuffer<float> out(expected.size());
+  const GemmArgs args = problem.args(out.data(), has_bias, has_residual);
+  function(args, 0, problem.blocks);
+  check_same(out.data(), expected.data(), expected.size(), describe(problem.shape));
+
+  std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
+  for (std::size_t block = problem.blocks; block-- > 0;) function(args, block, block + 1);
+  check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", block by block");
+}
+
+// Rows, depths and columns at the edges of all kernels' tiles.
+void test_shapes(GemmFunction* function) {
+  for (const std::size_t rows : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 31u, 32u, 33u}) {
+    for (const std::size_t depth : {1u, 3u, 4u, 5u, 8u, 12u, 15u, 16u, 17u, 63u, 64u, 65u}) {
+      for (const std::size_t columns : {1u, 3u, 4u, 7u, 8u, 9u, 15u, 16u, 17u, 31u, 33u, 48u}) {
+        check_problem(function, Problem({rows, depth, columns}), rows % 2 == 0, depth % 2 == 0);
+      }
+    }
+  }
+}
+
+void test_epilogues(GemmFunction* function) {
+  const Problem problem({5, 37, 29});
+  for (const bool has_bias : {false, true}) {
+    for (const bool has_residual : {false, true}) check_problem(function, problem, has_bias, has_residual);
+  }
+}
+
+// Every pair of ends of int8: 16-bit partial sums would saturate or wrap.
+void test_extremes(GemmFunction* function) {
+  for (const int left : {-128, -127, 127}) {
+    for (const int right : {-128, -127, 127}) {
+      const Shape shape = {3, 576, 17};
+      check_problem(function,
+                    Problem(shape, std::vector(shape.rows * shape.depth, static_cast<std::int8_t>(left)),
+                            std::vector(shape.depth * shape.columns, static_cast<std::int8_t>(right))),
+                    false, false);
+    }
+  }
+}
+
+void test_largest_depth(GemmFunction* function) {
+  const Shape shape = {2, kGemmMaxDepth, 2};
+  const Problem problem(shape, std::vector(shape.rows * shape.depth, std::int8_t{-128}),
+                        std::vector(shape.depth * shape.columns, std::int8_t{-128}));
+  check(problem.sums[0] <= std::numeric_limits<std::int32_t>::max(), "kGemmMaxDepth is too large");
+  check(problem.sums[0] + 128 * 128 > std::numeric_limits<std::int32_t>::max(), "kGemmMaxDepth is too small");
+  check_problem(function, problem, false, false);
+}
+
+// A row's bits do not depend on the rows beside it.
+void test_rows_alone(GemmFunction* function) {
+  const Problem problem({33, 64, 48});
+  const std::vector<float> expected = problem.expected(true, false);
+  std::vector<float> out(expected.size());
+  for (std::size_t row = 0; row < problem.shape.rows; ++row) {
+    GemmArgs args = problem.args(out.data() + row * problem.shape.columns, true, false);
+    args.left += row * problem.groups * kGemmDepthPerGroup;
+    args.left_scales += row;
+    args.left_sums += row;
+    args.rows = 1;
+    function(args, 0, problem.blocks);
+  }
+  check_same(out.data(), expected.data(), expected.size(), "row by row");
+}
+
+}  // namespace
+
+void test_gemm(Suite& suite) {
+  const auto run = [&](const char* name, void (*test)(GemmFunction*)) {
+    suite.run_rows(gemm_f32_s8row_s8col_table(), name, test);
+  };
+  run("exact at tile edges", test_shapes);
+  run("bias and residual", test_epilogues);
+  run("ends of int8", test_extremes);
+  run("the largest depth", test_largest_depth);
+  run("rows alone", test_rows_alone);
+}
+
+}  // namespace chunkrt::testing

@@ -1,0 +1,19 @@
+// chunkrt_kernel_tests [FILTER]: checks every kernel that is built; with a filter, the tests whose name has it.
+#include <cstdio>
+
+#include "tests/tests.h"
+
+int main(int argc, char** argv) {
+  if (argc > 2) {
+    std::fprintf(stderr, "usage: %s [FILTER]\n", argv[0]);
+    return 2;
+  }
+  chunkrt::testing::Suite suite(argc == 2 ? argv[1] : "");
+  chunkrt::testing::test_isa(suite);
+  chunkrt::testing::test_gemm(suite);
+  chunkrt::testing::test_quantize(suite);
+  chunkrt::testing::test_norm(suite);
+  chunkrt::testing::test_elementwise(suite);
+  chunkrt::testing::test_attention(suite);
+  return suite.finish();
+}

@@ -1,0 +1,76 @@
+// norm against double precision, and the bits of the reference.
+#include <limits>
+#include <vector>
+
+#include "kernels/tables.h"
+#include "tests/guarded_buffer.h"
+#include "tests/random.h"
+#include "tests/tests.h"
+
+namespace chunkrt::testing {
+namespace {
+
+constexpr float kEpsilon = 1e-5f;
+
+std::vector<float> norm(RmsNormFunction* function, const std::vector<float>& input,
+                        const std::vector<float>& weight, bool in_place = false) {
+  const std::size_t rows = input.size() / weight.size();
+  const GuardedBuffer<float> guarded_input(input), guarded_weight(weight), separate_out(input.size());
+  float* const out = in_place ? guarded_input.data() : separate_out.data();
+  const RmsNormArgs args = {.input = guarded_input.data(),
+                            .weight = guarded_weight.data(),
+                            .out = out,
+                            .width = weight.size(),
+                            .epsilon = kEpsilon};
+  for (std::size_t row = rows; row-- > 0;) function(args, row, row + 1);
+  return {out, out + input.size()};
+}
+
+void test_truth(RmsNormFunction* function) {
+  constexpr std::size_t kRows = 2;
+  for (const std::size_t width : {1u, 3u, 4u, 15u, 16u, 17u, 31u, 33u, 100u, 576u}) {
+    const std::vector<float> input = Random(1).floats(kRows * width, 5.0f);
+    const std::vector<float> weight = Random(2).floats(width, 2.0f);
+    const std::vector<float> found = norm(function, input, weight);
+    // The sum's error as norm.h states it is halved by the root; then mean, epsilon, root, inverse and two
+    // products round.
+    const double relative_error = ((static_cast<double>(width) / 16.0 + 6.0) / 2.0 + 6.0) * 0x1p-24;
+    for (std::size_t row = 0; row < kRows; ++row) {
+      double sum = 0.0;
+      for (std::size_t i = 0; i < width; ++i) sum += std::pow(static_cast<double>(input[row * width + i]), 2);
+      const double inverse = 1.0 / std::sqrt(sum / static_cast<double>(width) + static_cast<double>(kEpsilon));
+      for (std::size_t i = 0; i < width; ++i) {
+        const double expected =
+            static_cast<double>(input[row * width + i]) * inverse * static_cast<double>(weight[i]);
+        const double error = std::fabs(static_cast<double>(found[row * width + i]) - expected);
+        check(error <= std::fabs(expected) * relative_error,
+              "width " + std::to_string(width) + ", column " + std::to_string(i) + " is off by " +
+                  std::to_string(error / std::fabs(expected) * 0x1p24) + " units");
+      }
+    }
+  }
+}
+
+void test_bits(RmsNormFunction* function) {
+  for (std::size_t width = 1; width <= 70; ++width) {
+    std::vector<float> input = Random(3).floats(4 * width, 5.0f);
+    std::fill_n(input.begin(), width, 0.0f);
+    input[width] = std::numeric_limits<float>::quiet_NaN();
+    input[3 * width - 1] = std::numeric_limits<float>::infinity();
+    const std::vector<float> weight = Random(4).floats(width, 2.0f);
+    const std::vector<float> expected = norm(rms_norm_f32_f32_reference, input, weight);
+    const std::string where = "width " + std::to_string(width);
+    check_same(norm(function, input, weight).data(), expected.data(), expected.size(), where);
+    check_same(norm(function, input, weight, true).data(), expected.data(), expected.size(),
+               where + ", in place");
+  }
+}
+
+}  // namespace
+
+void test_norm(Suite& suite) {
+  suite.run_rows(rms_norm_f32_f32_table(), "double precision", test_truth);
+  suite.run_rows(rms_norm_f32_f32_table(), "bits of the reference", test_bits);
+}
+
+}  // namespace chunkrt::testing

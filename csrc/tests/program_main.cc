@@ -1,0 +1,15 @@
+// chunkrt_program_tests [FILTER]: checks the thread pool and programs; with a filter, the tests whose name has it.
+#include <cstdio>
+
+#include "tests/tests.h"
+
+int main(int argc, char** argv) {
+  if (argc > 2) {
+    std::fprintf(stderr, "usage: %s [FILTER]\n", argv[0]);
+    return 2;
+  }
+  chunkrt::testing::Suite suite(argc == 2 ? argv[1] : "");
+  chunkrt::testing::test_thread_pool(suite);
+  chunkrt::testing::test_program(suite);
+  return suite.finish();
+}

@@ -1,0 +1,20 @@
+// What the test programs consist of.
+#pragma once
+
+#include "tests/suite.h"
+
+namespace chunkrt::testing {
+
+// chunkrt_kernel_tests
+void test_isa(Suite& suite);
+void test_gemm(Suite& suite);
+void test_quantize(Suite& suite);
+void test_norm(Suite& suite);
+void test_elementwise(Suite& suite);
+void test_attention(Suite& suite);
+
+// chunkrt_program_tests
+void test_thread_pool(Suite& suite);
+void test_program(Suite& suite);
+
+}  // namespace chunkrt::testing

@@ -1,0 +1,38 @@
+"""Builds the C++ core with CMake; everything else about the package is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path(__file__).parent.resolve()
+
+
+class CMakeBuild(build_ext):
+    """Configures, builds and installs the extension module to where setuptools expects it.
+
+    CMake and Ninja are whatever is first on PATH: in an isolated build pip has put the ones from PyPI there.
+    """
+
+    def build_extension(self, extension: Extension) -> None:
+        destination = Path(self.get_ext_fullpath(extension.name)).resolve().parent
+        build = Path(self.build_temp).resolve() / extension.name
+        configuration = "Debug" if self.debug else "Release"
+        jobs = str(self.parallel or os.cpu_count() or 1)
+        configure = [
+            f"-DCMAKE_BUILD_TYPE={configuration}",
+            f"-DCMAKE_INSTALL_PREFIX={destination}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            *os.environ.get("CMAKE_ARGS", "").split(),
+        ]
+        subprocess.run(["cmake", "-S", SOURCE, "-B", build, "-G", "Ninja", *configure], check=True)
+        subprocess.run(["cmake", "--build", build, "--parallel", jobs], check=True)
+        subprocess.run(["cmake", "--install", build], check=True)
+
+
+setup(ext_modules=[Extension("chunkrt._native", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,0 +1,225 @@
+"""A toy decoder and a backend for it, for tests of the runtime: small, exact, and sensitive to every mistake.
+
+Rows are float32 [tag, a, b, c]. The tag is the token id and travels along untouched, so a task can be
+recognised by what it reads; the rest is arithmetic modulo 97, exact in float32. A dynamic subgraph appends
+to its cache and sums it up, so a chunk out of turn, a padding row in the cache or an overwritten buffer
+changes the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.graph.plan import Device, Plan, Subgraph, Tensor
+from chunkrt.runtime.schedule import Processor
+
+Array = NDArray[Any]
+Result = TypeVar("Result")
+Hook = Callable[[str, int, Mapping[str, Array]], None]
+
+WIDTH = 4
+CONTEXT = 128
+VOCABULARY = 160
+MODULUS = 97
+HEAD_WEIGHT = (np.arange(WIDTH * VOCABULARY).reshape(WIDTH, VOCABULARY) * 7 % MODULUS).astype(np.float32)
+TIMEOUT = 60.0
+"""Seconds after which a test that waits has deadlocked."""
+
+
+def make_plan(layers: int = 2, *, split_head: bool = False) -> Plan:
+    """embedding, static.0, dynamic.0, ..., static.layers, head; `split_head` makes the head two subgraphs."""
+    rows = [value("hidden.embedding")]
+    subgraphs = [subgraph("embedding", "cpu", ["input_ids"], ["hidden.embedding"])]
+    hidden = "hidden.embedding"
+    for i in range(layers + 1):
+        inputs = [hidden] if i == 0 else [hidden, f"attention.{i - 1}"]
+        outputs = [f"hidden.{i}"] if i == layers else [f"hidden.{i}", f"qkv.{i}"]
+        rows += [value(name) for name in outputs]
+        subgraphs.append(subgraph(f"static.{i}", "npu", inputs, outputs))
+        hidden = f"hidden.{i}"
+        if i < layers:
+            reads = [f"qkv.{i}", "position"]
+            subgraphs.append(subgraph(f"dynamic.{i}", "cpu", reads, [f"attention.{i}"], state=[f"cache.{i}"]))
+            rows.append(value(f"attention.{i}"))
+    caches = [
+        Tensor(name=f"cache.{i}", dtype="float32", shape=(1, "P", WIDTH - 1), kind="state")
+        for i in range(layers)
+    ]
+    if split_head:
+        subgraphs.append(subgraph("gather", "cpu", [hidden, "logit_rows"], ["wanted"], rows="R"))
+        subgraphs.append(subgraph("head", "npu", ["wanted"], ["logits"], rows="R"))
+    else:
+        subgraphs.append(subgraph("head", "cpu", [hidden, "logit_rows"], ["logits"], rows="R"))
+    tensors = [
+        Tensor(name="input_ids", dtype="int64", shape=("T",)),
+        Tensor(name="position", dtype="int64", shape=(1,)),
+        Tensor(name="logit_rows", dtype="int64", shape=("R",)),
+        Tensor(name="wanted", dtype="float32", shape=("R", WIDTH)),
+        Tensor(name="logits", dtype="float32", shape=("R", VOCABULARY)),
+        *rows,
+        *caches,
+    ]
+    return Plan(
+        family="toy",
+        subgraphs=tuple(subgraphs),
+        tensors={tensor.name: tensor for tensor in tensors},
+        inputs=("input_ids", "position", "logit_rows"),
+        output="logits",
+        vocab_size=VOCABULARY,
+        context_length=CONTEXT,
+    )
+
+
+def value(name: str) -> Tensor:
+    return Tensor(name=name, dtype="float32", shape=("T", WIDTH))
+
+
+def subgraph(
+    name: str,
+    device: Device,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    state: Sequence[str] = (),
+    rows: Any = "T",
+) -> Subgraph:
+    return Subgraph(
+        name=name,
+        device=device,
+        is_static=device == "npu",
+        rows=rows,
+        nodes=(),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        weights=(),
+        state=tuple(state),
+    )
+
+
+def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+    """The toy decoder's arithmetic, for any subgraph of any plan from `make_plan`."""
+    kind = subgraph.name.partition(".")[0]
+    if kind == "embedding":
+        ids = inputs["input_ids"]
+        outputs["hidden.embedding"][:] = np.stack([ids, ids * 3 % 97, ids * 5 % 97, ids * 7 % 97], axis=1)
+    elif kind == "static":
+        total = sum(inputs[name] for name in subgraph.inputs)
+        for number, name in enumerate(subgraph.outputs):
+            outputs[name][:] = (np.roll(total, 1 + number, axis=1) * 3 + 5 + number) % MODULUS
+            outputs[name][:, 0] = inputs[subgraph.inputs[0]][:, 0]
+    elif kind == "dynamic":
+        (qkv,) = (inputs[name] for name in subgraph.inputs if name != "position")
+        cache = inputs[subgraph.state[0]]
+        start, end = int(inputs["position"][0]), int(inputs["position"][0]) + len(qkv)
+        cache[0, start:end] = qkv[:, 1:]
+        sums = np.cumsum(cache[0, :end].astype(np.float64), axis=0)[start:]
+        outputs[subgraph.outputs[0]][:, 1:] = sums % MODULUS
+        outputs[subgraph.outputs[0]][:, 0] = qkv[:, 0]
+    elif kind == "gather":
+        outputs["wanted"][:] = inputs[subgraph.inputs[0]][inputs["logit_rows"]]
+    else:
+        rows = inputs[subgraph.inputs[0]]
+        outputs["logits"][:] = (rows[inputs["logit_rows"]] if "logit_rows" in inputs else rows) @ HEAD_WEIGHT
+
+
+def expected_logits(plan: Plan, token_ids: Array) -> Array:
+    """The truth: every subgraph once over all tokens, no chunks, no executor. float32 [n, V]."""
+    num_tokens = len(token_ids)
+    values: dict[str, Array] = {
+        "input_ids": token_ids,
+        "position": np.zeros(1, np.int64),
+        "logit_rows": np.arange(num_tokens),
+    }
+    for tensor in plan.state_tensors:
+        values[tensor.name] = np.zeros((1, num_tokens, WIDTH - 1), np.float32)
+    for part in plan.subgraphs:
+        for name in part.outputs:
+            width = plan.tensors[name].shape[1]
+            assert isinstance(width, int)
+            values[name] = np.zeros((num_tokens, width), np.float32)
+        compute(part, values, values)
+    return values["logits"]
+
+
+@dataclass
+class FakeExecutable:
+    """Computes one subgraph; `before` and `after` are called with (subgraph, tag of row 0, inputs)."""
+
+    subgraph: Subgraph
+    fixed_length: int | None = None
+    before: Hook | None = None
+    after: Hook | None = None
+    calls: list[int] = field(default_factory=list)
+    """The tag of row 0, call by call."""
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        first = inputs[self.subgraph.inputs[0]]
+        tag = int(first.flat[0])
+        self.calls.append(tag)
+        assert all(a.flags.c_contiguous for a in (*inputs.values(), *outputs.values()))
+        assert inputs.keys() == {*self.subgraph.inputs, *self.subgraph.state}
+        assert outputs.keys() == set(self.subgraph.outputs)
+        if self.before is not None:
+            self.before(self.subgraph.name, tag, inputs)
+        compute(self.subgraph, inputs, outputs)
+        if self.after is not None:
+            self.after(self.subgraph.name, tag, inputs)
+
+
+def make_executables(
+    plan: Plan,
+    *,
+    fixed_lengths: Mapping[str, int] | None = None,
+    before: Hook | None = None,
+    after: Hook | None = None,
+) -> dict[str, FakeExecutable]:
+    """One executable a subgraph. `fixed_lengths` is by subgraph name; the others take any number of rows."""
+    fixed = fixed_lengths or {}
+    return {s.name: FakeExecutable(s, fixed.get(s.name), before, after) for s in plan.subgraphs}
+
+
+def npu_and_cpu(cpu_workers: int = 1) -> list[Processor]:
+    return [
+        Processor(name="npu", devices=frozenset({"npu"}), workers=1),
+        Processor(name="cpu", devices=frozenset({"cpu"}), workers=cpu_workers),
+    ]
+
+
+def shared_cpu(workers: int) -> list[Processor]:
+    return [Processor(name="cpu", devices=frozenset({"npu", "cpu"}), workers=workers)]
+
+
+def tokens(num_tokens: int, start: int = 0) -> NDArray[np.int64]:
+    """Distinct token ids, so that tag // chunk length is the chunk."""
+    return np.arange(start, start + num_tokens, dtype=np.int64)
+
+
+def wait_for(event: Event) -> None:
+    """Wait for another thread, but not for ever."""
+    assert event.wait(TIMEOUT), "deadlock: the event never came"
+
+
+def finish(call: Callable[[], Result]) -> Result:
+    """Call in a thread of its own and fail rather than hang if it never returns; errors come through."""
+    outcome: list[Any] = []
+
+    def target() -> None:
+        try:
+            outcome.append((True, call()))
+        except BaseException as error:
+            outcome.append((False, error))
+
+    thread = Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert outcome, "deadlock: the call never returned"
+    is_well, result = outcome[0]
+    if not is_well:
+        raise result
+    return cast(Result, result)

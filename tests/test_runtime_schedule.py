@@ -1,0 +1,271 @@
+"""The schedule and the policies on a virtual clock: the exact order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+import pytest
+from fake_backend import make_plan, npu_and_cpu, shared_cpu
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, Task, find_policy
+from chunkrt.runtime.schedule import Processor, Schedule
+
+Span = tuple[int, int, str, Task]
+"""(start, end, processor, task)"""
+
+
+def make_schedule(
+    plan: Plan, num_chunks: int, *, policy: str = "in_order", in_flight: int = 8, all_logits: bool = False
+) -> Schedule:
+    return Schedule(
+        plan.subgraphs,
+        num_chunks=num_chunks,
+        logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
+        chunks_in_flight=in_flight,
+        policy=find_policy(policy),
+    )
+
+
+def simulate(
+    schedule: Schedule, processors: Sequence[Processor], duration: Callable[[Task], int] = lambda task: 1
+) -> list[Span]:
+    """Drive a schedule on a virtual clock; tasks that end together end in the order in which they started."""
+    now, started = 0, 0
+    free = {processor: processor.workers for processor in processors}
+    ends: list[tuple[int, int, Processor, Task]] = []
+    spans: list[Span] = []
+    while not schedule.is_finished:
+        for processor in processors:
+            while free[processor] and (task := schedule.claim(processor)) is not None:
+                free[processor] -= 1
+                heappush(ends, (now + duration(task), started, processor, task))
+                spans.append((now, now + duration(task), processor.name, task))
+                started += 1
+        now, _, processor, task = heappop(ends)
+        free[processor] += 1
+        schedule.complete(task)
+        while ends and ends[0][0] == now:
+            _, _, processor, task = heappop(ends)
+            free[processor] += 1
+            schedule.complete(task)
+    return spans
+
+
+def lines(plan: Plan, spans: Sequence[Span]) -> list[str]:
+    """One line a task: "start-end processor subgraph/chunk"."""
+    return [f"{s}-{e} {name} {plan.subgraphs[t.subgraph].name}/{t.chunk}" for s, e, name, t in spans]
+
+
+def test_sequential_runs_chunk_after_chunk() -> None:
+    plan = make_plan(layers=1)
+    spans = simulate(make_schedule(plan, 2, policy="sequential"), npu_and_cpu())
+    assert lines(plan, spans) == [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "2-3 cpu dynamic.0/0",
+        "3-4 cpu embedding/1",
+        "4-5 npu static.0/1",
+        "5-6 cpu dynamic.0/1",
+        "6-7 npu static.1/1",
+        "7-8 cpu head/1",
+    ]
+
+
+def test_in_order_overlaps_the_processors() -> None:
+    plan = make_plan(layers=2)
+    spans = simulate(make_schedule(plan, 3), npu_and_cpu())
+    assert lines(plan, spans) == [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "1-2 cpu embedding/1",
+        "2-3 npu static.0/1",
+        "2-3 cpu dynamic.0/0",
+        "3-4 npu static.1/0",
+        "3-4 cpu dynamic.0/1",
+        "4-5 npu static.1/1",
+        "4-5 cpu dynamic.1/0",
+        "5-6 cpu dynamic.1/1",
+        "6-7 cpu embedding/2",
+        "7-8 npu static.0/2",
+        "8-9 cpu dynamic.0/2",
+        "9-10 npu static.1/2",
+        "10-11 cpu dynamic.1/2",
+        "11-12 npu static.2/2",
+        "12-13 cpu head/2",
+    ]
+
+
+def test_workers_of_both_roles_share_static_subgraphs() -> None:
+    plan = make_plan(layers=1)
+    spans = simulate(make_schedule(plan, 2, all_logits=True), shared_cpu(2))
+    assert lines(plan, spans) == [
+        "0-1 cpu embedding/0",
+        "0-1 cpu embedding/1",
+        "1-2 cpu static.0/0",
+        "1-2 cpu static.0/1",
+        "2-3 cpu dynamic.0/0",
+        "3-4 cpu static.1/0",
+        "3-4 cpu dynamic.0/1",
+        "4-5 cpu head/0",
+        "4-5 cpu static.1/1",
+        "5-6 cpu head/1",
+    ]
+
+
+def test_one_slot_in_flight_admits_a_chunk_when_the_one_before_has_ended() -> None:
+    plan = make_plan(layers=1)
+    sequential = simulate(make_schedule(plan, 3, policy="sequential"), npu_and_cpu())
+    assert simulate(make_schedule(plan, 3, in_flight=1), npu_and_cpu()) == sequential
+
+
+def test_a_chunk_that_overtakes_frees_its_own_slot() -> None:
+    plan = make_plan(layers=1)
+    schedule = make_schedule(plan, 3, in_flight=2, all_logits=True)
+    slow = Task(3, 0)
+    spans = simulate(schedule, shared_cpu(2), lambda task: 20 if task == slow else 1)
+    assert [schedule.slot(chunk) for chunk in range(3)] == [0, 1, 1]
+    ends = {task: end for _, end, _, task in spans}
+    assert ends[Task(4, 2)] < ends[slow]
+
+
+def test_chunks_without_wanted_logits_end_at_the_last_state() -> None:
+    plan = make_plan(layers=2)
+    last_state = 4
+    spans = simulate(make_schedule(plan, 3), npu_and_cpu())
+    per_chunk = [[t.subgraph for *_, t in spans if t.chunk == chunk] for chunk in range(3)]
+    assert per_chunk == [list(range(last_state + 1))] * 2 + [list(range(len(plan.subgraphs)))]
+
+
+def test_a_failure_stops_the_schedule_and_the_first_is_kept() -> None:
+    schedule = make_schedule(make_plan(), 4)
+    first, second = schedule.claim(shared_cpu(2)[0]), schedule.claim(shared_cpu(2)[0])
+    assert (first, second) == (Task(0, 0), Task(0, 1))
+    error = RuntimeError("lost")
+    schedule.fail(Task(0, 1), error)
+    schedule.fail(Task(0, 0), RuntimeError("later"))
+    assert schedule.failure == (Task(0, 1), error)
+    assert schedule.is_finished
+    assert schedule.claim(shared_cpu(1)[0]) is None
+    assert not schedule.running
+
+
+def test_a_task_that_ends_after_the_schedule_was_cancelled_unlocks_nothing() -> None:
+    schedule = make_schedule(make_plan(), 4)
+    task = schedule.claim(shared_cpu(1)[0])
+    assert task is not None
+    schedule.cancel()
+    schedule.complete(task)
+    assert schedule.is_finished
+    assert not schedule.ready
+    assert schedule.chunks_done == 0
+
+
+class _Refusing:
+    name = "refusing"
+    is_concurrent = True
+
+    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+        return None
+
+
+def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> None:
+    schedule = Schedule(
+        make_plan().subgraphs, num_chunks=1, logit_chunks=(), chunks_in_flight=1, policy=_Refusing()
+    )
+    with pytest.raises(ConfigError, match="'refusing' chose none of 1 ready tasks while none runs"):
+        schedule.claim(npu_and_cpu()[1])
+
+
+def test_an_unknown_policy_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'inorder'; did you mean 'in_order'"):
+        find_policy("inorder")
+
+
+class _Adversary:
+    """Chooses by a drawn list, so that every order which the rules allow can come up."""
+
+    name = "adversary"
+    is_concurrent = True
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self._choices = list(choices)
+
+    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+        choice = self._choices.pop() if self._choices else 0
+        return ready[choice % len(ready)]
+
+
+@given(
+    layers=st.integers(1, 3),
+    num_chunks=st.integers(1, 5),
+    in_flight=st.integers(1, 6),
+    all_logits=st.booleans(),
+    workers=st.integers(1, 3),
+    is_shared=st.booleans(),
+    policy=st.one_of(
+        st.sampled_from(sorted(POLICIES)).map(find_policy),
+        st.lists(st.integers(0, 5), max_size=60).map(_Adversary),
+    ),
+    durations=st.lists(st.integers(0, 5), min_size=7, max_size=7),
+)
+def test_every_task_runs_once_and_the_rules_hold(
+    layers: int,
+    num_chunks: int,
+    in_flight: int,
+    all_logits: bool,
+    workers: int,
+    is_shared: bool,
+    policy: Policy,
+    durations: list[int],
+) -> None:
+    plan = make_plan(layers)
+    schedule = Schedule(
+        plan.subgraphs,
+        num_chunks=num_chunks,
+        logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
+        chunks_in_flight=in_flight,
+        policy=policy,
+    )
+    processors = shared_cpu(workers) if is_shared else npu_and_cpu(workers)
+    spans = simulate(schedule, processors, lambda task: durations[sum(task) % 7])
+    has_logits = [all_logits or chunk == num_chunks - 1 for chunk in range(num_chunks)]
+    lengths = [len(plan.subgraphs) if wanted else 2 * layers + 1 for wanted in has_logits]
+    expected = [Task(s, chunk) for chunk in range(num_chunks) for s in range(lengths[chunk])]
+    assert sorted(task for *_, task in spans) == sorted(expected)
+    times = {task: (start, end) for start, end, _, task in spans}
+    for task, (start, _) in times.items():
+        if task.subgraph > 0:
+            assert times[Task(task.subgraph - 1, task.chunk)][1] <= start
+        if plan.subgraphs[task.subgraph].state and task.chunk > 0:
+            assert times[Task(task.subgraph, task.chunk - 1)][1] <= start
+    for chunk in range(num_chunks):
+        entered = times[Task(0, chunk)][0]
+        ended = [times[Task(lengths[c] - 1, c)][1] for c in range(chunk)]
+        assert sum(end > entered for end in ended) < in_flight
+
+
+@given(
+    choices=st.lists(st.integers(0, 5), max_size=40), in_flight=st.integers(1, 4), all_logits=st.booleans()
+)
+def test_what_a_task_unlocks_is_what_its_end_adds(
+    choices: list[int], in_flight: int, all_logits: bool
+) -> None:
+    plan = make_plan(2)
+    schedule = Schedule(
+        plan.subgraphs,
+        num_chunks=4,
+        logit_chunks=range(4) if all_logits else (),
+        chunks_in_flight=in_flight,
+        policy=_Adversary(choices),
+    )
+    (everyone,) = shared_cpu(1)
+    while (task := schedule.claim(everyone)) is not None:
+        expected = {*schedule.ready, *schedule.unlocked_by(task)}
+        schedule.complete(task)
+        assert set(schedule.ready) == expected
+    assert schedule.chunks_done == 4

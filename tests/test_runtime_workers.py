@@ -1,0 +1,375 @@
+"""Threads: order, ring safety, failures, cancelling and interrupts. Gates and events, never sleeps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from threading import Event, Lock
+
+import numpy as np
+import pytest
+from fake_backend import (
+    CONTEXT,
+    Array,
+    Hook,
+    expected_logits,
+    finish,
+    make_executables,
+    make_plan,
+    npu_and_cpu,
+    shared_cpu,
+    tokens,
+    wait_for,
+)
+
+from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.executor import Executor, RunResult
+from chunkrt.runtime.policy import Policy, ScheduleView, Task, find_policy
+from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.state import State
+
+CHUNK = 8
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left_behind() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chunkrt")] == []
+
+
+def make_executor(
+    plan: Plan,
+    *,
+    before: Hook | None = None,
+    after: Hook | None = None,
+    processors: Sequence[Processor] | None = None,
+    policy: Policy | None = None,
+    chunks_in_flight: int = 3,
+) -> Executor:
+    return Executor(
+        plan,
+        make_executables(plan, before=before, after=after),
+        chunk_length=CHUNK,
+        processors=processors or npu_and_cpu(),
+        policy=policy or find_policy("in_order"),
+        chunks_in_flight=chunks_in_flight,
+    )
+
+
+def check_result(plan: Plan, result: RunResult, num_tokens: int) -> None:
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens))[-1:])
+
+
+def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
+    plan = make_plan()
+    npu_started, cpu_started = Event(), Event()
+
+    def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("static.0", CHUNK):
+            npu_started.set()
+            wait_for(cpu_started)
+        if (name, tag) == ("dynamic.0", 0):
+            cpu_started.set()
+            wait_for(npu_started)
+
+    executor = make_executor(plan, before=meet)
+    check_result(plan, finish(lambda: executor.run(tokens(16), State(plan, CONTEXT))), 16)
+
+
+def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
+    plan = make_plan()
+    arrived = threading.Barrier(2)
+
+    def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if name == "static.0":
+            arrived.wait(60)
+
+    executor = make_executor(plan, before=meet, processors=shared_cpu(2))
+    check_result(plan, finish(lambda: executor.run(tokens(16), State(plan, CONTEXT))), 16)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_dynamic_subgraphs_take_the_chunks_in_order_one_at_a_time(workers: int) -> None:
+    plan = make_plan(layers=3)
+    log: list[tuple[str, int, str]] = []
+    lock = Lock()
+
+    def note(what: str) -> Hook:
+        def hook(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+            with lock:
+                log.append((name, tag // CHUNK, what))
+
+        return hook
+
+    executor = make_executor(
+        plan, before=note("start"), after=note("end"), processors=shared_cpu(workers), chunks_in_flight=4
+    )
+    check_result(plan, finish(lambda: executor.run(tokens(48), State(plan, CONTEXT))), 48)
+    for layer in range(3):
+        own = [(chunk, what) for name, chunk, what in log if name == f"dynamic.{layer}"]
+        assert own == [(chunk, what) for chunk in range(6) for what in ("start", "end")]
+
+
+def test_a_slow_reader_keeps_its_buffers() -> None:
+    plan = make_plan()
+    others_went_on, went_on = Event(), []
+
+    def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("static.1", 0):
+            held = {key: array.copy() for key, array in inputs.items()}
+            wait_for(others_went_on)
+            for key, array in inputs.items():
+                np.testing.assert_array_equal(array, held[key])
+
+    def release(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) in {("dynamic.0", CHUNK), ("dynamic.0", 2 * CHUNK)}:
+            went_on.append(tag)
+            if len(went_on) == 2:
+                others_went_on.set()
+
+    executor = make_executor(plan, before=hold, after=release, chunks_in_flight=3, processors=shared_cpu(3))
+    check_result(plan, finish(lambda: executor.run(tokens(40), State(plan, CONTEXT))), 40)
+    assert went_on == [CHUNK, 2 * CHUNK, *went_on[2:]]
+
+
+FAILING = ["embedding", "static.0", "static.1", "dynamic.0", "dynamic.1", "static.2", "head"]
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_failure_is_raised_once_with_its_task_and_the_executor_lives_on(failing: str, policy: str) -> None:
+    plan = make_plan()
+    last = 5 * CHUNK
+    chunk_start = last if failing in ("static.2", "head") else 2 * CHUNK
+    is_broken = True
+
+    def fail(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if is_broken and (name, tag) == (failing, chunk_start):
+            raise ValueError("the device is on fire")
+
+    executor = make_executor(plan, before=fail, policy=find_policy(policy), processors=npu_and_cpu(2))
+    state = State(plan, CONTEXT)
+    finish(lambda: executor.run(tokens(CHUNK), state))
+    state.rewind(0)
+    message = f"subgraph {failing} failed on chunk {chunk_start // CHUNK}: the device is on fire"
+    with pytest.raises(BackendError, match=message) as caught:
+        finish(lambda: executor.run(tokens(last + 1), state))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert state.position == 0
+    is_broken = False
+    check_result(plan, finish(lambda: executor.run(tokens(last + 1), state)), last + 1)
+    assert state.position == last + 1
+
+
+def test_a_failure_keeps_the_position_that_the_run_began_at() -> None:
+    plan = make_plan()
+
+    def fail(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if tag >= 40:
+            raise ValueError("no further")
+
+    executor, state = make_executor(plan, before=fail), State(plan, CONTEXT)
+    finish(lambda: executor.run(tokens(20), state))
+    with pytest.raises(BackendError):
+        finish(lambda: executor.run(tokens(40, 20), state))
+    assert state.position == 20
+    result = finish(lambda: executor.run(tokens(10, 20), state))
+    check_result(plan, result, 30)
+
+
+def test_a_failure_wakes_those_that_wait_and_waits_for_those_that_run() -> None:
+    plan = make_plan()
+    static_runs, has_failed, finished = Event(), Event(), []
+
+    def before(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("static.0", CHUNK):
+            static_runs.set()
+            wait_for(has_failed)
+            finished.append(name)
+        if (name, tag) == ("dynamic.0", 0):
+            wait_for(static_runs)
+            has_failed.set()
+            raise ValueError("first")
+
+    executor = make_executor(plan, before=before, processors=npu_and_cpu(4))
+    with pytest.raises(BackendError, match=r"subgraph dynamic\.0 failed on chunk 0: first"):
+        finish(lambda: executor.run(tokens(40), State(plan, CONTEXT)))
+    assert finished == ["static.0"]
+
+
+def test_of_two_failures_the_first_is_raised() -> None:
+    plan = make_plan()
+    both_run = threading.Barrier(2)
+
+    def before(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if name == "static.0":
+            both_run.wait(60)
+            raise ValueError(f"failure of chunk {tag // CHUNK}")
+
+    executor = make_executor(plan, before=before, processors=shared_cpu(2))
+    with pytest.raises(BackendError, match=r"on chunk (\d): failure of chunk \1$"):
+        finish(lambda: executor.run(tokens(16), State(plan, CONTEXT)))
+
+
+def test_a_lost_device_stays_a_lost_device() -> None:
+    plan = make_plan()
+
+    def lose(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        raise DeviceLostError("the NPU does not answer")
+
+    with pytest.raises(
+        DeviceLostError, match="subgraph embedding failed on chunk 0: the NPU does not answer"
+    ):
+        make_executor(plan, before=lose).run(tokens(1), State(plan, CONTEXT))
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+def test_cancelling_from_another_thread(policy: str) -> None:
+    plan = make_plan()
+    cancel, is_running, was_cancelled = Event(), Event(), Event()
+
+    def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("dynamic.1", CHUNK) and not was_cancelled.is_set():
+            is_running.set()
+            wait_for(was_cancelled)
+
+    def cancel_it() -> None:
+        wait_for(is_running)
+        cancel.set()
+        was_cancelled.set()
+
+    executor, state = make_executor(plan, before=hold, policy=find_policy(policy)), State(plan, CONTEXT)
+    other = threading.Thread(target=cancel_it)
+    other.start()
+    with pytest.raises(ClosedError, match=r"the run was cancelled after [12] of 5 chunks"):
+        finish(lambda: executor.run(tokens(40), state, cancel=cancel))
+    other.join(60)
+    assert state.position == 0
+    check_result(plan, finish(lambda: executor.run(tokens(40), state, cancel=Event())), 40)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_run_that_is_cancelled_before_it_starts_runs_nothing(num_tokens: int) -> None:
+    plan = make_plan()
+    started = []
+    cancel = Event()
+    cancel.set()
+    executor = make_executor(plan, before=lambda name, tag, inputs: started.append(name))
+    with pytest.raises(ClosedError):
+        finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT), cancel=cancel))
+    assert not started
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Event]:
+    """SIGINT sets the event and raises KeyboardInterrupt in the main thread."""
+    event = Event()
+
+    def handle(number: int, frame: object) -> None:
+        event.set()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, handle)
+    yield event
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot signal one thread")
+@pytest.mark.parametrize("num_tokens", [CHUNK, 40])
+def test_an_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, interrupted: Event) -> None:
+    plan = make_plan()
+
+    def interrupt(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if name == "dynamic.1" and not interrupted.is_set():
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)
+            wait_for(interrupted)
+
+    executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(tokens(num_tokens), state)
+    assert state.position == 0
+    check_result(plan, executor.run(tokens(num_tokens), state), num_tokens)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot signal one thread")
+def test_a_second_interrupt_does_not_abandon_what_runs(interrupted: Event) -> None:
+    plan = make_plan()
+    ended = []
+
+    def interrupt(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if name == "dynamic.1" and not ended:
+            main = threading.main_thread().ident
+            assert main is not None
+            for _ in range(2):
+                interrupted.clear()
+                signal.pthread_kill(main, signal.SIGINT)
+                wait_for(interrupted)
+            ended.append(name)
+
+    executor = make_executor(plan, before=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(tokens(40), State(plan, CONTEXT))
+    assert ended == ["dynamic.1"]
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+def test_an_error_in_the_progress_callback_ends_the_run(policy: str) -> None:
+    plan = make_plan()
+    executor, state = make_executor(plan, policy=find_policy(policy)), State(plan, CONTEXT)
+
+    def complain(done: int, total: int) -> None:
+        raise LookupError("no terminal")
+
+    with pytest.raises(LookupError, match="no terminal"):
+        finish(lambda: executor.run(tokens(40), state, progress=complain))
+    assert state.position == 0
+    check_result(plan, finish(lambda: executor.run(tokens(40), state)), 40)
+
+
+class _Stubborn:
+    """Runs chunk 0 and then chooses nothing."""
+
+    name = "stubborn"
+    is_concurrent = True
+
+    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+        return next((task for task in ready if task.chunk == 0), None)
+
+
+def test_a_policy_that_would_deadlock_is_an_error() -> None:
+    plan = make_plan()
+    executor, state = make_executor(plan, policy=_Stubborn()), State(plan, CONTEXT)
+    with pytest.raises(ConfigError, match="policy 'stubborn' chose none"):
+        finish(lambda: executor.run(tokens(40), state))
+    assert state.position == 0
+
+
+def test_runs_from_two_threads_follow_one_another() -> None:
+    plan = make_plan()
+    running, most = [0], [0]
+
+    def count(step: int) -> Hook:
+        def hook(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+            running[0] += step
+            most[0] = max(most[0], running[0])
+
+        return hook
+
+    executor = make_executor(plan, before=count(1), after=count(-1), policy=find_policy("sequential"))
+    results: list[RunResult] = []
+    callers = [
+        threading.Thread(target=lambda: results.append(executor.run(tokens(40), State(plan, CONTEXT))))
+        for _ in range(3)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert len(results) == 3
+    assert most == [1]
+    for result in results:
+        check_result(plan, result, 40)
