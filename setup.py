@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCE = Path(__file__).parent.resolve()
@@ -35,4 +35,10 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "--install", build], check=True)
 
 
-setup(ext_modules=[Extension("chunkrt._native", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    packages=[*find_packages(include=["chunkrt*"]), "chunkrt.models"],
+    package_dir={"chunkrt.models": "models"},  # the catalogue, which a wheel carries inside the package
+    package_data={"chunkrt": ["py.typed", "*.pyi"], "chunkrt.models": ["*.toml"]},
+    ext_modules=[Extension("chunkrt._native", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -151,7 +151,8 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
     if os.sep in model or model.endswith(".gguf"):
         raise ModelError(f"there is no file or folder {model}")
     entry = catalogue.find(model)
-    return catalogue.pull(entry, lambda done, total: progress("downloading", done, total)), entry.scheme
+    path = catalogue.pull(entry, lambda done, total: progress(f"downloading {model}", done, total))
+    return path, entry.scheme
 
 
 class Engine:

@@ -78,7 +78,7 @@ class Sampler:
             return int(np.argmax(_penalised(logits, history, self.options.repetition_penalty)))
         token_ids, probabilities = self.distribution(logits, history)
         cumulative = np.cumsum(probabilities)
-        drawn = np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")
+        drawn = np.searchsorted(cumulative[:-1], self._random.random() * cumulative[-1], side="right")
         return int(token_ids[drawn])
 
     def distribution(
@@ -101,13 +101,15 @@ class Sampler:
             probabilities = np.exp((scores.astype(np.float64) - scores.max()) / options.temperature)
         probabilities /= probabilities.sum()
         if options.top_p < 1:
-            order = np.argsort(-probabilities, kind="stable")
+            # Rarer tokens make less than 1 - top_p together, so they need no sorting to be left out.
+            likely = np.flatnonzero(probabilities >= (1 - options.top_p) / len(probabilities))
+            order = likely[np.argsort(-probabilities[likely], kind="stable")]
             before = np.cumsum(probabilities[order]) - probabilities[order]
             kept = order[before < options.top_p]
             token_ids, probabilities = token_ids[kept], probabilities[kept]
         if options.min_p > 0:
-            likely = probabilities >= options.min_p * probabilities.max()
-            token_ids, probabilities = token_ids[likely], probabilities[likely]
+            kept = np.flatnonzero(probabilities >= options.min_p * probabilities.max())
+            token_ids, probabilities = token_ids[kept], probabilities[kept]
         return token_ids, probabilities / probabilities.sum()
 
 
@@ -190,3 +192,4 @@ def _require_integer(name: str, value: object, *, minimum: int) -> None:
 
 
 GREEDY = SamplingOptions()
+"""Always the likeliest token."""

@@ -48,8 +48,7 @@ def make_plan(layers: int = 2, *, split_head: bool = False) -> Plan:
             subgraphs.append(subgraph(f"dynamic.{i}", "cpu", reads, [f"attention.{i}"], state=[f"cache.{i}"]))
             rows.append(value(f"attention.{i}"))
     caches = [
-        Tensor(name=f"cache.{i}", dtype="float32", shape=(1, "P", WIDTH - 1), kind="state")
-        for i in range(layers)
+        Tensor(name=f"cache.{i}", dtype="float32", shape=(1, "P", WIDTH - 1), kind="state") for i in range(layers)
     ]
     if split_head:
         subgraphs.append(subgraph("gather", "cpu", [hidden, "logit_rows"], ["wanted"], rows="R"))

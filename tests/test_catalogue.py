@@ -96,10 +96,10 @@ def test_a_wrong_entry_is_a_config_error(folder, text, message):
 
 def test_an_unknown_name_offers_the_nearest(folder):
     (folder / "mine-135m.toml").write_text(HEAD + HUB)
-    with pytest.raises(
-        ConfigError, match=r"'mine-136m'; did you mean mine-135m\? `chunkrt models` lists all"
-    ):
+    with pytest.raises(ConfigError, match=r"'mine-136m'; did you mean mine-135m\? `chunkrt models` lists all"):
         find("mine-136m")
+    with pytest.raises(ConfigError, match=r"'mine'; did you mean mine-135m\?"):
+        find("mine")
     with pytest.raises(ConfigError, match="no model is called 'zzz'; `chunkrt models` lists all"):
         find("zzz")
 

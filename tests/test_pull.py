@@ -368,9 +368,7 @@ def test_a_wheel_on_this_machine_is_copied(server, index, home, monkeypatch, tmp
 def test_what_pip_does_not_find_is_a_model_error(server, index):
     entry = offer(server)
     server.files.clear()
-    with pytest.raises(
-        ModelError, match=r"pip cannot get tiny-model-0==1.0: No matching distribution"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"pip cannot get tiny-model-0==1.0: No matching distribution") as caught:
         catalogue.pull(entry)
     assert "\n" not in str(caught.value)
 
@@ -393,9 +391,7 @@ HUB = HubSource(repository="owner/model", revision="abc123")
 
 
 def fake_hub(monkeypatch, snapshot_download):
-    monkeypatch.setitem(
-        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
-    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
 
 
 def test_a_hub_checkpoint_appears_whole(home, monkeypatch):
@@ -454,9 +450,7 @@ def test_the_models_command_lists_the_catalogue(listed):
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["NAME", "FAMILY", "SIZE", "LICENCE", "PULLED"]
     assert lines[1].split() == ["aa-mine", "llama", "-", "mit", "yes"]
-    assert any(
-        line.split() == ["smollm2-135m-instruct", "llama", "98", "MB", "apache-2.0", "no"] for line in lines
-    )
+    assert any(line.split() == ["smollm2-135m-instruct", "llama", "98", "MB", "apache-2.0", "no"] for line in lines)
 
 
 def test_the_models_command_speaks_json(listed):

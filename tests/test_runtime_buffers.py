@@ -30,9 +30,7 @@ def test_allocations_are_aligned_and_zero(shape: list[int], dtype: str) -> None:
 def test_values_that_live_at_the_same_time_never_share(layers: int) -> None:
     plan = make_plan(layers)
     layout = BufferLayout(plan, CHUNK)
-    written = dict.fromkeys(plan.inputs, 0) | {
-        name: i for i, s in enumerate(plan.subgraphs) for name in s.outputs
-    }
+    written = dict.fromkeys(plan.inputs, 0) | {name: i for i, s in enumerate(plan.subgraphs) for name in s.outputs}
     last_read = {name: i for i, s in enumerate(plan.subgraphs) for name in (*s.outputs, *s.inputs)}
     names = list(layout.buffer_of)
     for one in names:

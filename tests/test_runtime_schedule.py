@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 import pytest
-from fake_backend import make_plan, npu_and_cpu, shared_cpu
+from fake_backend import make_plan, npu_and_cpu, shared_cpu, subgraph
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,6 +133,21 @@ def test_a_chunk_that_overtakes_frees_its_own_slot() -> None:
     assert ends[Task(4, 2)] < ends[slow]
 
 
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_a_decoder_that_is_one_subgraph_takes_chunk_after_chunk(in_flight: int) -> None:
+    whole = subgraph("whole", "cpu", ["input_ids"], ["hidden"], state=["cache"])
+    head = subgraph("head", "cpu", ["hidden", "logit_rows"], ["logits"], rows="R")
+    schedule = Schedule(
+        (whole, head),
+        num_chunks=3,
+        logit_chunks=(2,),
+        chunks_in_flight=in_flight,
+        policy=find_policy("in_order"),
+    )
+    tasks = [(start, task) for start, _, _, task in simulate(schedule, shared_cpu(2))]
+    assert tasks == [(0, Task(0, 0)), (1, Task(0, 1)), (2, Task(0, 2)), (3, Task(1, 2))]
+
+
 def test_chunks_without_wanted_logits_end_at_the_last_state() -> None:
     plan = make_plan(layers=2)
     last_state = 4
@@ -174,9 +189,7 @@ class _Refusing:
 
 
 def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> None:
-    schedule = Schedule(
-        make_plan().subgraphs, num_chunks=1, logit_chunks=(), chunks_in_flight=1, policy=_Refusing()
-    )
+    schedule = Schedule(make_plan().subgraphs, num_chunks=1, logit_chunks=(), chunks_in_flight=1, policy=_Refusing())
     with pytest.raises(ConfigError, match="'refusing' chose none of 1 ready tasks while none runs"):
         schedule.claim(npu_and_cpu()[1])
 
@@ -249,12 +262,8 @@ def test_every_task_runs_once_and_the_rules_hold(
         assert sum(end > entered for end in ended) < in_flight
 
 
-@given(
-    choices=st.lists(st.integers(0, 5), max_size=40), in_flight=st.integers(1, 4), all_logits=st.booleans()
-)
-def test_what_a_task_unlocks_is_what_its_end_adds(
-    choices: list[int], in_flight: int, all_logits: bool
-) -> None:
+@given(choices=st.lists(st.integers(0, 5), max_size=40), in_flight=st.integers(1, 4), all_logits=st.booleans())
+def test_what_a_task_unlocks_is_what_its_end_adds(choices: list[int], in_flight: int, all_logits: bool) -> None:
     plan = make_plan(2)
     schedule = Schedule(
         plan.subgraphs,

@@ -64,9 +64,7 @@ def test_memory_is_reserved_and_not_committed() -> None:
 
 @pytest.mark.parametrize("capacity", [0, -1, CONTEXT + 1])
 def test_a_capacity_outside_the_context_is_refused(capacity: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{capacity} positions was asked for; the model takes 1 to {CONTEXT}"
-    ):
+    with pytest.raises(ConfigError, match=f"{capacity} positions was asked for; the model takes 1 to {CONTEXT}"):
         State(PLAN, capacity)
 
 

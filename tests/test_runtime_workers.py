@@ -29,6 +29,7 @@ from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import Policy, ScheduleView, Task, find_policy
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import State
+from chunkrt.runtime.workers import Workers
 
 CHUNK = 8
 
@@ -219,9 +220,7 @@ def test_a_lost_device_stays_a_lost_device() -> None:
     def lose(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
         raise DeviceLostError("the NPU does not answer")
 
-    with pytest.raises(
-        DeviceLostError, match="subgraph embedding failed on chunk 0: the NPU does not answer"
-    ):
+    with pytest.raises(DeviceLostError, match="subgraph embedding failed on chunk 0: the NPU does not answer"):
         make_executor(plan, before=lose).run(tokens(1), State(plan, CONTEXT))
 
 
@@ -262,58 +261,98 @@ def test_a_run_that_is_cancelled_before_it_starts_runs_nothing(num_tokens: int) 
     assert not started
 
 
+class _Interrupts:
+    """SIGINT for the main thread; each one is sent until it has been received, and received once."""
+
+    def __init__(self) -> None:
+        self._expected = Event()
+
+    def receive(self, number: int, frame: object) -> None:
+        if not self._expected.is_set():
+            self._expected.set()
+            raise KeyboardInterrupt
+
+    def send(self) -> None:
+        self._expected.clear()
+        main = threading.main_thread().ident
+        assert main is not None
+        for _ in range(600):  # one that comes just before the thread blocks stays pending
+            signal.pthread_kill(main, signal.SIGINT)
+            if self._expected.wait(0.1):
+                return
+        raise AssertionError("the main thread never took the interrupt")
+
+
 @pytest.fixture
-def interrupted() -> Iterator[Event]:
-    """SIGINT sets the event and raises KeyboardInterrupt in the main thread."""
-    event = Event()
-
-    def handle(number: int, frame: object) -> None:
-        event.set()
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, handle)
-    yield event
+def interrupts() -> Iterator[_Interrupts]:
+    if not hasattr(signal, "pthread_kill"):
+        pytest.skip("this system cannot signal one thread")
+    interrupts = _Interrupts()
+    previous = signal.signal(signal.SIGINT, interrupts.receive)
+    yield interrupts
     signal.signal(signal.SIGINT, previous)
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot signal one thread")
 @pytest.mark.parametrize("num_tokens", [CHUNK, 40])
-def test_an_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, interrupted: Event) -> None:
+def test_an_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, interrupts: _Interrupts) -> None:
     plan = make_plan()
+    is_interrupted = False
 
     def interrupt(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if name == "dynamic.1" and not interrupted.is_set():
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)
-            wait_for(interrupted)
+        nonlocal is_interrupted
+        if name == "dynamic.1" and not is_interrupted:
+            is_interrupted = True
+            interrupts.send()
 
     executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
     with pytest.raises(KeyboardInterrupt):
         executor.run(tokens(num_tokens), state)
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt")] == []
     assert state.position == 0
     check_result(plan, executor.run(tokens(num_tokens), state), num_tokens)
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot signal one thread")
-def test_a_second_interrupt_does_not_abandon_what_runs(interrupted: Event) -> None:
+def test_after_a_second_interrupt_the_next_run_waits_for_what_still_runs(
+    interrupts: _Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make_plan()
-    ended = []
+    left, log = Event(), []
 
     def interrupt(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if name == "dynamic.1" and not ended:
-            main = threading.main_thread().ident
-            assert main is not None
-            for _ in range(2):
-                interrupted.clear()
-                signal.pthread_kill(main, signal.SIGINT)
-                wait_for(interrupted)
-            ended.append(name)
+        if not log:
+            log.append("first run started")
+            interrupts.send()
+            interrupts.send()
+            wait_for(left)
+            log.append("first run ended")
+        elif name == "embedding" and tag == 0:
+            log.append("second run started")
 
-    executor = make_executor(plan, before=interrupt)
+    executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
     with pytest.raises(KeyboardInterrupt):
-        executor.run(tokens(40), State(plan, CONTEXT))
-    assert ended == ["dynamic.1"]
+        executor.run(tokens(40), state)
+    assert log == ["first run started"]
+    close = Workers.close
+
+    def let_go_and_close(workers: Workers) -> None:
+        left.set()
+        close(workers)
+
+    monkeypatch.setattr(Workers, "close", let_go_and_close)
+    check_result(plan, executor.run(tokens(40), state), 40)
+    assert log == ["first run started", "first run ended", "second run started"]
+
+
+def test_progress_is_told_while_the_run_goes_on() -> None:
+    plan = make_plan()
+    told = Event()
+
+    def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("dynamic.1", CHUNK):
+            wait_for(told)
+
+    executor = make_executor(plan, before=hold)
+    finish(lambda: executor.run(tokens(16), State(plan, CONTEXT), progress=lambda done, total: told.set()))
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
@@ -350,26 +389,28 @@ def test_a_policy_that_would_deadlock_is_an_error() -> None:
 
 def test_runs_from_two_threads_follow_one_another() -> None:
     plan = make_plan()
-    running, most = [0], [0]
+    first_runs, second_runs = Event(), Event()
 
-    def count(step: int) -> Hook:
-        def hook(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-            running[0] += step
-            most[0] = max(most[0], running[0])
+    def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if name == "embedding" and tag == 0:
+            if not first_runs.is_set():
+                first_runs.set()
+                assert not second_runs.wait(0.2), "two runs at once"
+            else:
+                second_runs.set()
 
-        return hook
-
-    executor = make_executor(plan, before=count(1), after=count(-1), policy=find_policy("sequential"))
+    executor = make_executor(plan, before=hold)
     results: list[RunResult] = []
-    callers = [
-        threading.Thread(target=lambda: results.append(executor.run(tokens(40), State(plan, CONTEXT))))
-        for _ in range(3)
-    ]
-    for caller in callers:
-        caller.start()
+
+    def call() -> None:
+        results.append(executor.run(tokens(40), State(plan, CONTEXT)))
+
+    callers = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    callers[0].start()
+    wait_for(first_runs)
+    callers[1].start()
     for caller in callers:
         caller.join(60)
-    assert len(results) == 3
-    assert most == [1]
+    assert len(results) == 2
     for result in results:
         check_result(plan, result, 40)

@@ -175,26 +175,10 @@ def test_the_config_is_shown_as_it_is(tmp_path):
     assert SafetensorsSource(write_folder(tmp_path / "m", {"a": np.ones(1)})).config == CONFIG
 
 
-@pytest.mark.parametrize(
-    ("rope", "scaling"),
-    [
-        ({"rope_type": "default", "rope_theta": 5e5}, None),
-        ({"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
-    ],
-)
-def test_transformers_5_rope_parameters_are_spelled_as_before(tmp_path, rope, scaling):
-    config = {"model_type": "llama", "rope_parameters": rope}
-    source = SafetensorsSource(write_folder(tmp_path / "m", {"a": np.ones(1)}, config))
-    assert source.config["rope_theta"] == 5e5
-    assert source.config["rope_scaling"] == scaling
-
-
 def test_what_is_no_checkpoint_says_what_was_expected(tmp_path):
     with pytest.raises(ModelError, match="cannot read"):
         open_checkpoint(tmp_path / "absent")
-    with pytest.raises(
-        ModelError, match=r"has no config\.json; expected a GGUF file or a Hugging Face folder"
-    ):
+    with pytest.raises(ModelError, match=r"has no config\.json; expected a GGUF file or a Hugging Face folder"):
         open_checkpoint(tmp_path)
     (tmp_path / "weights.gguf").write_bytes(b"PK\x03\x04")
     with pytest.raises(ModelError, match=r"no config\.json; name the file itself: weights\.gguf"):

@@ -97,7 +97,7 @@ def find(name: str) -> Entry:
     known = entries()
     if name in known:
         return known[name]
-    nearest = get_close_matches(name, known, n=3)
+    nearest = [other for other in known if name in other][:3] or get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
     raise ConfigError(f"no model is called {name!r}; {hint}`chunkrt models` lists all")
 

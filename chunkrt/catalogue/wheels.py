@@ -1,7 +1,7 @@
 """Fetching a wheel, but not what it depends on, from where pip would take it.
 
-pip knows the user's package index, mirrors and wheel folders, so it is asked for the address; the file is then
-fetched here, as pip neither resumes a download nor reports its progress. An address that only pip can open
+pip knows the user's package index, mirrors and wheel folders, so it is asked for the address; the file is
+then fetched here, as pip neither resumes a download nor reports its progress. An address that only pip can open
 (behind its proxy, credentials or certificates) is left to pip.
 """
 

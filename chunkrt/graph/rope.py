@@ -57,7 +57,7 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
     parameters = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
     fraction = float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
-    rotary_dim = int(head_dim * fraction)
+    rotary_dim = round(head_dim * fraction)
     base = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     rule = parameters.get("rope_type", parameters.get("type", "default"))
     try:

@@ -27,7 +27,7 @@ class BoundSubgraph:
 
     Raises:
         ConfigError: the executable's fixed length does not go with the chunk length, or padding would reach
-        state.
+            state.
     """
 
     def __init__(
@@ -49,9 +49,7 @@ class BoundSubgraph:
         self._outputs = tuple(name for name in subgraph.outputs if name != output)
         self._check_length()
         whole = slice(chunk_length)
-        self._whole = [
-            (buffers.views(subgraph.inputs, whole), buffers.views(self._outputs, whole)) for buffers in ring
-        ]
+        self._whole = [(buffers.views(subgraph.inputs, whole), buffers.views(self._outputs, whole)) for buffers in ring]
 
     def _check_length(self) -> None:
         fixed, chunk = self._fixed_length, self._chunk_length

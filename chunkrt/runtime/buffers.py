@@ -48,8 +48,7 @@ class BufferLayout:
 
     Raises:
         ModelError: a value is read before it is written, does not have its rows first, or is a graph input
-        that
-            no run provides.
+            that no run provides.
     """
 
     def __init__(self, plan: Plan, chunk_length: int) -> None:
@@ -128,21 +127,15 @@ def _boundary_values(plan: Plan) -> list[str]:
     """Graph inputs and subgraph outputs in the order in which they appear, checked."""
     for name in plan.inputs:
         if name not in GRAPH_INPUTS:
-            raise ModelError(
-                f"the plan's input {name!r} is none of {', '.join(GRAPH_INPUTS)}; compile the model again"
-            )
+            raise ModelError(f"the plan's input {name!r} is none of {', '.join(GRAPH_INPUTS)}; compile the model again")
     known = list(plan.inputs)
     for subgraph in plan.subgraphs:
         for name in subgraph.inputs:
             if name not in known:
-                raise ModelError(
-                    f"{subgraph.name} reads {name!r} before any subgraph writes it; compile again"
-                )
+                raise ModelError(f"{subgraph.name} reads {name!r} before any subgraph writes it; compile again")
         known += subgraph.outputs
     for name in known:
         shape = plan.tensors[name].shape
         if name != "position" and (shape[0] not in ("T", "R") or any(isinstance(d, str) for d in shape[1:])):
-            raise ModelError(
-                f"{name!r} has shape {shape}; values between subgraphs have their rows (T or R) first"
-            )
+            raise ModelError(f"{name!r} has shape {shape}; values between subgraphs have their rows (T or R) first")
     return known

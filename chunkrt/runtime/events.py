@@ -46,9 +46,7 @@ def utilisation(events: Sequence[TaskEvent], plan: Plan) -> Utilisation:
 
     if wall_ns == 0:
         return Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)
-    return Utilisation(
-        npu_busy=share("npu"), cpu_busy=share("cpu"), overlap=covered_ns(spans, depth=2) / wall_ns
-    )
+    return Utilisation(npu_busy=share("npu"), cpu_busy=share("cpu"), overlap=covered_ns(spans, depth=2) / wall_ns)
 
 
 def covered_ns(spans: Sequence[tuple[int, int]], *, depth: int) -> int:

@@ -92,6 +92,7 @@ class Executor:
             for subgraph in plan.subgraphs
         ]
         self._is_concurrent = policy.is_concurrent and sum(p.workers for p in processors) > 1
+        self._workers: Workers | None = None
         self._one_run = Lock()
 
     def run(
@@ -107,8 +108,8 @@ class Executor:
 
         A sequential policy, a single worker and a single chunk run in the calling thread; otherwise the
         processors' workers are started and this thread waits, so that an interrupt reaches it. Whatever goes
-        wrong, the state keeps the position it had, all threads have ended, and the executor can be used
-        again.
+        wrong, all threads have ended, the state keeps the position it had, and the executor can be used
+        again. (A second interrupt leaves while tasks still run; then the next run waits for them.)
 
         Args:
             token_ids: int64 [n], n at least 1.
@@ -124,20 +125,20 @@ class Executor:
         """
         self._check_run(token_ids, state, logits)
         with self._one_run:
+            if self._workers is not None:
+                self._workers.close()  # they may run on after a second interrupt
             run = _Run(self, token_ids, state, logits)
             schedule = run.schedule
             if self._is_concurrent and schedule.num_chunks > 1:
-                events = Workers(schedule, self.processors, run.execute, cancel=cancel).run(progress)
+                self._workers = Workers(schedule, self.processors, run.execute, cancel=cancel)
+                events = self._workers.run(progress)
+                self._workers = None
             else:
-                events = run_in_caller(
-                    schedule, self.processors, run.execute, cancel=cancel, progress=progress
-                )
+                events = run_in_caller(schedule, self.processors, run.execute, cancel=cancel, progress=progress)
             if schedule.failure is not None:
                 raise self._failure(*schedule.failure) from schedule.failure[1]
             if schedule.is_cancelled:
-                raise ClosedError(
-                    f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks"
-                )
+                raise ClosedError(f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks")
             state.advance(token_ids.size)
             return RunResult(logits=run.logits, events=events)
 
@@ -155,9 +156,7 @@ class Executor:
         if state.plan is not self.plan and state.plan.state_tensors != self.plan.state_tensors:
             raise ConfigError("the state belongs to another decoder; make one from this engine's plan")
         if self.chunk_length > state.capacity:
-            raise ConfigError(
-                f"chunk length {self.chunk_length} is outside 1..{state.capacity}, the state's capacity"
-            )
+            raise ConfigError(f"chunk length {self.chunk_length} is outside 1..{state.capacity}, the state's capacity")
         if token_ids.size > state.capacity - state.position:
             raise ConfigError(
                 f"{token_ids.size} tokens do not fit at position {state.position} of a state of "
@@ -173,9 +172,7 @@ class Executor:
 class _Run:
     """One prompt on its way: its schedule, its logits, and how a task of it is computed."""
 
-    def __init__(
-        self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits
-    ) -> None:
+    def __init__(self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
         self._subgraphs = executor.subgraphs
         self._ring = executor.ring
         self._chunk_length = executor.chunk_length
@@ -225,14 +222,8 @@ class _Run:
 def _check_plan(plan: Plan) -> None:
     """Logits come last and come from subgraphs that run on the rows asked for; state comes before."""
     rows = [subgraph.rows for subgraph in plan.subgraphs]
-    if (
-        rows != sorted(rows, reverse=True)
-        or rows[-1:] != ["R"]
-        or plan.output not in plan.subgraphs[-1].outputs
-    ):
-        raise ModelError(
-            f"the plan's last subgraph does not compute {plan.output!r} row by row; compile again"
-        )
+    if rows != sorted(rows, reverse=True) or rows[-1:] != ["R"] or plan.output not in plan.subgraphs[-1].outputs:
+        raise ModelError(f"the plan's last subgraph does not compute {plan.output!r} row by row; compile again")
     for subgraph in plan.subgraphs:
         if subgraph.rows == "R" and subgraph.state:
             raise ModelError(f"{subgraph.name} keeps state, but does not run on every token; compile again")
@@ -243,9 +234,7 @@ def _check_executables(plan: Plan, executables: Mapping[str, Executable]) -> Non
     if names != executables.keys():
         odd = min(names ^ executables.keys())
         problem = "has no executable" if odd in names else "is not a subgraph of the plan"
-        raise ConfigError(
-            f"{odd!r} {problem}; exactly one executable is needed for each of {len(names)} subgraphs"
-        )
+        raise ConfigError(f"{odd!r} {problem}; exactly one executable is needed for each of {len(names)} subgraphs")
 
 
 def _check_processors(plan: Plan, processors: Sequence[Processor]) -> None:
@@ -253,9 +242,7 @@ def _check_processors(plan: Plan, processors: Sequence[Processor]) -> None:
         raise ConfigError(f"two processors share a name: {', '.join(p.name for p in processors)}")
     for processor in processors:
         if processor.workers < 1:
-            raise ConfigError(
-                f"processor {processor.name!r} has {processor.workers} workers; it needs at least 1"
-            )
+            raise ConfigError(f"processor {processor.name!r} has {processor.workers} workers; it needs at least 1")
     devices = frozenset[Device]().union(*(processor.devices for processor in processors))
     for subgraph in plan.subgraphs:
         if subgraph.device not in devices:

@@ -62,9 +62,7 @@ class Schedule:
         self._devices = [subgraph.device for subgraph in subgraphs]
         self._is_ordered = [bool(subgraph.state) for subgraph in subgraphs]
         without_logits = max((i + 1 for i, ordered in enumerate(self._is_ordered) if ordered), default=1)
-        self._lengths = [
-            len(subgraphs) if chunk in logit_chunks else without_logits for chunk in range(num_chunks)
-        ]
+        self._lengths = [len(subgraphs) if chunk in logit_chunks else without_logits for chunk in range(num_chunks)]
         self._turn = [0] * len(subgraphs)
         """The chunk that an ordered subgraph takes next."""
         self._place = [0] * num_chunks

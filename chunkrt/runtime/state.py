@@ -52,9 +52,7 @@ class State:
         arrays = {}
         for tensor in plan.state_tensors:
             if len(tensor.shape) != 3 or tensor.shape[1] != "P":
-                raise ModelError(
-                    f"cache {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P, head_dim]"
-                )
+                raise ModelError(f"cache {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P, head_dim]")
             arrays[tensor.name] = aligned_zeros(resolve(tensor.shape, {"P": capacity}), dtype)
         self.tensors: Mapping[str, Array] = MappingProxyType(arrays)
         """The caches by tensor name."""
@@ -84,9 +82,7 @@ class State:
             ConfigError: the position is outside 0..the present one.
         """
         if not 0 <= position <= self.position:
-            raise ConfigError(
-                f"cannot rewind to position {position}; the state holds positions 0 to {self.position}"
-            )
+            raise ConfigError(f"cannot rewind to position {position}; the state holds positions 0 to {self.position}")
         self.position = position
 
     def fork(self) -> State:

@@ -106,28 +106,26 @@ class Workers:
             What ended well, in the order in which it ended.
 
         Raises:
-            BaseException: whatever this thread ran into, such as KeyboardInterrupt, or the policy. In every
-                case the threads have ended.
+            BaseException: whatever this thread ran into, such as KeyboardInterrupt, or the policy. The threads
+                have ended then, unless a second interrupt came while this thread waited for them; `close`
+                waits again.
         """
-        stopped_by: BaseException | None = None
         try:
             for thread in self._threads:
                 thread.start()
             self._wait(progress)
-        except BaseException as error:
-            stopped_by = error
-        while any(thread.is_alive() for thread in self._threads):
-            try:
-                if stopped_by is not None:
-                    self._stop()
-                for thread in filter(Thread.is_alive, self._threads):
-                    thread.join()
-            except BaseException as error:
-                stopped_by = error  # and wait on: what still writes into buffers must end first
-        cause = stopped_by if stopped_by is not None else self._policy_error
-        if cause is not None:
-            raise cause
+        finally:
+            self.close()
+        if self._policy_error is not None:
+            raise self._policy_error
         return self._events
+
+    def close(self) -> None:
+        """Stop the schedule if it still goes on, and wait until every thread has ended."""
+        self._stop()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
 
     def _wait(self, progress: Progress | None) -> None:
         schedule, is_finished = self._schedule, False
@@ -179,7 +177,8 @@ class Workers:
 
     def _stop(self) -> None:
         with self._lock:
-            self._schedule.cancel()
+            if not self._schedule.is_finished:
+                self._schedule.cancel()
             self._announce()
 
     def _announce(self) -> None:

@@ -141,14 +141,10 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the messages are not plain JSON data: {error}") from error
     if not isinstance(plain, list) or not plain:
-        raise ConfigError(
-            f"messages: found {type(messages).__name__}, expected a list with at least one message"
-        )
+        raise ConfigError(f"messages: found {type(messages).__name__}, expected a list with at least one message")
     for index, message in enumerate(plain):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(
-                f'message {index}: found {message!r:.80}, expected {{"role": ..., "content": ...}}'
-            )
+            raise ConfigError(f'message {index}: found {message!r:.80}, expected {{"role": ..., "content": ...}}')
     return plain
 
 

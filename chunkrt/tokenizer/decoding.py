@@ -127,6 +127,5 @@ def _scheme(decoder: Any) -> tuple[Callable[[str], bytes], bool]:
         ):
             return _sentence_piece, True
     raise UnsupportedModelError(
-        f"the tokenizer's decoder is {' + '.join(kinds) or 'missing'}; "
-        "byte-level and SentencePiece are implemented"
+        f"the tokenizer's decoder is {' + '.join(kinds) or 'missing'}; byte-level and SentencePiece are implemented"
     )

@@ -12,9 +12,10 @@ from typing import Any
 
 import tokenizers
 from gguf import TokenType
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.tokenizer.library import byte_pair_encoding
 from chunkrt.tokenizer.text_settings import TextSettings, end_ids
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -115,12 +116,10 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     )
 
 
-def _byte_level(
-    metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreTokenizer
-) -> tokenizers.Tokenizer:
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreTokenizer) -> tokenizers.Tokenizer:
     merges = [merge.partition(" ") for merge in _list(metadata, "merges", str)]
     pairs = [(left, right) for left, _, right in merges]
-    library = _bpe(vocab, pairs, ignore_merges=pre.ignore_merges)
+    library = byte_pair_encoding(vocab, pairs, ignore_merges=pre.ignore_merges)
     if pre.composes:
         library.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
@@ -130,13 +129,11 @@ def _byte_level(
     return library
 
 
-def _sentence_piece(
-    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
-) -> tokenizers.Tokenizer:
+def _sentence_piece(metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]) -> tokenizers.Tokenizer:
     scores = _list(metadata, "scores", float, len(vocab))
     merges = _merges({token: scores[i] for token, i in vocab.items() if types[i] in _IN_TEXTS})
     unknown = next((token for token, i in vocab.items() if types[i] == TokenType.UNKNOWN), None)
-    library = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    library = byte_pair_encoding(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     prefix = [normalizers.Prepend("▁")] if adds_space else []
     library.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
@@ -144,13 +141,6 @@ def _sentence_piece(
     to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*to_text, *strip])
     return library
-
-
-def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"tokenizer.ggml's tokens and merges contradict each other: {error}") from error
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:

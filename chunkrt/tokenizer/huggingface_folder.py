@@ -10,13 +10,11 @@ from typing import Any
 import tokenizers
 
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
 from chunkrt.tokenizer.text_settings import TextSettings, end_ids
-from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE, read_library
 
 
-def read_folder(
-    folder: Path, model_config: Mapping[str, Any]
-) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
+def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
     """The tokenizer that a folder holds, or None if it holds none.
 
     Args:
@@ -34,24 +32,21 @@ def read_folder(
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one"
             )
         return None
-    library = read_library(folder / VOCABULARY_FILE)
+    library = read_vocabulary(folder / VOCABULARY_FILE)
     config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
-    bos_id = (
-        _token_id(library, config["bos_token"]) if "bos_token" in config else model_config.get("bos_token_id")
-    )
+    bos_id = _token_id(library, config["bos_token"]) if "bos_token" in config else model_config.get("bos_token_id")
     add_bos = config.get("add_bos_token")
     if add_bos is None:
         prefix = _prefix(library)
         add_bos, bos_id = (True, prefix) if prefix is not None else (False, bos_id)
-    declared = [_token_id(library, config.get("eos_token"))]
-    for ids in (generation.get("eos_token_id"), model_config.get("eos_token_id")):
-        declared += ids if isinstance(ids, list) else [ids]
+    eos_id = _token_id(library, config.get("eos_token"))
+    declared = [*_ids(eos_id), *_ids(generation.get("eos_token_id")), *_ids(model_config.get("eos_token_id"))]
     added = library.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     return library, TextSettings(
         bos_id=bos_id,
-        eos_ids=end_ids((token_id for token_id in declared if token_id is not None), special),
+        eos_ids=end_ids(declared, special),
         add_bos=add_bos,
         chat_template=_chat_template(folder, config),
     )
@@ -59,8 +54,8 @@ def read_folder(
 
 def _prefix(library: tokenizers.Tokenizer) -> int | None:
     """The token that tokenizer.json itself puts before a text."""
-    bare = library.encode("a", add_special_tokens=False).ids
-    framed = library.encode("a", add_special_tokens=True).ids
+    bare = encode_text(library, "a", add_special_tokens=False)
+    framed = encode_text(library, "a", add_special_tokens=True)
     if framed == bare:
         return None
     if framed[1:] == bare:
@@ -77,21 +72,31 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return _read_text(folder / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {named["name"]: named["template"] for named in template}.get("default")
-    if not isinstance(template, str | None):
-        raise ModelError(f"tokenizer_config.json: found a chat_template of type {type(template).__name__}")
+        defaults = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = defaults[0].get("template") if defaults else None
     return template
 
 
-def _token_id(library: tokenizers.Tokenizer, token: str | Mapping[str, Any] | None) -> int | None:
+def _token_id(library: tokenizers.Tokenizer, token: Any) -> int | None:
     """The id of a token that tokenizer_config.json names, as text or as an object with its "content"."""
     if token is None:
         return None
-    text = token if isinstance(token, str) else token["content"]
-    token_id = library.token_to_id(text)
+    text = token.get("content") if isinstance(token, dict) else token
+    try:
+        token_id = library.token_to_id(text) if isinstance(text, str) else None
+    except UnicodeEncodeError:  # a lone surrogate
+        token_id = None
     if token_id is None:
-        raise ModelError(f"tokenizer_config.json names the token {text!r}, which tokenizer.json has not")
+        raise ModelError(f"tokenizer_config.json names the token {text!r:.80}, which tokenizer.json has not")
     return token_id
+
+
+def _ids(value: Any) -> list[int]:
+    """An eos_token_id, which may be one or several."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelError(f"eos_token_id is {value!r:.80}, expected token ids")
+    return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path.name} holds {type(values).__name__}, expected an object")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from chunkrt.errors import ModelError
+
+SETTINGS_FILE = "text.json"
 
 END_TOKENS = (
     "<|im_end|>",
@@ -37,7 +39,7 @@ class TextSettings:
         chat_template: Jinja source, if the model was tuned for chat.
 
     Raises:
-        ModelError: `add_bos` without a `bos_id`.
+        ModelError: a value of another type, or `add_bos` without a `bos_id`.
     """
 
     bos_id: int | None
@@ -46,31 +48,37 @@ class TextSettings:
     chat_template: str | None
 
     def __post_init__(self) -> None:
+        if self.bos_id is not None and not _is_id(self.bos_id):
+            raise ModelError(f"the beginning token is {self.bos_id!r}, expected a token id")
+        if not all(map(_is_id, self.eos_ids)):
+            raise ModelError(f"the end tokens are {self.eos_ids!r:.80}, expected token ids")
+        if not isinstance(self.add_bos, bool):
+            raise ModelError(f"add_bos_token is {self.add_bos!r:.80}, expected true or false")
+        if not isinstance(self.chat_template, str | None):
+            raise ModelError(f"the chat_template is of type {type(self.chat_template).__name__}, expected text")
         if self.add_bos and self.bos_id is None:
-            raise ModelError(
-                "the tokenizer is to begin every text with its beginning token, but declares none"
-            )
+            raise ModelError("the tokenizer is to begin every text with its beginning token, but declares none")
 
     def to_json(self) -> str:
         """The settings as JSON text."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> TextSettings:
-        """Read what `to_json` wrote. Raises ModelError if it is anything else."""
+        """Read what `to_json` wrote.
+
+        Raises:
+            ModelError: it is anything else.
+        """
         try:
             values = json.loads(text)
-            if set(values) != {field.name for field in fields(TextSettings)}:
-                raise ValueError(f"found the keys {sorted(values)}")
-            bos_id, eos_ids, chat_template = values["bos_id"], values["eos_ids"], values["chat_template"]
-            for token_id in [*eos_ids, *([] if bos_id is None else [bos_id])]:
-                if type(token_id) is not int or token_id < 0:
-                    raise ValueError(f"found the token id {token_id!r}")
-            if not isinstance(values["add_bos"], bool) or not isinstance(chat_template, str | None):
-                raise ValueError("add_bos is not a boolean, or chat_template not text")
-            return TextSettings(**{**values, "eos_ids": tuple(eos_ids)})
-        except (ValueError, TypeError) as error:
-            raise ModelError(f"text.json is damaged ({error}); compile the model again") from error
+            return TextSettings(**{**values, "eos_ids": tuple(values["eos_ids"])})
+        except (ValueError, TypeError, KeyError, RecursionError, ModelError) as error:
+            raise ModelError(f"{SETTINGS_FILE}: {error!r}") from error
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def end_ids(declared: Iterable[int], special: dict[str, int]) -> tuple[int, ...]:

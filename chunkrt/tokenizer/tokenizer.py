@@ -13,14 +13,12 @@ import tokenizers
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer.decoding import IncrementalDecoder, TokenBytes
-from chunkrt.tokenizer.text_settings import TextSettings
+from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
+from chunkrt.tokenizer.text_settings import SETTINGS_FILE, TextSettings
 from chunkrt.weights.source import TensorSource
 
 if TYPE_CHECKING:
     from chunkrt.tokenizer.chat_template import ChatTemplate
-
-VOCABULARY_FILE = "tokenizer.json"
-SETTINGS_FILE = "text.json"
 
 
 class Tokenizer:
@@ -68,16 +66,17 @@ class Tokenizer:
         Raises:
             ModelError: it is damaged.
         """
-        vocabulary, settings = Path(folder) / VOCABULARY_FILE, Path(folder) / SETTINGS_FILE
-        if not vocabulary.exists():
+        folder = Path(folder)
+        if not (folder / VOCABULARY_FILE).exists():
             return None
         try:
-            return Tokenizer(read_library(vocabulary), TextSettings.from_json(settings.read_text("utf-8")))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"cannot read {settings}: {error}; compile the model again") from error
+            settings = TextSettings.from_json((folder / SETTINGS_FILE).read_text("utf-8"))
+            return Tokenizer(read_vocabulary(folder / VOCABULARY_FILE), settings)
+        except (OSError, UnicodeDecodeError, ModelError) as error:
+            raise ModelError(f"the tokenizer in {folder} is damaged ({error}); compile the model again") from error
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and text.json into an existing folder, each beside and then renamed."""
+        """Write tokenizer.json and text.json into an existing folder. Raises OSError if that fails."""
         _write(Path(folder) / SETTINGS_FILE, self.settings.to_json())
         _write(Path(folder) / VOCABULARY_FILE, self._library.to_str())
 
@@ -106,6 +105,7 @@ class Tokenizer:
 
         Raises:
             ConfigError: the text holds a lone surrogate, which has no encoding.
+            ModelError: the vocabulary has no token for a part of the text.
         """
         try:
             text.encode()
@@ -113,7 +113,7 @@ class Tokenizer:
             raise ConfigError(f"the text is not valid Unicode: {error}") from error
         with self._lock:
             self._library.encode_special_tokens = not parse_special
-            ids = self._library.encode(text, add_special_tokens=False).ids
+            ids = encode_text(self._library, text, add_special_tokens=False)
         bos_id = self.settings.bos_id
         return [bos_id, *ids] if add_special and self.settings.add_bos and bos_id is not None else ids
 
@@ -126,9 +126,7 @@ class Tokenizer:
         decoder = IncrementalDecoder(self)
         return "".join([*map(decoder.push, token_ids), decoder.flush()])
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """The tokens of a chat. A control token that a message spells out becomes one, as in Transformers.
 
         Arguments and errors are `apply_chat_template`'s.
@@ -136,9 +134,7 @@ class Tokenizer:
         prompt = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(prompt, add_special=False, parse_special=True)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt of a chat, as text.
 
         Args:
@@ -161,26 +157,15 @@ class Tokenizer:
         from chunkrt.tokenizer.chat_template import ChatTemplate
 
         if self.settings.chat_template is None:
-            raise ModelError(
-                "the model has no chat template; give it a plain prompt, or take one tuned for chat"
-            )
+            raise ModelError("the model has no chat template; give it a plain prompt, or take one tuned for chat")
         return ChatTemplate(self.settings.chat_template)
 
     def _token(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token_bytes[token_id].decode(errors="replace")
 
 
-def read_library(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json. Raises ModelError if it is missing or damaged."""
-    try:
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"{path} is not a tokenizer.json that can be read: {error}") from error
-
-
 def _write(path: Path, text: str) -> None:
+    """Beside, then renamed, so that nobody reads half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, "utf-8")

@@ -167,9 +167,7 @@ class _Walk:
 
     def preamble(self) -> tuple[int, int]:
         if self.data[: len(MAGIC)] != MAGIC:
-            raise ModelError(
-                f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r}, not {MAGIC!r}"
-            )
+            raise ModelError(f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r}, not {MAGIC!r}")
         self.offset = len(MAGIC)
         version = self.integer(_U32, "the version")
         if version & 0xFFFF == 0:
@@ -177,9 +175,7 @@ class _Walk:
                 f"{self.path} is a big-endian GGUF file; only little-endian ones are read: convert it again"
             )
         if version not in VERSIONS:
-            raise UnsupportedModelError(
-                f"{self.path} is a GGUF file of version {version}; those read are {VERSIONS}"
-            )
+            raise UnsupportedModelError(f"{self.path} is a GGUF file of version {version}; those read are {VERSIONS}")
         num_tensors = self.count("tensors", _SMALLEST_TENSOR_BYTES)
         return num_tensors, self.count("metadata fields", _SMALLEST_FIELD_BYTES)
 
@@ -268,6 +264,4 @@ def _text(raw: bytes, path: Path, what: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ModelError(
-            f"{path} is damaged: {what} is not UTF-8 ({error.reason}); fetch the file again"
-        ) from error
+        raise ModelError(f"{path} is damaged: {what} is not UTF-8 ({error.reason}); fetch the file again") from error

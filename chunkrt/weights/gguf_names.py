@@ -120,9 +120,7 @@ def translate_config(
         )
     rotary_dim = keys.count("rope.dimension_count", default=head_dim)
     if rotary_dim > head_dim:
-        raise ModelError(
-            f"{keys.prefix}rope.dimension_count = {rotary_dim} exceeds the head length {head_dim}"
-        )
+        raise ModelError(f"{keys.prefix}rope.dimension_count = {rotary_dim} exceeds the head length {head_dim}")
     embedding = tensors.get("token_embd.weight", ())
     if len(embedding) != 2 or embedding[1] != hidden_size:
         raise ModelError(
@@ -131,9 +129,7 @@ def translate_config(
         )
     num_layers = keys.count("block_count")
     if not any(name.startswith(f"blk.{num_layers - 1}.") for name in tensors):
-        raise ModelError(
-            f"{keys.prefix}block_count = {num_layers}, but no tensor blk.{num_layers - 1}.* exists"
-        )
+        raise ModelError(f"{keys.prefix}block_count = {num_layers}, but no tensor blk.{num_layers - 1}.* exists")
     return {
         "model_type": architecture.model_type,
         "vocab_size": embedding[0],

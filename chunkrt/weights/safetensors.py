@@ -54,7 +54,7 @@ class SafetensorsSource:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.config = _flat_rope(_read_json(self.path / "config.json"))
+        self.config = _read_json(self.path / "config.json")
         model_type = self.config.get("model_type")
         if not isinstance(model_type, str):
             raise ModelError(f"{self.path / 'config.json'} has no model_type; is it a Transformers model?")
@@ -113,9 +113,7 @@ class SafetensorsSource:
             raise ModelError(f"{index} has no weight_map")
         for shard in dict.fromkeys(weight_map.values()):
             if not isinstance(shard, str) or Path(shard).name != shard:
-                raise ModelError(
-                    f"{index} names the file {shard!r}, which is not a plain file name beside it"
-                )
+                raise ModelError(f"{index} names the file {shard!r}, which is not a plain file name beside it")
             for name, tensor in _read_tensors(self.path / shard).items():
                 if name in self._tensors:
                     raise ModelError(f"{name} is in two files: {self._tensors[name].file} and {tensor.file}")
@@ -156,9 +154,7 @@ def _span(entry: Any, name: str, path: Path, payload_bytes: int) -> tuple[int, i
         raise _damaged(path, f"the header's entry of {name} is not {{dtype, shape, data_offsets}}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise UnsupportedModelError(
-            f"{path}: {name} has the data type {dtype!r}; known are {', '.join(_BITS)}"
-        )
+        raise UnsupportedModelError(f"{path}: {name} has the data type {dtype!r}; known are {', '.join(_BITS)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise _damaged(path, f"{name} has an impossible shape")
     if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= payload_bytes:
@@ -200,18 +196,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
     return result
-
-
-def _flat_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Transformers 5 writes `rope_parameters`; earlier ones, and chunkrt, `rope_theta` and `rope_scaling`."""
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_type" not in rope:
-        return config
-    scaling = {
-        key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
-    }
-    flat = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    return config | flat | {"rope_scaling": None if rope["rope_type"] == "default" else scaling}
 
 
 def _damaged(path: Path, found: str) -> ModelError:

@@ -8,6 +8,7 @@ from chunkrt._native import Program, ThreadPool
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.native.operators import Lowering, check_node, operators
+from chunkrt.cpu import selected_kernels
 from chunkrt.errors import BackendError, ConfigError, PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
@@ -22,7 +23,7 @@ class NativeBackend:
             depend on it.
 
     Raises:
-        ConfigError: `threads` is less than 1.
+        ConfigError: `threads` is less than 1, or CHUNKRT_FORCE_ISA names kernels that cannot run here.
     """
 
     name = "native"
@@ -31,6 +32,7 @@ class NativeBackend:
     def __init__(self, threads: int) -> None:
         if threads < 1:
             raise ConfigError(f"the native backend needs at least 1 thread, got {threads}")
+        selected_kernels()  # a forced instruction set that cannot run is an error here, not of some node later
         self._pool = ThreadPool(threads)
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:

@@ -19,9 +19,7 @@ operators: OperatorRegistry[Emitter] = OperatorRegistry("native")
 class Lowering:
     """A subgraph on its way to a program: the builder, and the builder's value of every tensor so far."""
 
-    def __init__(
-        self, pool: ThreadPool, max_rows: int, subgraph: Subgraph, plan: Plan, weights: WeightStore
-    ) -> None:
+    def __init__(self, pool: ThreadPool, max_rows: int, subgraph: Subgraph, plan: Plan, weights: WeightStore) -> None:
         self.builder = ProgramBuilder(pool, max_rows)
         self.plan = plan
         self.weights = weights

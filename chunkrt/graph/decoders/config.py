@@ -16,6 +16,7 @@ from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.rope import inverse_frequencies
 from chunkrt.weights.source import TensorSource
 
+LONGEST_CONTEXT = 2**24
 ROPE_DIVISOR = "rope_freqs.weight"
 
 
@@ -56,15 +57,17 @@ def read_config(source: TensorSource) -> DecoderConfig:
         raise ModelError(f"{source.path.name}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
     if head_dim % 2:
         raise ModelError(f"{source.path.name}: head_dim is {head_dim}; RoPE needs an even one")
+    if (layers := _count(source, "num_hidden_layers")) > len(source.names()):
+        raise ModelError(f"{source.path.name}: {layers} layers are claimed, but there are {len(source.names())} tensors")
     return DecoderConfig(
         hidden_size=hidden,
         intermediate_size=_count(source, "intermediate_size"),
-        num_layers=_count(source, "num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=_count(source, "vocab_size"),
-        context_length=_count(source, "max_position_embeddings"),
+        context_length=_context_length(source),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -82,6 +85,16 @@ def _count(source: TensorSource, key: str, *, default: int | None = None) -> int
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{source.path.name}: {key} is {value!r}, expected a positive whole number")
     return value
+
+
+def _context_length(source: TensorSource) -> int:
+    """The context, refused where it is beyond any model's: RoPE tables of that length will be allocated."""
+    length = _count(source, "max_position_embeddings")
+    if length > LONGEST_CONTEXT:
+        raise ModelError(
+            f"{source.path.name}: the config claims a context of {length} tokens; at most {LONGEST_CONTEXT} is believed"
+        )
+    return length
 
 
 def _refuse_unsupported(config: Mapping[str, Any], source: TensorSource) -> None:

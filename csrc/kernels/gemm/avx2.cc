@@ -2,8 +2,10 @@
 // values.
 //
 // vpmaddubsw would take int8 directly, but adds its pairs with saturation: 255 * 127 + 255 * 127 = 64770 >
-// 32767.
+// 32767. Activations are widened once for a panel of columns, weights on their way into registers.
 #include <immintrin.h>
+
+#include <cstring>
 
 #include "kernels/gemm/gemm.h"
 
@@ -15,76 +17,119 @@ namespace {
 constexpr std::size_t kTileRows = 6;
 constexpr std::size_t kTileColumns = 8;
 constexpr std::size_t kTileBytesPerGroup = kTileColumns * kGemmDepthPerGroup;
+constexpr std::size_t kTilesPerBlock = kGemmColumnsPerBlock / kTileColumns;
+// A panel keeps the sums of so many blocks, over one depth chunk after the other, so that widened activations
+// need room for one chunk only (12 KB, which stays in the first-level cache).
+constexpr std::size_t kPanelBlocks = 4;
+constexpr std::size_t kPanelTiles = kPanelBlocks * kTilesPerBlock;
+constexpr std::size_t kChunkGroups = 256;
+constexpr std::size_t kChunkDepth = kChunkGroups * kGemmDepthPerGroup;
 
-void store(const GemmArgs& args, std::size_t row, std::size_t column, __m256i sums) {
-  const float row_scale = args.left_scales[row];
-  const float* residual =
-      args.residual == nullptr ? nullptr : args.residual + row * args.residual_stride + column;
-  float* out = args.out + row * args.out_stride + column;
-  const std::size_t valid = args.columns - column;
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const int count = valid < kTileColumns ? static_cast<int>(valid) : static_cast<int>(kTileColumns);
-  const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes);
-  __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(row_scale));
-  value = _mm256_mul_ps(value, _mm256_maskload_ps(args.right_scales + column, mask));
-  if (args.bias != nullptr) value = _mm256_add_ps(value, _mm256_maskload_ps(args.bias + column, mask));
-  if (residual != nullptr) value = _mm256_add_ps(value, _mm256_maskload_ps(residual, mask));
-  _mm256_maskstore_ps(out, mask, value);
+struct Sums {
+  __m256i of[kTileRows][2];  // each int32 is the sum over one pair of k; a column's two pairs are neighbours
+};
+
+struct Panel {
+  Sums sums[kPanelTiles];
+  std::int16_t left[kTileRows][kChunkDepth];
+};
+
+std::size_t smaller(std::size_t left, std::size_t right) { return left < right ? left : right; }
+
+void widen(const std::int8_t* input, std::size_t groups, std::int16_t* out) {
+  const std::int8_t* end = input + groups * kGemmDepthPerGroup;
+  for (; input + 16 <= end; input += 16, out += 16) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(input));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvtepi8_epi16(bytes));
+  }
+  for (; input < end; ++input, ++out) *out = *input;
 }
 
+// Adds the products of `groups` groups to a tile's sums. All loops but the one over k unroll, so that the
+// sums are registers; inlining this into the code around it costs some of them.
 template <std::size_t Rows>
-void compute_tile(const GemmArgs& args, std::size_t row, std::size_t column, const std::int8_t* right) {
-  const std::size_t depth = args.groups * kGemmDepthPerGroup;
-  const std::int8_t* left = args.left + row * depth;
-  __m256i sums[Rows][2];  // each int32 is the sum over one pair of k; a column's two pairs are neighbours
-  for (std::size_t m = 0; m < Rows; ++m) sums[m][0] = sums[m][1] = _mm256_setzero_si256();
-  for (std::size_t group = 0; group < args.groups; ++group) {
-    const std::int8_t* source = right + group * kGemmBytesPerGroup;
-    const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-    const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + 16)));
+[[gnu::noinline]] void accumulate(const std::int16_t (*left)[kChunkDepth], const std::int8_t* right,
+                                  std::size_t groups, Sums& total) {
+  __m256i sums[Rows][2];
+#pragma GCC unroll 6
+  for (std::size_t m = 0; m < Rows; ++m) {
+    sums[m][0] = total.of[m][0];
+    sums[m][1] = total.of[m][1];
+  }
+  for (std::size_t depth = 0; depth < groups * kGemmDepthPerGroup; depth += kGemmDepthPerGroup) {
+    const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(right)));
+    const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(right + 16)));
+    right += kGemmBytesPerGroup;
+#pragma GCC unroll 6
     for (std::size_t m = 0; m < Rows; ++m) {
-      const __m128i quads = _mm_castps_si128(
-          _mm_broadcast_ss(reinterpret_cast<const float*>(left + m * depth + group * kGemmDepthPerGroup)));
-      const __m256i activations = _mm256_cvtepi8_epi16(quads);
+      std::int64_t quad;
+      std::memcpy(&quad, left[m] + depth, sizeof(quad));
+      const __m256i activations = _mm256_set1_epi64x(quad);
       sums[m][0] = _mm256_add_epi32(sums[m][0], _mm256_madd_epi16(low, activations));
       sums[m][1] = _mm256_add_epi32(sums[m][1], _mm256_madd_epi16(high, activations));
     }
   }
+#pragma GCC unroll 6
   for (std::size_t m = 0; m < Rows; ++m) {
-    // hadd adds the pairs within 128-bit lanes and leaves columns 0 1 4 5 2 3 6 7.
-    const __m256i pairs = _mm256_hadd_epi32(sums[m][0], sums[m][1]);
-    store(args, row + m, column, _mm256_permute4x64_epi64(pairs, 0b11011000));
+    total.of[m][0] = sums[m][0];
+    total.of[m][1] = sums[m][1];
   }
 }
 
-void compute_columns(const GemmArgs& args, std::size_t column, const std::int8_t* right) {
-  std::size_t row = 0;
-  for (; row + kTileRows <= args.rows; row += kTileRows) compute_tile<kTileRows>(args, row, column, right);
-  switch (args.rows - row) {
-    case 1:
-      return compute_tile<1>(args, row, column, right);
-    case 2:
-      return compute_tile<2>(args, row, column, right);
-    case 3:
-      return compute_tile<3>(args, row, column, right);
-    case 4:
-      return compute_tile<4>(args, row, column, right);
-    case 5:
-      return compute_tile<5>(args, row, column, right);
-    default:
-      return;
+void store(const GemmArgs& args, std::size_t row, std::size_t column, __m256i sums) {
+  const int count = static_cast<int>(smaller(args.columns - column, kTileColumns));
+  const __m256i mask =
+      _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(args.left_scales[row]));
+  value = _mm256_mul_ps(value, _mm256_maskload_ps(args.right_scales + column, mask));
+  if (args.bias != nullptr) value = _mm256_add_ps(value, _mm256_maskload_ps(args.bias + column, mask));
+  if (args.residual != nullptr) {
+    const float* residual = args.residual + row * args.residual_stride + column;
+    value = _mm256_add_ps(value, _mm256_maskload_ps(residual, mask));
+  }
+  _mm256_maskstore_ps(args.out + row * args.out_stride + column, mask, value);
+}
+
+template <std::size_t Rows>
+void compute_panel(const GemmArgs& args, std::size_t row, std::size_t block, std::size_t num_blocks) {
+  const std::size_t num_columns =
+      smaller(num_blocks * kGemmColumnsPerBlock, args.columns - block * kGemmColumnsPerBlock);
+  const std::size_t num_tiles = (num_columns + kTileColumns - 1) / kTileColumns;
+  Panel panel;
+  std::memset(panel.sums, 0, sizeof(panel.sums));
+  for (std::size_t group = 0; group < args.groups; group += kChunkGroups) {
+    const std::size_t num_groups = smaller(kChunkGroups, args.groups - group);
+    for (std::size_t m = 0; m < Rows; ++m) {
+      widen(args.left + ((row + m) * args.groups + group) * kGemmDepthPerGroup, num_groups, panel.left[m]);
+    }
+    for (std::size_t tile = 0; tile < num_tiles; ++tile) {
+      const std::size_t right_group = (block + tile / kTilesPerBlock) * args.groups + group;
+      const std::int8_t* right = args.right + right_group * kGemmBytesPerGroup;
+      accumulate<Rows>(panel.left, right + tile % kTilesPerBlock * kTileBytesPerGroup, num_groups,
+                       panel.sums[tile]);
+    }
+  }
+  for (std::size_t tile = 0; tile < num_tiles; ++tile) {
+    const std::size_t column = block * kGemmColumnsPerBlock + tile * kTileColumns;
+    for (std::size_t m = 0; m < Rows; ++m) {
+      // hadd adds the pairs within 128-bit lanes and leaves columns 0 1 4 5 2 3 6 7.
+      const __m256i pairs = _mm256_hadd_epi32(panel.sums[tile].of[m][0], panel.sums[tile].of[m][1]);
+      store(args, row + m, column, _mm256_permute4x64_epi64(pairs, 0b11011000));
+    }
   }
 }
 
 }  // namespace
 
 void gemm_f32_s8row_s8col_avx2(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
-  for (std::size_t block = block_begin; block < block_end; ++block) {
-    const std::int8_t* right = args.right + block * args.groups * kGemmBytesPerGroup;
-    const std::size_t column = block * kGemmColumnsPerBlock;
-    compute_columns(args, column, right);
-    if (column + kTileColumns < args.columns) {
-      compute_columns(args, column + kTileColumns, right + kTileBytesPerGroup);
+  constexpr void (*kComputePanel[])(const GemmArgs&, std::size_t, std::size_t, std::size_t) = {
+      compute_panel<1>, compute_panel<2>, compute_panel<3>,
+      compute_panel<4>, compute_panel<5>, compute_panel<6>};
+  for (std::size_t block = block_begin; block < block_end; block += kPanelBlocks) {
+    const std::size_t num_blocks = smaller(kPanelBlocks, block_end - block);
+    for (std::size_t row = 0; row < args.rows; row += kTileRows) {
+      const std::size_t num_rows = smaller(kTileRows, args.rows - row);
+      kComputePanel[num_rows - 1](args, row, block, num_blocks);
     }
   }
 }

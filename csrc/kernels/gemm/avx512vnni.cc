@@ -12,58 +12,86 @@
 namespace chunkrt {
 namespace {
 
-// A tile's accumulators fill 24 of the 32 registers: each weight register is used 8 times, each activation 3
-// times.
+// A tile's accumulators fill 24 of the 32 registers: a weight is used 8 times, an activation 3 times.
 constexpr std::size_t kTileRows = 8;
 constexpr std::size_t kTileBlocks = 3;
 
-constexpr std::size_t kPrefetchBytes = 1024;
+struct Sums {
+  __m512i of[kTileRows][kTileBlocks];
+};
 
+// Sums over k of a tile. All loops but the one over k unroll, so that the sums are registers; inlining this
+// into the code around it costs some of them.
 template <std::size_t Rows, std::size_t Blocks>
-void compute_tile(const GemmArgs& args, std::size_t row, std::size_t block) {
+[[gnu::noinline]] void accumulate(const GemmArgs& args, std::size_t row, std::size_t block, Sums& out) {
   const std::size_t depth = args.groups * kGemmDepthPerGroup;
   const std::size_t block_bytes = args.groups * kGemmBytesPerGroup;
   const std::int8_t* left = args.left + row * depth;
   const std::int8_t* right = args.right + block * block_bytes;
+  const std::int8_t* right_end = right + block_bytes;
+  const __m512i flip = _mm512_set1_epi8(-128);
+
+  // While a panel is in use the next one is fetched: each of its tiles asks for its share of cache lines.
+  const std::size_t num_tiles = (args.rows + kTileRows - 1) / kTileRows;
+  const std::size_t lines_per_group = (kTileBlocks + num_tiles - 1) / num_tiles;
+  const std::size_t first_block = row / kTileRows * lines_per_group % kTileBlocks;
+  const std::int8_t* ahead = right + (kTileBlocks + first_block) * block_bytes;
 
   __m512i sums[Rows][Blocks];
+#pragma GCC unroll 8
   for (std::size_t m = 0; m < Rows; ++m) {
+#pragma GCC unroll 3
     for (std::size_t b = 0; b < Blocks; ++b) sums[m][b] = _mm512_set1_epi32(-128 * args.left_sums[row + m]);
   }
-  const __m512i flip = _mm512_set1_epi8(-128);
-  for (std::size_t group = 0; group < args.groups; ++group) {
+  for (; right != right_end; right += kGemmBytesPerGroup, left += kGemmDepthPerGroup) {
+    for (std::size_t line = 0; line < lines_per_group; ++line, ahead += kGemmBytesPerGroup) {
+      _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+    }
     __m512i weights[Blocks];
+#pragma GCC unroll 3
     for (std::size_t b = 0; b < Blocks; ++b) {
-      const std::int8_t* source = right + b * block_bytes + group * kGemmBytesPerGroup;
-      _mm_prefetch(reinterpret_cast<const char*>(source + kPrefetchBytes), _MM_HINT_T0);
+      const std::int8_t* source = right + b * block_bytes;
       weights[b] = _mm512_xor_si512(_mm512_loadu_si512(source), flip);
     }
+#pragma GCC unroll 8
     for (std::size_t m = 0; m < Rows; ++m) {
       std::int32_t quad;
-      std::memcpy(&quad, left + m * depth + group * kGemmDepthPerGroup, sizeof(quad));
+      std::memcpy(&quad, left + m * depth, sizeof(quad));
       const __m512i activations = _mm512_set1_epi32(quad);
+#pragma GCC unroll 3
       for (std::size_t b = 0; b < Blocks; ++b) {
         sums[m][b] = _mm512_dpbusd_epi32(sums[m][b], weights[b], activations);
       }
     }
   }
+#pragma GCC unroll 8
+  for (std::size_t m = 0; m < Rows; ++m) {
+#pragma GCC unroll 3
+    for (std::size_t b = 0; b < Blocks; ++b) out.of[m][b] = sums[m][b];
+  }
+}
 
-  for (std::size_t b = 0; b < Blocks; ++b) {
-    const std::size_t column = (block + b) * kGemmColumnsPerBlock;
-    const std::size_t valid = args.columns - column;
-    const __mmask16 mask =
-        valid >= kGemmColumnsPerBlock ? __mmask16{0xffff} : static_cast<__mmask16>((1u << valid) - 1u);
-    const __m512 column_scales = _mm512_maskz_loadu_ps(mask, args.right_scales + column);
-    for (std::size_t m = 0; m < Rows; ++m) {
-      __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[m][b]), _mm512_set1_ps(args.left_scales[row + m]));
-      value = _mm512_mul_ps(value, column_scales);
-      if (args.bias != nullptr) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, args.bias + column));
-      if (args.residual != nullptr) {
-        const float* residual = args.residual + (row + m) * args.residual_stride + column;
-        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, residual));
-      }
-      _mm512_mask_storeu_ps(args.out + (row + m) * args.out_stride + column, mask, value);
-    }
+void store(const GemmArgs& args, std::size_t row, std::size_t block, __m512i sums) {
+  const std::size_t column = block * kGemmColumnsPerBlock;
+  const std::size_t valid = args.columns - column;
+  const __mmask16 mask =
+      valid >= kGemmColumnsPerBlock ? __mmask16{0xffff} : static_cast<__mmask16>((1u << valid) - 1u);
+  __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(args.left_scales[row]));
+  value = _mm512_mul_ps(value, _mm512_maskz_loadu_ps(mask, args.right_scales + column));
+  if (args.bias != nullptr) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, args.bias + column));
+  if (args.residual != nullptr) {
+    const float* residual = args.residual + row * args.residual_stride + column;
+    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, residual));
+  }
+  _mm512_mask_storeu_ps(args.out + row * args.out_stride + column, mask, value);
+}
+
+template <std::size_t Rows, std::size_t Blocks>
+void compute_tile(const GemmArgs& args, std::size_t row, std::size_t block) {
+  Sums sums;
+  accumulate<Rows, Blocks>(args, row, block, sums);
+  for (std::size_t m = 0; m < Rows; ++m) {
+    for (std::size_t b = 0; b < Blocks; ++b) store(args, row + m, block + b, sums.of[m][b]);
   }
 }
 

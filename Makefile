@@ -1,0 +1,103 @@
+# Everything happens in .venv and build/. Needed: python3 (3.11 or later, with venv), g++, make. CMake, Ninja and the
+# Python packages come from PyPI.
+
+PYTHON ?= python3
+PROMPT ?= Why is the sky blue?
+export PROMPT
+MODEL ?= smollm2-135m-instruct
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+PARITY_BIN := build/parity/bin
+CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
+LOCATE = $(shell $(CXX) -print-file-name=$(1))
+
+PYTHON_FOLDERS := chunkrt tests bench
+PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md LICENSE) \
+  $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
+CPP_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
+
+# Installs one list of requirements out of pyproject.toml, in $(BIN).
+define install_requirements
+$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); print(*project$(1), sep="\n")' \
+  | $(PIP) install --requirement /dev/stdin
+endef
+
+.PHONY: help run test lint parity test-arm test-sanitize clean
+.DELETE_ON_ERROR:
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded the first time
+	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
+
+test: $(VENV)/.package $(VENV)/.test ## run the Python tests on the package as it is installed
+	$(BIN)/pytest
+
+lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of all code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+
+parity: $(VENV)/.package $(VENV)/.test build/parity/.installed ## compare with Hugging Face Transformers (torch: large)
+	$(PARITY_BIN)/python tests/parity/make_fixtures.py --check
+	$(BIN)/python tests/parity/make_fixtures.py --live
+
+test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool >/dev/null || { \
+	  echo "test-arm: $$tool is missing; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static" >&2; \
+	  exit 1; }; done
+	$(CMAKE) -S . -B build/arm -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake \
+	  -DCHUNKRT_BUILD_PYTHON=OFF -DCHUNKRT_BUILD_TESTS=ON
+	$(CMAKE) --build build/arm --parallel $(JOBS)
+	$(ARM) -cpu max build/arm/csrc/tests/chunkrt_kernel_tests
+	$(ARM) -cpu max build/arm/csrc/tests/chunkrt_program_tests
+	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_kernel_tests
+	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_program_tests
+
+test-sanitize: $(VENV)/.package $(VENV)/.test ## run the C++ and the native Python tests under sanitizers
+	$(CMAKE) -S . -B build/asan -G Ninja -DCHUNKRT_SANITIZE=address,undefined -DCHUNKRT_BUILD_TESTS=ON \
+	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
+	$(CMAKE) --build build/asan --parallel $(JOBS)
+	build/asan/csrc/tests/chunkrt_kernel_tests
+	build/asan/csrc/tests/chunkrt_program_tests
+	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF -DCHUNKRT_BUILD_TESTS=ON
+	$(CMAKE) --build build/tsan --parallel $(JOBS)
+	build/tsan/csrc/tests/chunkrt_program_tests
+	rm -rf build/asan/package && mkdir build/asan/package && cp -R chunkrt build/asan/package
+	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
+	PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" \
+	  $(BIN)/python -P -m pytest -p no:cacheprovider $(wildcard tests/test_native_*.py)
+
+clean: ## remove the virtual environments and whatever was built
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or later is needed, $(PYTHON) is {sys.version}; set PYTHON=..." \
+	  if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.build: $(VENV)/.created pyproject.toml
+	$(call install_requirements,["build-system"]["requires"])
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.build $(PACKAGE_SOURCES)
+	rm -rf build/lib*
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation .
+	@touch $@
+
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.created pyproject.toml
+	$(call install_requirements,["project"]["optional-dependencies"]["$*"])
+	@touch $@
+
+build/parity/.installed:
+	$(PYTHON) -m venv build/parity
+	$(PARITY_BIN)/pip --disable-pip-version-check --quiet install torch==2.13.0 transformers==5.23.0 safetensors gguf
+	@touch $@

@@ -1,0 +1,64 @@
+"""What the native kernels find on this processor: which were built, which can run, which are chosen."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TypedDict
+
+from chunkrt import _native
+from chunkrt.errors import ConfigError
+
+
+class IsaInfo(TypedDict):
+    """One instruction set. `built`: its kernels are in this installation. `supported`: this processor has it."""
+
+    name: str
+    built: bool
+    supported: bool
+
+
+class CpuInfo(TypedDict):
+    """See `cpu_info`."""
+
+    processor: str
+    architecture: str
+    isas: list[IsaInfo]
+    selected: dict[str, str]
+
+
+def cpu_info() -> CpuInfo:
+    """The processor and its kernels.
+
+    Returns:
+        `processor`: its name as the operating system gives it. `architecture`: what the kernels were compiled for.
+        `isas`: every instruction set that chunkrt has kernels for. `selected`: the one chosen, by kernel.
+
+    Raises:
+        ConfigError: CHUNKRT_FORCE_ISA names an instruction set that is unknown, not built or not supported here.
+    """
+    supported = _native.supported_isas()
+    isas = [IsaInfo(name=name, built=built, supported=supported[name]) for name, built in _native.built_isas().items()]
+    return CpuInfo(
+        processor=_processor_name(),
+        architecture=_native.architecture(),
+        isas=isas,
+        selected=selected_kernels(),
+    )
+
+
+def selected_kernels() -> dict[str, str]:
+    """The instruction set chosen for each kernel. Raises ConfigError as `cpu_info` does."""
+    try:
+        return _native.selected_kernels()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

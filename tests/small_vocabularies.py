@@ -1,0 +1,23 @@
+"""Two small vocabularies, byte-level and SentencePiece, with diverse texts and llama.cpp's tokens of them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from chunkrt.tokenizer import Tokenizer
+
+DATA = Path(__file__).parent / "data"
+TEXTS: list[str] = json.loads((DATA / "tokenizer_texts.json").read_text("utf-8"))
+REFERENCE: dict[str, Any] = json.loads((DATA / "tokenizer_reference.json").read_text("utf-8"))
+
+
+def make_tokenizer(vocabulary: str, **options: object) -> Tokenizer:
+    """One of the small vocabularies, read as GGUF metadata."""
+    keys = {
+        name: "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}" for name in options
+    }
+    metadata = REFERENCE["vocabularies"][vocabulary] | {keys[name]: value for name, value in options.items()}
+    tokenizer = Tokenizer.from_source(SimpleNamespace(path=Path("small.gguf"), metadata=metadata, config={}))
+    assert tokenizer is not None
+    return tokenizer
