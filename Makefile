@@ -13,6 +13,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
+SITE_PACKAGES = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 LOCATE = $(shell $(CXX) -print-file-name=$(1))
 
 PYTHON_FOLDERS := chunkrt tests bench
@@ -69,11 +70,11 @@ test-sanitize: $(VENV)/.package $(VENV)/.test ## run the C++ and the native Pyth
 	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF -DCHUNKRT_BUILD_TESTS=ON
 	$(CMAKE) --build build/tsan --parallel $(JOBS)
 	build/tsan/csrc/tests/chunkrt_program_tests
-	rm -rf build/asan/package && mkdir build/asan/package && cp -R chunkrt build/asan/package
+	rm -rf build/asan/package && mkdir build/asan/package && cp -R $(SITE_PACKAGES)/chunkrt build/asan/package
 	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
 	PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" \
-	  $(BIN)/python -P -m pytest -p no:cacheprovider $(wildcard tests/test_native_*.py)
+	  $(BIN)/pytest -p no:cacheprovider tests/test_native_*.py
 
 clean: ## remove the virtual environments and whatever was built
 	rm -rf $(VENV) build *.egg-info

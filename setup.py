@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,23 +17,25 @@ SOURCE = Path(__file__).parent.resolve()
 class CMakeBuild(build_ext):
     """Configures, builds and installs the extension module to where setuptools expects it.
 
-    CMake and Ninja are whatever is first on PATH: in an isolated build pip has put the ones from PyPI there.
+    CMake and Ninja are whatever is first on PATH: in an isolated build pip has put the ones from PyPI there. On
+    Windows CMake picks Visual Studio itself, which needs no prepared shell. CMAKE_ARGS may hold further options.
     """
 
     def build_extension(self, extension: Extension) -> None:
         destination = Path(self.get_ext_fullpath(extension.name)).resolve().parent
         build = Path(self.build_temp).resolve() / extension.name
         configuration = "Debug" if self.debug else "Release"
-        jobs = str(self.parallel or os.cpu_count() or 1)
-        configure = [
+        generator = [] if sys.platform == "win32" else ["-G", "Ninja"]
+        options = [
             f"-DCMAKE_BUILD_TYPE={configuration}",
             f"-DCMAKE_INSTALL_PREFIX={destination}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            *os.environ.get("CMAKE_ARGS", "").split(),
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        subprocess.run(["cmake", "-S", SOURCE, "-B", build, "-G", "Ninja", *configure], check=True)
-        subprocess.run(["cmake", "--build", build, "--parallel", jobs], check=True)
-        subprocess.run(["cmake", "--install", build], check=True)
+        jobs = str(self.parallel or os.cpu_count() or 1)
+        subprocess.run(["cmake", "-S", SOURCE, "-B", build, *generator, *options], check=True)
+        subprocess.run(["cmake", "--build", build, "--config", configuration, "--parallel", jobs], check=True)
+        subprocess.run(["cmake", "--install", build, "--config", configuration], check=True)
 
 
 setup(

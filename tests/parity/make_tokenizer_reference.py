@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,11 @@ def sentence_piece_vocabulary() -> dict[str, Any]:
     """SentencePiece BPE: control tokens, all bytes, learned pieces best first, then common characters."""
     library = Tokenizer(models.BPE())
     library.normalizer = normalizers.Replace(" ", "\u2581")
-    trainer = trainers.BpeTrainer(vocab_size=600, limit_alphabet=150, max_token_length=9, show_progress=False)
+    counts = Counter("".join(TEXTS).replace(" ", "\u2581"))
+    common = sorted(counts, key=lambda character: (-counts[character], character))[:150]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=common, limit_alphabet=150, max_token_length=9, show_progress=False
+    )
     library.train_from_iterator([*TEXTS, *TEXTS], trainer)
     learned = json.loads(library.to_str())["model"]["vocab"]
     fixed = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

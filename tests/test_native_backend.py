@@ -1,0 +1,310 @@
+"""The native backend on hand-made plans, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.fusion import fuse
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.errors import BackendError, ConfigError, PartitionError
+from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
+from chunkrt.quant.scheme import find_scheme
+from chunkrt.weights.layout import pack
+from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
+
+W8A8 = find_scheme("w8a8-dynamic")
+HIDDEN, INNER, VOCABULARY = 24, 40, 30
+Case = tuple[Subgraph, Plan, WeightStore]
+
+
+def tensor(name: str, *shape: int | str, kind: Any = "value", dtype: str = "float32") -> Tensor:
+    return Tensor(name=name, dtype=dtype, shape=shape, kind=kind)
+
+
+def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> Node:
+    """Names separated by blanks; the node is named after its first output."""
+    names = outputs.split()
+    return Node(
+        name=names[0],
+        op=op,
+        domain=domain,
+        inputs=tuple(inputs.split()),
+        outputs=tuple(names),
+        attributes=attributes,
+    )
+
+
+def make_case(nodes: Sequence[Node], tensors: Sequence[Tensor], outputs: str, *, seed: int = 0) -> Case:
+    """One subgraph with random weights; its inputs are what is read and not made."""
+    by_name = {t.name: t for t in tensors}
+    made = {name for n in nodes for name in n.outputs}
+    read = list(dict.fromkeys(name for n in nodes for name in n.inputs if name not in made))
+    subgraph = Subgraph(
+        name="static.0",
+        device="npu",
+        is_static=True,
+        rows="T",
+        nodes=tuple(nodes),
+        inputs=tuple(n for n in read if by_name[n].kind == "value"),
+        outputs=tuple(outputs.split()),
+        weights=tuple(n for n in read if by_name[n].kind == "weight"),
+        state=tuple(n for n in read if by_name[n].kind == "state"),
+    )
+    plan = Plan(
+        family="test",
+        subgraphs=(subgraph,),
+        tensors=by_name,
+        inputs=subgraph.inputs,
+        output=outputs.split()[-1],
+        vocab_size=VOCABULARY,
+        context_length=64,
+    )
+    return subgraph, plan, random_weights(subgraph, plan, seed)
+
+
+def random_weights(subgraph: Subgraph, plan: Plan, seed: int) -> WeightStore:
+    rng = np.random.default_rng(seed)
+    linears = {n.inputs[1] for n in subgraph.nodes if n.op == "MatMul"}
+    tables = {n.inputs[0] for n in subgraph.nodes if n.op == "Gather"}
+    arrays: dict[str, np.ndarray] = {}
+    for name in subgraph.weights:
+        shape = tuple(int(d) for d in plan.tensors[name].shape)
+        if name in linears:
+            arrays[name] = pack(rng.integers(-127, 128, shape).astype(np.int8))
+            arrays[name + SCALE_SUFFIX] = rng.random(shape[1], np.float32) * np.float32(2e-3)
+        else:
+            arrays[name] = rng.standard_normal(shape).astype(np.float16 if name in tables else np.float32)
+    return WeightStore(arrays, {name: tuple(plan.tensors[name].shape) for name in linears})  # type: ignore[misc]
+
+
+def run(backend: Any, case: Case, inputs: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    subgraph, plan, weights = case
+    outputs = {name: np.full((rows, *plan.tensors[name].shape[1:]), np.nan, np.float32) for name in subgraph.outputs}
+    backend.compile(subgraph, plan, 33, W8A8, weights).run(inputs, outputs)
+    return outputs
+
+
+def random_rows(rows: int, width: int = HIDDEN, seed: int = 9) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+
+
+def linear_case(outputs: str = "y") -> Case:
+    return make_case(
+        [
+            node("MatMul", "x w", "product"),
+            node("Add", "product bias", "biased"),
+            node("Add", "residual biased", "y"),
+        ],
+        [
+            tensor("x", "T", HIDDEN),
+            tensor("residual", "T", INNER),
+            tensor("w", HIDDEN, INNER, kind="weight"),
+            tensor("bias", INNER, kind="weight"),
+            *(tensor(name, "T", INNER) for name in ("product", "biased", "y")),
+        ],
+        outputs,
+    )
+
+
+def mlp_case(outputs: str = "y") -> Case:
+    return make_case(
+        [
+            node("Split", "x", "gate up", axis=-1, num_outputs=2),
+            node("Sigmoid", "gate", "sigmoid"),
+            node("Mul", "sigmoid gate", "silu"),
+            node("Mul", "up silu", "y"),
+        ],
+        [
+            tensor("x", "T", 2 * INNER),
+            *(tensor(name, "T", INNER) for name in ("gate", "up", "sigmoid", "silu", "y")),
+        ],
+        outputs,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33])
+def test_linear_equals_numpy_exactly(rows: int) -> None:
+    case = linear_case()
+    inputs = {"x": random_rows(rows), "residual": random_rows(rows, INNER, seed=1)}
+    found = run(NativeBackend(2), case, inputs, rows)["y"]
+
+    weight, scales = case[2].linear("w")
+    limit = np.abs(inputs["x"]).max(axis=1, keepdims=True)
+    quantized = np.rint(inputs["x"] * (np.float32(127) / limit)).astype(np.int64)
+    product = (quantized @ weight.astype(np.int64)).astype(np.float32)
+    product = (product * (limit / np.float32(127))) * scales
+    np.testing.assert_array_equal(found, (product + case[2].array("bias")) + inputs["residual"])
+
+
+@pytest.mark.parametrize(
+    ("make", "op", "inner"), [(linear_case, "Linear", "product biased"), (mlp_case, "SiluMul", "sigmoid silu")]
+)
+def test_fusion_changes_no_bit(make: Callable[[str], Case], op: str, inner: str) -> None:
+    fused, unfused = make("y"), make(f"{inner} y")  # what somebody wants to see cannot be fused away
+    assert [n.op for n in fuse(*fused[:2])] == [op]
+    assert fuse(*unfused[:2]) == list(unfused[0].nodes)
+    inputs = {name: random_rows(5, int(fused[1].tensors[name].shape[1])) for name in fused[0].inputs}
+    backend = NativeBackend(2)
+    np.testing.assert_array_equal(run(backend, fused, inputs, 5)["y"], run(backend, unfused, inputs, 5)["y"])
+
+
+def test_silu_against_numpy() -> None:
+    x = random_rows(3, 2 * INNER)
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    found = run(NativeBackend(1), mlp_case(), {"x": x}, 3)["y"]
+    # The sigmoid's 2.5 units in the last place and one half for each of two products.
+    np.testing.assert_allclose(found, gate / (1 + np.exp(-gate)) * up, rtol=3.5 * 2.0**-23)
+
+
+def test_two_products_that_one_add_joins() -> None:
+    case = make_case(
+        [node("MatMul", "x v", "a"), node("MatMul", "x w", "b"), node("Add", "a b", "y")],
+        [
+            tensor("x", "T", HIDDEN),
+            tensor("v", HIDDEN, INNER, kind="weight"),
+            tensor("w", HIDDEN, INNER, kind="weight"),
+            *(tensor(name, "T", INNER) for name in "aby"),
+        ],
+        "y",
+    )
+    assert [n.op for n in fuse(case[0], case[1])] == ["MatMul", "Linear"]
+    inputs = {"x": random_rows(4)}
+    found, truth = (run(b, case, inputs, 4)["y"] for b in (NativeBackend(1), ReferenceBackend()))
+    np.testing.assert_array_equal(found, truth)
+
+
+def test_embedding_and_norm() -> None:
+    case = make_case(
+        [
+            node("Gather", "table input_ids", "hidden", axis=0),
+            node("RMSNormalization", "hidden weight", "y", axis=-1, epsilon=1e-6),
+        ],
+        [
+            tensor("table", VOCABULARY, HIDDEN, kind="weight"),
+            tensor("weight", HIDDEN, kind="weight"),
+            tensor("input_ids", "T", dtype="int64"),
+            *(tensor(name, "T", HIDDEN) for name in ("hidden", "y")),
+        ],
+        "hidden y",
+    )
+    ids = np.array([0, VOCABULARY - 1, 7, 7])
+    found = run(NativeBackend(2), case, {"input_ids": ids}, 4)
+    hidden = case[2].array("table")[ids].astype(np.float64)
+    np.testing.assert_array_equal(found["hidden"], hidden)
+    truth = hidden / np.sqrt((hidden**2).mean(axis=1, keepdims=True) + 1e-6) * case[2].array("weight")
+    np.testing.assert_allclose(found["y"], truth, rtol=(HIDDEN / 16 + 18) * 2.0**-24)
+
+
+def attention_case(kv_heads: int = 1) -> Case:
+    heads, head_dim = 3, 16
+    attributes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "scale": 0.25}
+    cache = (kv_heads, "P", head_dim)
+    return make_case(
+        [node("CachedAttention", "qkv position cos sin keys values", "y", "chunkrt", **attributes)],
+        [
+            tensor("qkv", "T", (heads + 2 * kv_heads) * head_dim),
+            tensor("position", 1, dtype="int64"),
+            *(tensor(name, 64, head_dim // 2, kind="weight") for name in ("cos", "sin")),
+            *(tensor(name, *cache, kind="state") for name in ("keys", "values")),
+            tensor("y", "T", heads * head_dim),
+        ],
+        "y",
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_attention_against_the_reference(kv_heads: int, dtype: str) -> None:
+    case = attention_case(kv_heads)
+    results = []
+    for backend in (NativeBackend(2), ReferenceBackend()):
+        state = {name: np.zeros((kv_heads, 64, 16), dtype) for name in ("keys", "values")}
+        parts = []
+        for start, rows in [(0, 31), (31, 1), (32, 32)]:
+            inputs = {"qkv": random_rows(rows, (3 + 2 * kv_heads) * 16, seed=start), "position": np.array([start])}
+            parts.append(run(backend, case, inputs | state, rows)["y"])
+        results.append((np.concatenate(parts), state))
+    (found, found_state), (truth, true_state) = results
+    unit = float(np.finfo(dtype).eps)
+    for name in ("keys", "values"):
+        np.testing.assert_allclose(
+            found_state[name].astype(np.float64), true_state[name].astype(np.float64), rtol=unit, atol=4 * unit
+        )
+    # A cached value may round the other way; the output is a mean of them, with weights that move likewise.
+    np.testing.assert_allclose(found, truth, atol=64 * unit, rtol=0)
+
+
+def test_a_table_for_rows_of_a_value() -> None:
+    case = make_case(
+        [node("Gather", "hidden logit_rows", "last", axis=0), node("MatMul", "last w", "logits")],
+        [
+            tensor("hidden", "T", HIDDEN),
+            tensor("logit_rows", "R", dtype="int64"),
+            tensor("w", HIDDEN, VOCABULARY, kind="weight"),
+            tensor("last", "R", HIDDEN),
+            tensor("logits", "R", VOCABULARY),
+        ],
+        "logits",
+    )
+    inputs = {"hidden": random_rows(6), "logit_rows": np.array([5, 0])}
+    found, truth = (run(b, case, inputs, 2)["logits"] for b in (NativeBackend(2), ReferenceBackend()))
+    np.testing.assert_array_equal(found, truth)
+
+
+def refusal(case: Case, scheme: str = "w8a8-dynamic") -> str:
+    """`supports` and `compile` must agree."""
+    subgraph, plan, weights = case
+    support = NativeBackend(1).supports(subgraph, plan, find_scheme(scheme))
+    assert not support
+    with pytest.raises(PartitionError) as error:
+        NativeBackend(1).compile(subgraph, plan, 32, find_scheme(scheme), weights)
+    assert str(error.value) == f"native cannot run static.0: node {support.node!r}: {support.reason}"
+    return f"{support.node}: {support.reason}"
+
+
+def test_refusals_name_the_node_and_the_way_out() -> None:
+    reason = refusal(linear_case(), "float")
+    assert reason.startswith("product: under the scheme 'float' this linear is not int8 by int8")
+    assert "use the scheme 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'" in reason
+
+    values = [tensor("x", "T", 8), tensor("y", "T", 8), tensor("z", "T", 4)]
+    assert "native has no operator Tanh; it has: Add, Gather" in refusal(
+        make_case([node("Tanh", "x", "y")], values, "y")
+    )
+    assert "over the last axis only, not over axis 0 of 2" in refusal(
+        make_case([node("Split", "x", "y z", axis=0)], values, "y")
+    )
+    assert "native multiplies by weights; 'y' is computed" in refusal(
+        make_case([node("MatMul", "x y", "z")], values, "z")
+    )
+    assert NativeBackend(1).supports(*mlp_case()[:2], find_scheme("float"))
+
+
+def test_operands_that_do_not_fit_are_a_partition_error() -> None:
+    case = make_case([node("Add", "x z", "y")], [tensor(n, "T", w) for n, w in [("x", 8), ("y", 8), ("z", 4)]], "y")
+    message = r"native cannot run static.0: node 'y': add: expected the right side to be float32 \[T, 8\]"
+    with pytest.raises(PartitionError, match=message):
+        NativeBackend(1).compile(case[0], case[1], 32, W8A8, case[2])
+
+
+def test_run_errors_are_backend_errors() -> None:
+    case, backend = linear_case(), NativeBackend(2)
+    inputs = {"x": random_rows(3), "residual": random_rows(3, INNER)}
+    with pytest.raises(BackendError, match=r"native, static.0: no array was given for 'residual'"):
+        run(backend, case, {"x": inputs["x"]}, 3)
+    with pytest.raises(
+        BackendError, match=r"input 'residual': expected float32 \[T, 40\] with T = 3, got float32 \[3, 24\]"
+    ):
+        run(backend, case, inputs | {"residual": inputs["x"]}, 3)
+    with pytest.raises(BackendError, match="T = 34 rows, but the program was compiled for at most 33"):
+        run(backend, case, {"x": random_rows(34), "residual": random_rows(34, INNER)}, 34)
+
+
+def test_threads_are_counted_from_one() -> None:
+    with pytest.raises(ConfigError, match="at least 1 thread, got 0"):
+        NativeBackend(0)

@@ -1,0 +1,45 @@
+"""What is reported of this processor, and forcing an instruction set."""
+
+from __future__ import annotations
+
+import pytest
+
+from chunkrt import _native
+from chunkrt.backends.native import NativeBackend
+from chunkrt.cpu import cpu_info
+from chunkrt.errors import ConfigError
+
+
+def test_cpu_info_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHUNKRT_FORCE_ISA", raising=False)
+    info = cpu_info()
+    assert info["processor"]
+    isas = {isa["name"]: isa for isa in info["isas"]}
+    assert isas["reference"] == {"name": "reference", "built": True, "supported": True}
+    for kernel, name in info["selected"].items():
+        assert isas[name]["built"], kernel
+        assert isas[name]["supported"], kernel
+
+
+def test_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", "reference")
+    assert set(cpu_info()["selected"].values()) == {"reference"}
+
+
+def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", "avx9")
+    for act in (cpu_info, lambda: NativeBackend(1)):
+        with pytest.raises(ConfigError, match="CHUNKRT_FORCE_ISA: unknown instruction set 'avx9'; there are: "):
+            act()
+
+
+def test_not_built_and_not_supported_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, supported = _native.built_isas(), _native.supported_isas()
+    for name in built:
+        monkeypatch.setenv("CHUNKRT_FORCE_ISA", name)
+        if not built[name]:
+            with pytest.raises(ConfigError, match=f"the {name} kernels are not built"):
+                cpu_info()
+        elif not supported[name]:
+            with pytest.raises(ConfigError, match=f"this processor does not support {name}"):
+                cpu_info()

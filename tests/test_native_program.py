@@ -1,0 +1,258 @@
+"""Programs: what the builder accepts, what a run accepts, and that threads change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from chunkrt._native import Program, ProgramBuilder, ThreadPool
+from chunkrt.weights.layout import pack
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 40, 56, 4, 2, 8, 64
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+MAX_ROWS = 33
+
+
+def decoder_layer(threads: int) -> Program:
+    """Every operator once or more: a small decoder with random weights, always the same."""
+    rng = np.random.default_rng(0)
+    builder = ProgramBuilder(ThreadPool(threads), MAX_ROWS)
+
+    def constant(*shape: int) -> int:
+        return builder.constant(rng.standard_normal(shape, np.float32))
+
+    def linear(value: int, depth: int, columns: int, residual: int | None = None) -> int:
+        packed = builder.constant(pack(rng.integers(-127, 128, (depth, columns)).astype(np.int8)))
+        return builder.linear(value, packed, builder.constant(np.full(columns, 2e-3, np.float32)), None, residual)
+
+    ids = builder.input("input_ids", "int64", ["T"])
+    position = builder.input("position", "int64", [1])
+    logit_rows = builder.input("logit_rows", "int64", ["R"])
+    caches = [builder.state(name, [KV_HEADS, "P", HEAD_DIM]) for name in ("keys", "values")]
+    hidden = builder.gather(builder.constant(rng.standard_normal((50, HIDDEN)).astype(np.float16)), ids)
+    qkv = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, QKV)
+    tables = constant(CONTEXT, HEAD_DIM // 2), constant(CONTEXT, HEAD_DIM // 2)
+    attended = builder.attention(
+        qkv, position, *tables, *caches, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=0.3
+    )
+    hidden = linear(attended, HEADS * HEAD_DIM, HIDDEN, hidden)
+    gate_up = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, 2 * INNER)
+    gate, up = builder.columns(gate_up, 0, INNER), builder.columns(gate_up, INNER, INNER)
+    unfused = builder.mul(builder.mul(gate, builder.sigmoid(gate)), up)
+    inner = builder.add(builder.silu_mul(gate_up), builder.add(unfused, constant(INNER)))
+    hidden = linear(inner, INNER, HIDDEN, hidden)
+    builder.output("logits", linear(builder.gather(hidden, logit_rows), HIDDEN, 50))
+    return builder.build()
+
+
+def caches(dtype: str = "float32", capacity: int = CONTEXT) -> list[np.ndarray]:
+    return [np.zeros((KV_HEADS, capacity, HEAD_DIM), dtype) for _ in range(2)]
+
+
+def run(program: Program, rows: int, *, position: int = 0, state: list[np.ndarray] | None = None) -> np.ndarray:
+    ids = (position + np.arange(rows)) * 7 % 50
+    logits = np.full((rows, 50), np.nan, np.float32)
+    state = state or caches()
+    program.run([ids, np.array([position]), np.arange(rows), *state], [logits])
+    return logits
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 31, 32, 33])
+def test_thread_count_changes_no_bit(threads: int, rows: int) -> None:
+    alone = run(decoder_layer(1), rows)
+    assert np.isfinite(alone).all()
+    np.testing.assert_array_equal(run(decoder_layer(threads), rows), alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_chunks_change_no_bit(dtype: str) -> None:
+    program = decoder_layer(2)
+    whole_state, parts_state = caches(dtype), caches(dtype)
+    whole = run(program, 33, state=whole_state)
+    starts = [0, 1, 14, 30]
+    parts = [
+        run(program, end - start, position=start, state=parts_state)
+        for start, end in zip(starts, [*starts[1:], 33], strict=True)
+    ]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    np.testing.assert_array_equal(parts_state, whole_state)
+
+
+def test_callers_may_share_a_program() -> None:
+    program = decoder_layer(2)
+    truth = [run(program, rows) for rows in range(1, 9)]
+    with ThreadPoolExecutor(4) as executor:
+        found = list(executor.map(lambda i: run(program, i % 8 + 1), range(64)))
+    for i, logits in enumerate(found):
+        np.testing.assert_array_equal(logits, truth[i % 8])
+
+
+def test_a_chunk_whose_logits_nobody_wants() -> None:
+    program, state = decoder_layer(2), caches()
+    empty = np.empty((0, 50), np.float32)
+    program.run([np.arange(5), np.array([0]), np.empty(0, np.int64), *state], [empty])
+    assert np.abs(state[0][:, :5]).min(axis=(0, 2)).all()
+    assert not state[0][:, 5:].any()
+
+
+def test_temporaries_share_memory() -> None:
+    builder = ProgramBuilder(ThreadPool(1), 16)
+    value = builder.input("x", "float32", ["T", 16])
+    for _ in range(50):
+        value = builder.gather(value, builder.input("rows", "int64", ["T"]))  # each a stage of its own
+    builder.output("y", value)
+    assert builder.build().arena_bytes <= 3 * 16 * 16 * 4
+
+
+def test_row_wise_operators_share_a_stage() -> None:
+    builder = ProgramBuilder(ThreadPool(1), 16)
+    value = builder.input("x", "float32", ["T", 16])
+    builder.output("y", builder.mul(builder.sigmoid(value), builder.add(value, value)))
+    assert builder.build().num_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.update(ids=np.array([3, 50])), "input 'input_ids': index 50 at row 1 is outside 0..49"),
+        (lambda a: a.update(ids=np.array([-1, 3])), "input 'input_ids': index -1 at row 0 is outside 0..49"),
+        (lambda a: a.update(logit_rows=np.array([2])), "input 'logit_rows': index 2 at row 0 is outside 0..1"),
+        (
+            lambda a: a.update(position=np.array([CONTEXT - 1])),
+            "2 rows from position 63 on do not fit: the cache holds 64 positions, the rotary tables 64",
+        ),
+        (lambda a: a.update(position=np.array([-1])), "2 rows from position -1 on do not fit"),
+        (
+            lambda a: a.update(position=np.array([2]), keys=caches(capacity=3)[0], values=caches(capacity=3)[1]),
+            "2 rows from position 2 on do not fit: the cache holds 3 positions",
+        ),
+    ],
+)
+def test_indices_out_of_range(change: Callable[[dict[str, np.ndarray]], None], message: str) -> None:
+    """They are refused before anything is written."""
+    arrays = arguments()
+    change(arrays)
+    with pytest.raises(IndexError, match=message):
+        run_arrays(arrays)
+    assert not arrays["keys"].any()
+    assert (arrays["logits"] == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda a: a.update(ids=np.arange(2, dtype=np.int32)),
+            r"input 'input_ids': expected int64 \[T\], got int32 \[2\]",
+        ),
+        (lambda a: a.update(ids=np.arange(4)[::2]), "input 'input_ids' is not contiguous"),
+        (lambda a: a.update(ids=np.empty(0, np.int64)), r"expected int64 \[T\], got int64 \[0\]"),
+        (lambda a: a.update(ids=np.zeros(34, np.int64)), "T = 34 rows, but the program was compiled for at most 33"),
+        (
+            lambda a: a.update(logits=np.zeros((2, 50), np.float32)),
+            r"output 'logits': expected float32 \[R, 50\] with R = 1, got float32 \[2, 50\]",
+        ),
+        (lambda a: a["logits"].setflags(write=False), "output 'logits' is written to, but read-only"),
+        (lambda a: a["keys"].setflags(write=False), "input 'keys' is written to, but read-only"),
+        (
+            lambda a: a.update(keys=a["keys"].astype(np.float16)),
+            "the key and value caches must be of one type, got float16 and float32",
+        ),
+        (
+            lambda a: a.update(keys=a["keys"].astype(np.float64)),
+            r"input 'keys': expected float16 or float32 \[2, P, 8\], got float64 \[2, 64, 8\]",
+        ),
+        (
+            lambda a: a.update(values=caches(capacity=9)[0]),
+            r"input 'values': expected float16 or float32 \[2, P, 8\] with P = 64, got float32 \[2, 9, 8\]",
+        ),
+        (
+            lambda a: a.update(logits=np.zeros((1, 50), ">f4")),
+            r"output 'logits': expected float32 \[R, 50\] with R = 1, got big-endian",
+        ),
+    ],
+)
+def test_wrong_arrays_are_refused(change: Callable[[dict[str, np.ndarray]], None], message: str) -> None:
+    arrays = arguments()
+    change(arrays)
+    with pytest.raises(ValueError, match=message):
+        run_arrays(arrays)
+
+
+def arguments() -> dict[str, np.ndarray]:
+    keys, values = caches()
+    return {
+        "ids": np.arange(2),
+        "position": np.array([0]),
+        "logit_rows": np.array([1]),
+        "keys": keys,
+        "values": values,
+        "logits": np.full((1, 50), 5, np.float32),
+    }
+
+
+def run_arrays(arrays: dict[str, np.ndarray]) -> None:
+    inputs = [arrays[name] for name in ("ids", "position", "logit_rows", "keys", "values")]
+    decoder_layer(2).run(inputs, [arrays["logits"]])
+
+
+def test_a_failed_run_leaves_the_program_usable() -> None:
+    program = decoder_layer(2)
+    truth = run(program, 4)
+    with pytest.raises(IndexError):
+        run(program, 4, position=CONTEXT)
+    with pytest.raises(ValueError, match="expected 5 inputs, got 1"):
+        program.run([np.arange(4)], [])
+    np.testing.assert_array_equal(run(program, 4), truth)
+
+
+def test_the_builder_checks_operands() -> None:
+    builder = ProgramBuilder(ThreadPool(1), 4)
+    x = builder.input("x", "float32", ["T", 6])
+    other = builder.input("other", "float32", ["R", 6])
+    weight = builder.constant(np.ones(5, np.float32))
+    with pytest.raises(ValueError, match=r"rms_norm's weight: expected a constant float32 \[6\], got float32 \[5\]"):
+        builder.rms_norm(x, weight, 1e-5)
+    with pytest.raises(ValueError, match=r"add: expected the right side to be float32 \[T, 6\] or a constant"):
+        builder.add(x, other)
+    with pytest.raises(ValueError, match=r"columns: 3 columns from 4 on are not inside float32 \[T, 6\]"):
+        builder.columns(x, 4, 3)
+    with pytest.raises(ValueError, match=r"linear's packed weight: expected a constant int8 \[1, 2, 16, 4\]"):
+        builder.linear(x, builder.constant(pack(np.ones((9, 5), np.int8))), weight)
+    with pytest.raises(ValueError, match="there is no value 99"):
+        builder.sigmoid(99)
+    with pytest.raises(ValueError, match="output 'y' is not the result of an operator"):
+        builder.output("y", x)
+    with pytest.raises(ValueError, match="unknown dimension 'Q'; expected a size, T, R or P"):
+        builder.input("q", "float32", ["Q"])
+    with pytest.raises(ValueError, match="a program has no values of type float64"):
+        builder.constant(np.ones(3))
+    with pytest.raises(ValueError, match="a constant must be contiguous"):
+        builder.constant(np.ones((3, 3), np.float32).T)
+    with pytest.raises(ValueError, match="the program has no output"):
+        builder.build()
+    builder.output("y", builder.sigmoid(x))
+    builder.build()
+    with pytest.raises(ValueError, match="the program has been built"):
+        builder.sigmoid(x)
+
+
+def test_a_pool_needs_a_thread() -> None:
+    with pytest.raises(ValueError, match="at least 1 thread, got 0"):
+        ThreadPool(0)
+
+
+def test_constants_live_as_long_as_the_program() -> None:
+    builder = ProgramBuilder(ThreadPool(1), 4)
+    x = builder.input("x", "float32", ["T", 2048])
+    builder.output("y", builder.add(x, builder.constant(np.full(2048, 3, np.float32))))
+    program = builder.build()
+    del builder
+    _ = [np.full(2048, 9, np.float32) for _ in range(50)]  # would take the place of a freed constant
+    out = np.empty((1, 2048), np.float32)
+    program.run([np.zeros((1, 2048), np.float32)], [out])
+    assert (out == 3).all()
