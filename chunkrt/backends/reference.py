@@ -40,7 +40,9 @@ class ReferenceBackend:
         """Look the operators up and the weights out."""
         quantized = linear_weights(plan) if scheme.weight_bits else set()
         constants: dict[str, Any] = {
-            name: QuantizedWeight(*weights.linear(name)) if name in quantized else weights.array(name)
+            name: QuantizedWeight(*weights.linear(name), num_digits=scheme.num_digits(name))
+            if name in quantized
+            else weights.array(name)
             for name in subgraph.weights
         }
         return ReferenceExecutable(subgraph, constants)
@@ -67,9 +69,10 @@ class ReferenceExecutable:
 
 
 class QuantizedWeight:
-    """An int8 weight [K, N] with its scales [N], as MatMul's right operand."""
+    """An int8 weight [K, N] with its scales [N], as MatMul's right operand, and the digits of the left one."""
 
-    def __init__(self, integers: NDArray[np.int8], scale: Float32) -> None:
+    def __init__(self, integers: NDArray[np.int8], scale: Float32, *, num_digits: int) -> None:
+        self.num_digits = num_digits
         self.exact = integers.astype(np.float64)  # products of int8 sum exactly in float64, and by BLAS
         self.scale = scale
 
@@ -85,9 +88,12 @@ def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
 def _matmul(left: Float32, right: Float32 | QuantizedWeight) -> Float32:
     if not isinstance(right, QuantizedWeight):
         return left @ right
-    quantized, row_scale = quantize_rows(left)
-    accumulated = (quantized.astype(np.float64) @ right.exact).astype(np.float32)
-    return accumulated * row_scale * right.scale
+    result = np.zeros((len(left), len(right.scale)), np.float32)
+    for _ in range(right.num_digits):
+        quantized, row_scale = quantize_rows(left)
+        result += (quantized.astype(np.float64) @ right.exact).astype(np.float32) * row_scale * right.scale
+        left = left - quantized * row_scale
+    return result
 
 
 @operators.register("Add")

@@ -67,7 +67,7 @@ CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale>
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-DynamicLinear (x, weight, weight_scale) => (y)
+QuantizeRows (x) => (q, row_scale)
 {
     # int8 a row: q = round(x * 127 / max|x|); a row of zeros stays zero
     last = Constant <value_ints = [-1]> ()
@@ -79,13 +79,30 @@ DynamicLinear (x, weight, weight_scale) => (y)
     multiplier = Div (limit, divisor)
     scaled = Mul (x, multiplier)
     q = Round (scaled)
+    row_scale = Div (row_max, limit)
+}
 
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+DynamicLinear (x, weight, weight_scale) => (y)
+{
     # the products of integers are summed in float32, exact up to 2^24
+    q, row_scale = chunkrt.QuantizeRows (x)
     weight_float = CastLike (weight, x)
     accumulated = MatMul (q, weight_float)
-    row_scale = Div (row_max, limit)
     by_rows = Mul (accumulated, row_scale)
     y = Mul (by_rows, weight_scale)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+TwoDigitLinear (x, weight, weight_scale) => (y)
+{
+    # what the first int8 row leaves of x is quantised as a second
+    q, row_scale = chunkrt.QuantizeRows (x)
+    approximation = Mul (q, row_scale)
+    remainder = Sub (x, approximation)
+    first = chunkrt.DynamicLinear (x, weight, weight_scale)
+    second = chunkrt.DynamicLinear (remainder, weight, weight_scale)
+    y = Add (first, second)
 }
 """
 

@@ -23,7 +23,7 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
     """A pass, in place: make every linear what a scheme says.
 
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: under an 8-bit scheme each is
-    one `chunkrt::DynamicLinear`, whose weight is an int8 initializer [K, N] of the same name, with its scales
+    one `chunkrt::DynamicLinear`, or a `TwoDigitLinear` where the scheme wants that, whose weight is an int8 initializer [K, N] of the same name, with its scales
     float32 [N] beside it; the function that defines the operator is in the model. Under "float" nothing changes.
     """
     if scheme.weight_bits is None:
@@ -41,11 +41,13 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
             shape=ir.Shape([weight.shape[-1]]),
         )
         graph.initializers[scale.name or ""] = scale
-        node.domain, node.op_type = DOMAIN, "DynamicLinear"
+        node.domain = DOMAIN
+        node.op_type = {1: "DynamicLinear", 2: "TwoDigitLinear"}[scheme.num_digits(weight.name)]
         node.resize_inputs(3)
         node.replace_input_with(2, scale)
-    function = expansion("DynamicLinear")
-    model.functions.setdefault(function.identifier(), function)
+    for op in ("QuantizeRows", "DynamicLinear", "TwoDigitLinear"):
+        function = expansion(op)
+        model.functions.setdefault(function.identifier(), function)
 
 
 def initializer_values(

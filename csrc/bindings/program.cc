@@ -89,7 +89,7 @@ void bind_program(py::module_& module) {
       .def("gather", &ProgramBuilder::gather, "table"_a, "indices"_a)
       .def("rms_norm", &ProgramBuilder::rms_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("linear", &ProgramBuilder::linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
-           "residual"_a = py::none())
+           "residual"_a = py::none(), "num_digits"_a = 1)
       .def("add", &ProgramBuilder::add, "left"_a, "right"_a)
       .def("mul", &ProgramBuilder::mul, "left"_a, "right"_a)
       .def("sigmoid", &ProgramBuilder::sigmoid, "input"_a)

@@ -43,8 +43,9 @@ class ProgramBuilder {
   ValueId rms_norm(ValueId input, ValueId weight, float epsilon);
   // input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
   // [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N].
+  // With two digits, what the first int8 row leaves of the input is quantised as a second.
   ValueId linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
-                 std::optional<ValueId> residual);
+                 std::optional<ValueId> residual, std::size_t num_digits);
   // left + right, left * right; right has left's shape or is a constant float32 [width].
   ValueId add(ValueId left, ValueId right);
   ValueId mul(ValueId left, ValueId right);
@@ -86,6 +87,8 @@ class ProgramBuilder {
   ValueId binary(ValueId left, ValueId right, const char* what,
                  void (*kernel)(const float*, const float*, float*, std::size_t));
   Quantized quantize(ValueId input);
+  // input - values * scales: what quantisation has left.
+  ValueId remainder(ValueId input, const Quantized& quantized);
 
   std::shared_ptr<ThreadPool> pool_;
   ProgramDefinition definition_;

@@ -118,8 +118,31 @@ ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input) {
   return out;
 }
 
+ValueId ProgramBuilder::remainder(ValueId input, const Quantized& quantized) {
+  const Symbol symbol = rows_of(input, "linear's input");
+  const std::size_t width = width_of(input);
+  const std::size_t padded_width = ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup;
+  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
+  add_row_step(symbol, {input, quantized.values, quantized.scales, out},
+               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                 for (std::size_t row = begin; row < end; ++row) {
+                   const float scale = frame.get<const float>(quantized.scales)[row];
+                   const std::int8_t* values =
+                       frame.get<const std::int8_t>(quantized.values) + row * padded_width;
+                   const float* source = frame.get<const float>(input) + row * width;
+                   float* target = frame.get<float>(out) + row * width;
+                   for (std::size_t i = 0; i < width; ++i) {
+                     target[i] = source[i] - static_cast<float>(values[i]) * scale;
+                   }
+                 }
+               });
+  return out;
+}
+
 ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
-                               std::optional<ValueId> residual) {
+                               std::optional<ValueId> residual, std::size_t num_digits) {
+  require(num_digits == 1 || num_digits == 2,
+          "linear: activations take 1 or 2 digits, not " + std::to_string(num_digits));
   const Symbol symbol = rows_of(input, "linear's input");
   const std::size_t depth = width_of(input);
   require(depth <= kGemmMaxDepth, "linear: " + std::to_string(depth) +
@@ -140,28 +163,43 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
             "linear: the residual's shape is not the result's");
   }
 
-  const Quantized left = quantize(input);
+  std::vector<Quantized> digits = {quantize(input)};
+  if (num_digits == 2) digits.push_back(quantize(remainder(input, digits.front())));
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
-  std::vector<ValueId> uses = {left.values, left.scales, left.sums, packed, scales, out};
+  std::vector<ValueId> uses = {packed, scales, out};
+  for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
   GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
   add_stage([blocks](const Frame&) { return blocks; }, kGemmBlocksPerPiece, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-              kernel({.left = frame.get<const std::int8_t>(left.values),
-                      .left_scales = frame.get<const float>(left.scales),
-                      .left_sums = frame.get<const std::int32_t>(left.sums),
-                      .right = frame.get<const std::int8_t>(packed),
-                      .right_scales = frame.get<const float>(scales),
-                      .bias = bias ? frame.get<const float>(*bias) : nullptr,
-                      .residual = residual ? frame.get<const float>(*residual) : nullptr,
-                      .out = frame.get<float>(out),
-                      .rows = frame.size_of(symbol),
-                      .columns = columns,
-                      .groups = groups,
-                      .residual_stride = columns,
-                      .out_stride = columns},
-                     begin, end);
+              GemmArgs args = {.left = nullptr,
+                               .left_scales = nullptr,
+                               .left_sums = nullptr,
+                               .right = frame.get<const std::int8_t>(packed),
+                               .right_scales = frame.get<const float>(scales),
+                               .bias = nullptr,
+                               .residual = nullptr,
+                               .out = frame.get<float>(out),
+                               .rows = frame.size_of(symbol),
+                               .columns = columns,
+                               .groups = groups,
+                               .residual_stride = columns,
+                               .out_stride = columns};
+              // Panel by panel, so that the second digit finds the weights in the cache.
+              const std::size_t panel = digits.size() == 1 ? end - begin : kGemmBlocksPerPiece;
+              for (std::size_t block = begin; block < end; block += panel) {
+                args.bias = bias ? frame.get<const float>(*bias) : nullptr;
+                args.residual = residual ? frame.get<const float>(*residual) : nullptr;
+                for (const Quantized& digit : digits) {
+                  args.left = frame.get<const std::int8_t>(digit.values);
+                  args.left_scales = frame.get<const float>(digit.scales);
+                  args.left_sums = frame.get<const std::int32_t>(digit.sums);
+                  kernel(args, block, std::min(block + panel, end));
+                  args.bias = nullptr;
+                  args.residual = args.out;
+                }
+              }
             });
   return out;
 }

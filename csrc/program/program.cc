@@ -183,7 +183,8 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
       };
       const std::size_t num_items = stage.num_items(frame);
       const std::size_t num_pieces = team.size() * kPiecesPerThread;
-      const std::size_t piece = round_up((num_items + num_pieces - 1) / num_pieces, stage.piece_multiple);
+      const std::size_t fair_share = std::max<std::size_t>((num_items + num_pieces - 1) / num_pieces, 1);
+      const std::size_t piece = round_up(fair_share, stage.piece_multiple);
       team.parallel_for(num_items, piece, std::cref(body));
     }
   });

@@ -53,7 +53,8 @@ struct Prompt {
         cos(shape.length * shape.rotary_dim / 2),
         sin(shape.length * shape.rotary_dim / 2) {
     for (std::size_t i = 0; i < cos.size(); ++i) {
-      const double half = static_cast<double>(shape.rotary_dim / 2), pair = std::fmod(static_cast<double>(i), half);
+      const double half = static_cast<double>(shape.rotary_dim / 2),
+                   pair = std::fmod(static_cast<double>(i), half);
       const double angle = std::floor(static_cast<double>(i) / half) * std::pow(10000.0, -pair / half);
       cos[i] = static_cast<float>(std::cos(angle));
       sin[i] = static_cast<float>(std::sin(angle));
@@ -71,13 +72,13 @@ struct Result {
 };
 
 struct Run {
-  std::size_t chunk = 1000;         // rows a call
+  std::size_t chunk = 1000;           // rows a call
   std::size_t items_per_call = 1000;  // of either phase
-  bool is_backwards = false;        // calls within a phase, last first
+  bool is_backwards = false;          // calls within a phase, last first
 };
 
-void call_in_pieces(AttentionFunction* function, const AttentionArgs& args, std::size_t num_items, const Run& run,
-                    float* scratch) {
+void call_in_pieces(AttentionFunction* function, const AttentionArgs& args, std::size_t num_items,
+                    const Run& run, float* scratch) {
   const std::size_t num_calls = (num_items + run.items_per_call - 1) / run.items_per_call;
   for (std::size_t i = 0; i < num_calls; ++i) {
     const std::size_t begin = (run.is_backwards ? num_calls - 1 - i : i) * run.items_per_call;
@@ -205,8 +206,8 @@ void check_output(const Prompt& prompt, const Result& result) {
       }
       double sum = 0.0;
       for (double& weight : weights) sum += weight = std::exp(weight - max);
-      // Scores are off by at most this, weights relatively by twice that (one's own and the maximum's) and the
-      // roundings of exp, of the rescaling of each block and of the sums.
+      // Scores are off by at most this, weights relatively by twice that (one's own and the maximum's) and
+      // the roundings of exp, of the rescaling of each block and of the sums.
       const double score_error = (dims + 4.0) * kUnit * largest_sum;
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit;
       for (std::size_t d = 0; d < s.head_dim; ++d) {
@@ -271,8 +272,9 @@ void test_extreme_scores(const Kernels& kernels) {
   const Result result = attend_prompt(prompt, kernels);
   for (std::size_t row = 0; row < shape.length; ++row) {
     const std::size_t largest = row < 150 ? row : 149;
-    check_same(result.out.data() + row * shape.head_dim, prompt.qkv.data() + largest * width + 2 * shape.head_dim,
-               shape.head_dim, "row " + std::to_string(row));
+    check_same(result.out.data() + row * shape.head_dim,
+               prompt.qkv.data() + largest * width + 2 * shape.head_dim, shape.head_dim,
+               "row " + std::to_string(row));
   }
 }
 

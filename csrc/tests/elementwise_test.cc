@@ -14,7 +14,8 @@ namespace {
 
 constexpr std::size_t kCounts[] = {0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 576};
 
-std::vector<float> apply(BinaryFunction* function, const std::vector<float>& left, const std::vector<float>& right) {
+std::vector<float> apply(BinaryFunction* function, const std::vector<float>& left,
+                         const std::vector<float>& right) {
   const GuardedBuffer<float> guarded_left(left), guarded_right(right), out(left.size());
   function(guarded_left.data(), guarded_right.data(), out.data(), out.size());
   const std::vector<float> result = out.copy();
@@ -67,7 +68,8 @@ void test_sigmoid(UnaryFunction* function) {
     const double x = static_cast<double>(inputs[i]), expected = 1.0 / (1.0 + std::exp(-x));
     const double unit = std::ldexp(1.0, std::ilogb(std::max(0x1p-126, expected)) - 23);
     const double tolerance = x > static_cast<double>(-kExpLimit) ? 2.5 * unit : 0x1p-125;
-    check(std::isnan(x) ? std::isnan(found[i]) : std::fabs(static_cast<double>(found[i]) - expected) <= tolerance,
+    check(std::isnan(x) ? std::isnan(found[i])
+                        : std::fabs(static_cast<double>(found[i]) - expected) <= tolerance,
           "sigmoid(" + std::to_string(x) + ") is " + std::to_string(found[i]));
   }
   std::vector<float> expected(inputs.size());

@@ -18,13 +18,15 @@ inline double half_value(std::uint16_t half) {
   return exponent == 0 ? sign * std::ldexp(fraction, -24) : sign * std::ldexp(1024 + fraction, exponent - 25);
 }
 
-// To nearest even: a multiple of 2^-24 below 2^-14, of 2^(e - 10) in [2^e, 2^(e + 1)), infinite from 65520 on.
+// To nearest even: a multiple of 2^-24 below 2^-14, of 2^(e - 10) in [2^e, 2^(e + 1)), infinite from 65520
+// on.
 inline double rounded_to_half(float value) {
   const double exact = static_cast<double>(value);
   if (!std::isfinite(exact)) return exact;
   const int exponent = exact == 0.0 ? -14 : std::max(std::ilogb(exact), -14);
   const double rounded = std::ldexp(std::nearbyint(std::ldexp(exact, 10 - exponent)), exponent - 10);
-  return std::fabs(rounded) > 65504.0 ? std::copysign(std::numeric_limits<double>::infinity(), exact) : rounded;
+  return std::fabs(rounded) > 65504.0 ? std::copysign(std::numeric_limits<double>::infinity(), exact)
+                                      : rounded;
 }
 
 }  // namespace chunkrt::testing

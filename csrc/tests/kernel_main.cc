@@ -1,4 +1,5 @@
-// chunkrt_kernel_tests [FILTER]: checks every kernel that is built; with a filter, the tests whose name has it.
+// chunkrt_kernel_tests [FILTER]: checks every kernel that is built; with a filter, the tests whose name has
+// it.
 #include <cstdio>
 
 #include "tests/tests.h"

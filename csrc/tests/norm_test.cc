@@ -38,7 +38,8 @@ void test_truth(RmsNormFunction* function) {
     for (std::size_t row = 0; row < kRows; ++row) {
       double sum = 0.0;
       for (std::size_t i = 0; i < width; ++i) sum += std::pow(static_cast<double>(input[row * width + i]), 2);
-      const double inverse = 1.0 / std::sqrt(sum / static_cast<double>(width) + static_cast<double>(kEpsilon));
+      const double inverse =
+          1.0 / std::sqrt(sum / static_cast<double>(width) + static_cast<double>(kEpsilon));
       for (std::size_t i = 0; i < width; ++i) {
         const double expected =
             static_cast<double>(input[row * width + i]) * inverse * static_cast<double>(weight[i]);

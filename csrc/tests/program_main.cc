@@ -1,4 +1,5 @@
-// chunkrt_program_tests [FILTER]: checks the thread pool and programs; with a filter, the tests whose name has it.
+// chunkrt_program_tests [FILTER]: checks the thread pool and programs; with a filter, the tests whose name
+// has it.
 #include <cstdio>
 
 #include "tests/tests.h"

@@ -119,7 +119,8 @@ void test_callers_together() {
     }
     for (std::thread& caller : callers) caller.join();
     for (const std::vector<float>& logits : found) {
-      check_same(logits.data(), expected.data(), expected.size(), std::to_string(budget) + " threads, 4 callers");
+      check_same(logits.data(), expected.data(), expected.size(),
+                 std::to_string(budget) + " threads, 4 callers");
     }
   }
 }

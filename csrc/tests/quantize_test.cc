@@ -1,4 +1,5 @@
-// quantize against its definition, evaluated with exact rational steps in double precision where that is possible.
+// quantize against its definition, evaluated with exact rational steps in double precision where that is
+// possible.
 #include <limits>
 #include <vector>
 
@@ -72,7 +73,8 @@ void test_ties(QuantizeFunction* function) {
   for (int i = -127; i < 127; ++i) input.push_back(static_cast<float>(i) + 0.5f);
   const Quantized found = quantize(function, input, input.size());
   check_row(found, input, input.size(), 0);
-  check(found.values[1] == -126 && found.values[128] == 0 && found.values[129] == 2, "a half is not rounded to even");
+  check(found.values[1] == -126 && found.values[128] == 0 && found.values[129] == 2,
+        "a half is not rounded to even");
 }
 
 void test_magnitudes(QuantizeFunction* function) {

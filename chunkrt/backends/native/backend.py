@@ -56,7 +56,7 @@ class NativeBackend:
         support = self.supports(subgraph, plan, scheme)
         if not support:
             raise _refusal(subgraph, support.node, support.reason)
-        lowering = Lowering(self._pool, chunk_length, subgraph, plan, weights)
+        lowering = Lowering(self._pool, chunk_length, subgraph, plan, scheme, weights)
         for node in fuse(subgraph, plan):
             try:
                 lowering.lower(node)

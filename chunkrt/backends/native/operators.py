@@ -19,9 +19,18 @@ operators: OperatorRegistry[Emitter] = OperatorRegistry("native")
 class Lowering:
     """A subgraph on its way to a program: the builder, and the builder's value of every tensor so far."""
 
-    def __init__(self, pool: ThreadPool, max_rows: int, subgraph: Subgraph, plan: Plan, weights: WeightStore) -> None:
+    def __init__(
+        self,
+        pool: ThreadPool,
+        max_rows: int,
+        subgraph: Subgraph,
+        plan: Plan,
+        scheme: Scheme,
+        weights: WeightStore,
+    ) -> None:
         self.builder = ProgramBuilder(pool, max_rows)
         self.plan = plan
+        self.scheme = scheme
         self.weights = weights
         self._outputs = subgraph.outputs
         self._values: dict[str, int] = {}
@@ -104,7 +113,8 @@ def _linear(lowering: Lowering, node: Node) -> list[int]:
 def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, residual: str) -> list[int]:
     packed, scales = (lowering.builder.constant(array) for array in lowering.weights.packed_linear(weight))
     biases, residuals = lowering.optional_value(bias), lowering.optional_value(residual)
-    return [lowering.builder.linear(lowering.value(left), packed, scales, biases, residuals)]
+    digits = lowering.scheme.num_digits(weight)
+    return [lowering.builder.linear(lowering.value(left), packed, scales, biases, residuals, digits)]
 
 
 @operators.register("Add")

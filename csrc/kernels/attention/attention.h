@@ -1,21 +1,23 @@
-// attention: rotary embedding, append to the KV cache, causal grouped-query attention in one pass over the keys.
+// attention: rotary embedding, append to the KV cache, causal grouped-query attention in one pass over the
+// keys.
 //
 // Two phases with a barrier between them: `append` ropes the keys of rows and writes keys and values to the
 // caches; `attend` ropes the queries and computes the output. Row t stands at position p = position + t, its
 // key and value go to cache index p, and it sees the keys 0..p.
 //
-// Rotary embedding (rotate-half), h = rotary_dim / 2, c and s the tables' row p; dimensions from rotary_dim on
-// pass through:
+// Rotary embedding (rotate-half), h = rotary_dim / 2, c and s the tables' row p; dimensions from rotary_dim
+// on pass through:
 //   y[i] = fma(x[i], c[i], -(x[i + h] * s[i])),  y[i + h] = fma(x[i + h], c[i], x[i] * s[i]),  i < h
 // A query is then multiplied by `scale`; a float16 cache rounds to nearest even, and past 65504 to infinity.
 //
 // Softmax (online, after Milakov and Gimelshein 2018, and FlashAttention, Dao et al. 2022): for each block of
-// 64 keys, at absolute positions that are multiples of 64, and each query, with m = -inf, l = 0, o = 0 at first:
+// 64 keys, at absolute positions that are multiples of 64, and each query, with m = -inf, l = 0, o = 0 at
+// first:
 //   score[j] = the chain fma(q[d], k[j][d], score[j]) over d ascending from 0, for the keys j that are seen
 //   m' = max(m, max score),  a = e(m - m'),  w[j] = e(score[j] - m'),  0 for a key that is not seen
 //   l = fma(l, a, sum w),  o[d] = the chain fma(w[j], v[j][d], o[d]) over j ascending from o[d] * a
-// and at last out[d] = o[d] * (1 / l). The sum has 16 partial sums, lane i adding w[i], w[i + 16], ..., folded
-// as in norm.h. e(x) is 0 for x < -87, else exp as elementwise.h defines it.
+// and at last out[d] = o[d] * (1 / l). The sum has 16 partial sums, lane i adding w[i], w[i + 16], ...,
+// folded as in norm.h. e(x) is 0 for x < -87, else exp as elementwise.h defines it.
 //
 // Numerics: float32 throughout. Each row's arithmetic is the one above whatever stands beside it, so the bits
 // depend neither on the split of the work, nor on the chunking of the prompt, nor on the instruction set.
@@ -39,12 +41,12 @@ struct AttentionArgs {
   CacheType cache_type;  // float16 is IEEE 754 binary16
   float* out;            // float32 [rows, num_heads * head_dim]; may not overlap qkv
   std::size_t rows;
-  std::size_t position;      // of row 0; position + rows <= capacity
-  std::size_t capacity;      // positions in the caches
-  std::size_t num_heads;     // a multiple of num_kv_heads
+  std::size_t position;   // of row 0; position + rows <= capacity
+  std::size_t capacity;   // positions in the caches
+  std::size_t num_heads;  // a multiple of num_kv_heads
   std::size_t num_kv_heads;
-  std::size_t head_dim;      // any; a multiple of 16 is fastest
-  std::size_t rotary_dim;    // even, <= head_dim
+  std::size_t head_dim;    // any; a multiple of 16 is fastest
+  std::size_t rotary_dim;  // even, <= head_dim
   float scale;
 };
 

@@ -1,4 +1,5 @@
-// attention with AVX2: a tile of 6 queries by 16 keys, then by 16 columns, keeps 12 of the 16 registers as sums.
+// attention with AVX2: a tile of 6 queries by 16 keys, then by 16 columns, keeps 12 of the 16 registers as
+// sums.
 #include <immintrin.h>
 #include <math.h>
 
@@ -85,8 +86,8 @@ __m256 exp_of_nonpositive(__m256 x) {
   const __m256 clamped = _mm256_max_ps(limit, x);  // keeps a NaN in x
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(clamped, _mm256_set1_ps(kLog2E)),
                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2Low),
-                                    _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2High), clamped));
+  const __m256 r =
+      _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2Low), _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2High), clamped));
   __m256 p = _mm256_set1_ps(kExpCoefficients[4]);
   for (int i = 3; i >= 0; --i) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kExpCoefficients[i]));
   p = _mm256_fmadd_ps(_mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f)), r, _mm256_set1_ps(1.0f));
@@ -220,8 +221,8 @@ void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   accumulate_rest<N>(block, tile, weights, rescale, d);
 }
 
-constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {
-    attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>, attend_tile<5>, attend_tile<6>};
+constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, attend_tile<2>, attend_tile<3>,
+                                                              attend_tile<4>, attend_tile<5>, attend_tile<6>};
 
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,

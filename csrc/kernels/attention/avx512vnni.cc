@@ -79,8 +79,8 @@ __m512 exp_of_nonpositive(__m512 x) {
   const __m512 clamped = _mm512_max_ps(limit, x);  // keeps a NaN in x
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(kLog2E)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(kLn2Low),
-                                    _mm512_fnmadd_ps(n, _mm512_set1_ps(kLn2High), clamped));
+  const __m512 r =
+      _mm512_fnmadd_ps(n, _mm512_set1_ps(kLn2Low), _mm512_fnmadd_ps(n, _mm512_set1_ps(kLn2High), clamped));
   __m512 p = _mm512_set1_ps(kExpCoefficients[4]);
   for (int i = 3; i >= 0; --i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kExpCoefficients[i]));
   p = _mm512_fmadd_ps(_mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f)), r, _mm512_set1_ps(1.0f));
@@ -145,8 +145,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// outs[q][d .. d + V * 16 - 1] of N queries, the last 16 of them where `lanes` says. A key that only the later
-// queries see is theirs alone: nothing of it, not even times zero, touches the others.
+// outs[q][d .. d + V * 16 - 1] of N queries, the last 16 of them where `lanes` says. A key that only the
+// later queries see is theirs alone: nothing of it, not even times zero, touches the others.
 template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d, __mmask16 lanes) {
@@ -199,8 +199,8 @@ void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   }
 }
 
-constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {
-    attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>, attend_tile<5>, attend_tile<6>};
+constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, attend_tile<2>, attend_tile<3>,
+                                                              attend_tile<4>, attend_tile<5>, attend_tile<6>};
 
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,

@@ -1,5 +1,5 @@
-// attention for processors with vectors: the loops over items, key blocks and tiles, written once, and the few
-// operations that each instruction set provides for them.
+// attention for processors with vectors: the loops over items, key blocks and tiles, written once, and the
+// few operations that each instruction set provides for them.
 #pragma once
 
 #include "kernels/attention/queries.h"
@@ -18,11 +18,11 @@ struct KeyBlock {
 
 // Neighbouring queries that go through a key block together. Rows ascend, so `visible` ascends.
 struct QueryTile {
-  const float* queries;         // [tile, head_dim], roped and scaled
-  float* const* outs;           // [tile] pointers to [head_dim]
-  float* maxima;                // [tile]: m of attention.h
-  float* sums;                  // [tile]: l
-  const std::size_t* visible;   // [tile]: how many keys of the block each sees, 0 .. kKeysPerBlock
+  const float* queries;        // [tile, head_dim], roped and scaled
+  float* const* outs;          // [tile] pointers to [head_dim]
+  float* maxima;               // [tile]: m of attention.h
+  float* sums;                 // [tile]: l
+  const std::size_t* visible;  // [tile]: how many keys of the block each sees, 0 .. kKeysPerBlock
 };
 
 using AttendTileFunction = void(const KeyBlock& block, const QueryTile& tile);
@@ -35,7 +35,8 @@ struct AttentionOperations {
   // float32 to IEEE 754 binary16, to nearest even.
   void (*narrow)(const float* input, std::uint16_t* out, std::size_t count);
   WidenFunction* widen;
-  // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on are left or filled freely.
+  // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on are left or filled
+  // freely.
   void (*transpose)(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out);
   // [i]: for a tile of i + 1 queries, up to queries_per_tile.
   AttendTileFunction* const* attend_tile;

@@ -1,4 +1,5 @@
-// attention with NEON: a tile of 4 queries by 16 keys, then by 16 columns, keeps 16 of the 32 registers as sums.
+// attention with NEON: a tile of 4 queries by 16 keys, then by 16 columns, keeps 16 of the 32 registers as
+// sums.
 #include <arm_neon.h>
 #include <math.h>
 
@@ -74,8 +75,7 @@ float32x4_t exp_of_nonpositive(float32x4_t x) {
   const float32x4_t limit = vdupq_n_f32(-kExpLimit);
   const float32x4_t clamped = vmaxq_f32(limit, x);  // keeps a NaN in x
   const float32x4_t n = vrndnq_f32(vmulq_n_f32(clamped, kLog2E));
-  const float32x4_t r =
-      vfmsq_f32(vfmsq_f32(clamped, n, vdupq_n_f32(kLn2High)), n, vdupq_n_f32(kLn2Low));
+  const float32x4_t r = vfmsq_f32(vfmsq_f32(clamped, n, vdupq_n_f32(kLn2High)), n, vdupq_n_f32(kLn2Low));
   float32x4_t p = vdupq_n_f32(kExpCoefficients[4]);
   for (int i = 3; i >= 0; --i) p = vfmaq_f32(vdupq_n_f32(kExpCoefficients[i]), p, r);
   p = vfmaq_f32(vdupq_n_f32(1.0f), vfmaq_f32(vdupq_n_f32(1.0f), p, r), r);
@@ -103,8 +103,8 @@ void add_products(float32x4_t (&sums)[N][V], const float32x4_t (&factors)[N], co
 // sums[q][v] = the chain of fma(factors[q][i], vectors[i][v], sums[q][v]) over i from 0 to count - 1; rows of
 // factors and of vectors are their strides apart.
 template <std::size_t N, std::size_t V>
-void multiply(float32x4_t (&sums)[N][V], const float* factors, std::size_t factor_stride, const float* vectors,
-              std::size_t vector_stride, std::size_t count) {
+void multiply(float32x4_t (&sums)[N][V], const float* factors, std::size_t factor_stride,
+              const float* vectors, std::size_t vector_stride, std::size_t count) {
   float32x4_t four_factors[N];
   std::size_t i = 0;
   for (; i + 4 <= count; i += 4, vectors += 4 * vector_stride) {

@@ -18,11 +18,11 @@ struct AttendItem {
 
 // Where one query comes from and goes to.
 struct Query {
-  const float* input;     // [head_dim], not yet roped
-  const float* cos;       // [rotary_dim / 2]
-  const float* sin;       // as cos
-  float* out;             // [head_dim]
-  std::size_t num_keys;   // it sees the keys 0 .. num_keys - 1
+  const float* input;    // [head_dim], not yet roped
+  const float* cos;      // [rotary_dim / 2]
+  const float* sin;      // as cos
+  float* out;            // [head_dim]
+  std::size_t num_keys;  // it sees the keys 0 .. num_keys - 1
 };
 
 AttendItem attend_item(const AttentionArgs& args, std::size_t index);

@@ -73,7 +73,7 @@ void widen_f32_f16_avx2(const std::uint16_t* input, float* out, std::size_t coun
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(input + i));
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
   }
-  for (; i < count; ++i) out[i] = _cvtsh_ss(input[i]);
+  for (; i < count; ++i) out[i] = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(input[i])));
 }
 
 }  // namespace chunkrt

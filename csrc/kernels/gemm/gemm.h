@@ -29,7 +29,7 @@ struct GemmArgs {
   const std::int8_t* right;   // int8, packed as above
   const float* right_scales;  // float32 [columns]
   const float* bias;          // float32 [columns], or nullptr
-  const float* residual;      // float32 [rows, residual_stride], or nullptr; may not overlap `out`
+  const float* residual;      // float32 [rows, residual_stride], or nullptr; may be `out` itself
   float* out;                 // float32 [rows, out_stride]
   std::size_t rows;
   std::size_t columns;          // N

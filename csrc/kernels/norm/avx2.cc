@@ -23,13 +23,16 @@ float fold(__m256 low, __m256 high) {
 void norm_row(const RmsNormArgs& args, std::size_t row) {
   const float* input = args.input + row * args.width;
   float* out = args.out + row * args.width;
-  __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-  for (std::size_t i = 0; i < args.width; i += kLanes) {
-    const __m256 x = _mm256_maskload_ps(input + i, first_lanes(args.width - i));
-    __m256& sum = sums[i / kLanes % 2];
-    sum = _mm256_add_ps(sum, _mm256_mul_ps(x, x));
+  __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
+  for (std::size_t i = 0; i < args.width; i += 2 * kLanes) {
+    const std::size_t count = args.width - i;
+    const __m256 x = _mm256_maskload_ps(input + i, first_lanes(count));
+    const __m256 y = count > kLanes ? _mm256_maskload_ps(input + i + kLanes, first_lanes(count - kLanes))
+                                    : _mm256_setzero_ps();
+    low = _mm256_add_ps(low, _mm256_mul_ps(x, x));
+    high = _mm256_add_ps(high, _mm256_mul_ps(y, y));
   }
-  const __m128 mean = _mm_set_ss(fold(sums[0], sums[1]) / static_cast<float>(args.width) + args.epsilon);
+  const __m128 mean = _mm_set_ss(fold(low, high) / static_cast<float>(args.width) + args.epsilon);
   const __m256 inverse = _mm256_set1_ps(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(mean)));
   for (std::size_t i = 0; i < args.width; i += kLanes) {
     const __m256i mask = first_lanes(args.width - i);

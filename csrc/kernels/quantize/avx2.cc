@@ -1,6 +1,8 @@
 // quantize with AVX2.
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "kernels/quantize/quantize.h"
 
 namespace chunkrt {
@@ -57,7 +59,8 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
     if (args.padded_width - i >= kLanes) {
       _mm_storel_epi64(reinterpret_cast<__m128i*>(values + i), bytes);
     } else {  // padded_width is a multiple of 4
-      _mm_storeu_si32(values + i, bytes);
+      const std::int32_t quad = _mm_cvtsi128_si32(bytes);
+      std::memcpy(values + i, &quad, sizeof(quad));
     }
   }
   args.sums[row] = sum_of_lanes(sums);

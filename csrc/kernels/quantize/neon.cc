@@ -10,9 +10,7 @@ constexpr std::size_t kLanes = 8;
 constexpr std::uint32_t kInfinityBits = 0x7f800000u;
 constexpr std::uint32_t kNanBits = 0x7fc00000u;
 
-float float_from_bits(std::uint32_t bits) {
-  return vget_lane_f32(vreinterpret_f32_u32(vdup_n_u32(bits)), 0);
-}
+float float_from_bits(std::uint32_t bits) { return vget_lane_f32(vreinterpret_f32_u32(vdup_n_u32(bits)), 0); }
 
 uint32x4_t magnitude_bits(float32x4_t x) { return vreinterpretq_u32_f32(vabsq_f32(x)); }
 

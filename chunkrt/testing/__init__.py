@@ -1,0 +1,10 @@
+"""For those who write a backend: the contract of `chunkrt/backends/base.py` as a test suite.
+
+    from chunkrt.testing import check_backend
+
+    check_backend(MyBackend())
+"""
+
+from chunkrt.testing.conformance import ConformanceError, check_backend
+
+__all__ = ["ConformanceError", "check_backend"]

@@ -1,0 +1,115 @@
+"""A small decoder with random weights, made on the spot: what `check_backend` has backends compile."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.errors import ModelError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.partition import partition
+from chunkrt.graph.plan import Plan
+from chunkrt.graph.tracing import trace
+from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.weights import write_weights
+from chunkrt.weights.source import TensorInfo
+from chunkrt.weights.store import WeightStore
+
+CONFIG: Mapping[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+"""Sizes that no vector width divides; no sum has more than 64 products."""
+
+
+class RandomCheckpoint:
+    """A `TensorSource` of the Llama family whose tensors are drawn from a seed when they are read.
+
+    Linears have a gain of about 1.2, norms lie around 1, so that attention and logits are not trivial.
+    """
+
+    architecture = "llama"
+
+    def __init__(self, config: Mapping[str, Any] = CONFIG, *, seed: int = 0) -> None:
+        self.path = Path("random")
+        self.config = config
+        self.shapes = dict(_llama_tensors(config))
+        self._seed = seed
+
+    def names(self) -> Sequence[str]:
+        """See `TensorSource`."""
+        return list(self.shapes)
+
+    def info(self, name: str) -> TensorInfo:
+        """See `TensorSource`."""
+        if name not in self.shapes:
+            raise ModelError(f"{self.path.name}: there is no tensor {name}")
+        return TensorInfo(shape=self.shapes[name], stored_as="F32")
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """See `TensorSource`."""
+        shape = self.info(name).shape
+        drawn = np.random.default_rng([self._seed, zlib.crc32(name.encode())]).standard_normal(shape, np.float32)
+        if len(shape) == 2:
+            return drawn * np.float32(1.2 / shape[1] ** 0.5)
+        return drawn * np.float32(0.2) + np.float32(name.endswith("norm.weight"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomDecoder:
+    """A plan, and its weights by scheme."""
+
+    plan: Plan
+    weights: Mapping[str, WeightStore]
+
+
+def random_decoder(schemes: Sequence[Scheme], config: Mapping[str, Any] = CONFIG) -> RandomDecoder:
+    """Build, cut and quantise the decoder as the compiler does it."""
+    source = RandomCheckpoint(config)
+    decoder = build_decoder(source)
+    plan = partition(trace(decoder), family=source.architecture)
+    parameters = {parameter.name: parameter for parameter in decoder.parameters()}
+    weights = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for scheme in schemes:
+            path = Path(folder) / f"{scheme.name}.safetensors"
+            write_weights(plan, scheme, lambda name: parameters[name].load(source), path)
+            weights[scheme.name] = WeightStore.open(path)  # stays mapped when the file is gone
+    return RandomDecoder(plan=plan, weights=weights)
+
+
+def _llama_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    query, key = (config[n] * config["head_dim"] for n in ("num_attention_heads", "num_key_value_heads"))
+    tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (config["vocab_size"], hidden))]
+    attention = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
+    feed_forward = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    for layer in (f"model.layers.{i}" for i in range(config["num_hidden_layers"])):
+        tensors += [(f"{layer}.{norm}.weight", (hidden,)) for norm in ("input_layernorm", "post_attention_layernorm")]
+        for block, linears, has_bias in (
+            ("self_attn", attention, config["attention_bias"]),
+            ("mlp", feed_forward, config["mlp_bias"]),
+        ):
+            tensors += [(f"{layer}.{block}.{name}.weight", shape) for name, shape in linears.items()]
+            tensors += [(f"{layer}.{block}.{name}.bias", shape[:1]) for name, shape in linears.items() if has_bias]
+    tensors.append(("model.norm.weight", (hidden,)))
+    if not config["tie_word_embeddings"]:
+        tensors.append(("lm_head.weight", (config["vocab_size"], hidden)))
+    return tensors
