@@ -1,5 +1,5 @@
-# Everything happens in .venv and build/. Needed: python3 (3.11 or later, with venv), g++, make. CMake, Ninja and the
-# Python packages come from PyPI.
+# Everything happens in .venv and build/. Needed: make, g++ and python3, 3.11 or later, with venv and its headers (on
+# Debian: python3-venv, python3-dev). CMake, Ninja and the Python packages come from PyPI.
 
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue?
@@ -16,7 +16,6 @@ ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
 SITE_PACKAGES = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 LOCATE = $(shell $(CXX) -print-file-name=$(1))
 
-PYTHON_FOLDERS := chunkrt tests bench
 PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md LICENSE) \
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
 CPP_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
@@ -40,8 +39,8 @@ test: $(VENV)/.package $(VENV)/.test ## run the Python tests on the package as i
 	$(BIN)/pytest
 
 lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of all code
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --extend-exclude build .
+	$(BIN)/ruff format --check --extend-exclude build .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
@@ -79,9 +78,17 @@ test-sanitize: $(VENV)/.package $(VENV)/.test ## run the C++ and the native Pyth
 clean: ## remove the virtual environments and whatever was built
 	rm -rf $(VENV) build *.egg-info
 
+define CHECK_PYTHON
+import os, sys, sysconfig
+if sys.version_info < (3, 11):
+    sys.exit(f"$(PYTHON) is Python {sys.version.split()[0]}, 3.11 or later is needed; choose one with make PYTHON=...")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    sys.exit("$(PYTHON) has no Python.h to build the native module with; on Debian: apt-get install python3-dev")
+endef
+export CHECK_PYTHON
+
 $(VENV)/.created:
-	@$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or later is needed, $(PYTHON) is {sys.version}; set PYTHON=..." \
-	  if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c "$$CHECK_PYTHON"
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 

@@ -61,6 +61,7 @@ class Session:
         self._state = state
         self._tokens = list(tokens)
         self._logits: Float32 | None = None
+        self._follows_text = False
         self._is_closed = False
         self._cancel = threading.Event()
 
@@ -103,6 +104,7 @@ class Session:
             )
         result = self._run([*pending, *new], logits)
         self._tokens += new
+        self._follows_text = isinstance(prompt, str)
         if logits == "all" and result.logits is not None and pending:
             return PrefillResult(**{**vars(result), "logits": result.logits[len(pending) :]})
         return result
@@ -171,7 +173,7 @@ class Session:
 
     def _generate(self, max_new_tokens: int, sampler: Sampler, stops: StopStrings) -> Iterator[Piece]:
         tokenizer = self._engine.tokenizer
-        decoder = IncrementalDecoder(tokenizer) if tokenizer else None
+        decoder = IncrementalDecoder(tokenizer, follows_text=self._follows_text) if tokenizer else None
         end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
         for count in range(1, max_new_tokens + 1):
             token_id = sampler.next(self._next_logits(), self._tokens)

@@ -33,6 +33,7 @@ T wait_while(const std::atomic<T>& value, T old) {
   const auto deadline = std::chrono::steady_clock::now() + kTimeBeforeSleep;
   while (seen == old && std::chrono::steady_clock::now() < deadline) {
     for (int i = 0; i < kPausesPerLook; ++i) pause();
+    std::this_thread::yield();
     seen = value.load(std::memory_order_acquire);
   }
   if (seen != old) return seen;

@@ -61,7 +61,7 @@ def test_policies_and_threads_change_no_bit(npu, scheme):
 
 @pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
 def test_a_prompt_in_two_prefills_is_one_prompt(npu, scheme):
-    expected, _ = run(npu, scheme, max(LENGTHS), chunk_length=32)
+    expected, _ = run(npu, scheme, max(LENGTHS), cache_dtype="float32")
     with chunkrt.load(checkpoint(NAME), npu=npu, scheme=scheme, cache_dtype="float32") as engine:
         session = engine.session()
         parts = [session.prefill(TOKENS[:41], logits="all"), session.prefill(TOKENS[41:], logits="all")]

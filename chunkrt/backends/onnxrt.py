@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from chunkrt.backends.base import Array, Executable, Support
-from chunkrt.errors import BackendError, CompileError
+from chunkrt.backends.registry import qualified
+from chunkrt.errors import BackendError, CompileError, PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import WeightStore
@@ -24,7 +25,13 @@ class OnnxRuntimeBackend:
     concurrency: int | None = None
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Yes: every operator is standard ONNX or has an expansion."""
+        """Yes, if every operator is standard ONNX or has an expansion."""
+        from chunkrt.graph.functions import has_expansion
+
+        for node in subgraph.nodes:
+            if node.domain and not has_expansion(node.domain, node.op):
+                reason = f"{qualified(node.domain, node.op)} is not standard ONNX and has no expansion into it"
+                return Support(ok=False, node=node.name, reason=reason)
         return Support(ok=True)
 
     def compile(
@@ -33,8 +40,11 @@ class OnnxRuntimeBackend:
         """One inference session for the subgraph, any number of rows.
 
         Raises:
+            PartitionError: see `supports`.
             CompileError: ONNX Runtime refused the model; its own words are in the cause.
         """
+        if not (support := self.supports(subgraph, plan, scheme)):
+            raise PartitionError(f"onnxrt cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
         return OnnxRuntimeExecutable((subgraph,), plan, scheme, weights)
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
@@ -37,7 +38,13 @@ class ReferenceBackend:
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> Executable:
-        """Look the operators up and the weights out."""
+        """Look the operators up and the weights out.
+
+        Raises:
+            PartitionError: see `supports`.
+        """
+        if not (support := self.supports(subgraph, plan, scheme)):
+            raise PartitionError(f"reference cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
         quantized = linear_weights(plan) if scheme.weight_bits else set()
         constants: dict[str, Any] = {
             name: QuantizedWeight(*weights.linear(name), num_digits=scheme.num_digits(name))
@@ -127,7 +134,8 @@ def _gather(table: Array, indices: NDArray[np.int64], *, axis: int) -> Float32:
 @operators.register("RMSNormalization")
 def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float) -> Float32:
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axis, keepdims=True)
-    return ((x / np.sqrt(mean_square + epsilon)) * weight).astype(np.float32)
+    normalised: Float32 = ((x / np.sqrt(mean_square + epsilon)) * weight).astype(np.float32)
+    return normalised
 
 
 def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
@@ -135,7 +143,8 @@ def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    rotated: Float32 = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    return rotated
 
 
 @operators.register("CachedAttention", "chunkrt")

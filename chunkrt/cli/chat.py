@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import click
@@ -74,10 +75,9 @@ def reuse_prefix(session: Session, tokens: list[int]) -> list[int]:
 
 def _read_line() -> str | None:
     """The next line, or None at the end of the input; Ctrl-C at the prompt drops the line."""
-    stdin = click.get_text_stream("stdin")
     try:
-        if not stdin.isatty():
-            line = stdin.readline()
+        if not sys.stdin.isatty():
+            line = sys.stdin.readline()
             return line.strip() if line else None
         return input("> ").strip()
     except EOFError:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import platform
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import click
 
@@ -69,14 +68,14 @@ def _kernels() -> list[Finding]:
     except ImportError as error:
         advice = "run `pip install .` in the source folder, with a C++20 compiler"
         return [Finding(what="native kernels", ok=False, found=str(error), advice=advice)]
-    info: dict[str, Any] = cpu_info()
-    selected = ", ".join(f"{op}: {isa}" for op, isa in info["selected"].items())
-    findings = [Finding(what="native kernels", ok=True, found=selected)]
+    info = cpu_info()
+    best = ", ".join(sorted(set(info["selected"].values())))
+    findings = [Finding(what="native kernels", ok=True, found=f"{info['processor']}; in use: {best}")]
     for isa in info["isas"]:
-        state = ("built" if isa["built"] else "not built") + (
-            ", supported" if isa["supported"] else ", not supported by this processor"
-        )
-        findings.append(Finding(what=f"  {isa['name']}", ok=isa["built"] and isa["supported"], found=state))
+        if not isa["built"]:
+            continue  # another architecture's
+        found = "built, supported" if isa["supported"] else "built, not supported by this processor"
+        findings.append(Finding(what=f"  {isa['name']}", ok=isa["supported"], found=found))
     return findings
 
 

@@ -8,10 +8,12 @@ import click
 
 from chunkrt.catalogue import Entry, entries, pulled
 from chunkrt.catalogue.entry import WheelSource
+from chunkrt.cli.options import verbose_option
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@verbose_option
 def models(as_json: bool) -> None:
     """List the models of the catalogue, and which of them are on this machine."""
     known = list(entries().values())

@@ -13,8 +13,8 @@ from chunkrt.cli.options import engine_options, progress_bar
 from chunkrt.engine import DEFAULT_SCHEME, EngineOptions, engine_folder, find_checkpoint, options_placement
 from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
 from chunkrt.errors import ConfigError
-from chunkrt.graph.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
 from chunkrt.graph.plan import Plan
+from chunkrt.quant.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
 from chunkrt.quant.scheme import find_scheme
 
 

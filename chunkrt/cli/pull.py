@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from chunkrt import catalogue
+from chunkrt.cli.options import verbose_option
 
 
 @click.command()
 @click.argument("name")
+@verbose_option
 def pull(name: str) -> None:
     """Fetch the model NAME, unless it is here already, and print where it lies."""
     click.echo(pull_with_progress(catalogue.find(name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ConfigError("give a prompt with -p TEXT or -f FILE, one of them")
     if file is not None:
         try:
-            prompt = click.get_text_stream("stdin").read() if str(file) == "-" else file.read_text("utf-8")
+            prompt = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the prompt from {file}: {error}") from error
     assert prompt is not None

@@ -112,6 +112,11 @@ def _functions() -> dict[str, ir.Function]:
     return {f.name: f for f in ir.from_onnx_text(_TEXT).functions.values()}
 
 
+def has_expansion(domain: str, op: str) -> bool:
+    """Whether an operator is one of those that are defined here."""
+    return domain == DOMAIN and op in _functions()
+
+
 def expansion(op: str) -> ir.Function:
     """A fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
     return _functions()[op].clone()

@@ -23,8 +23,9 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
     """A pass, in place: make every linear what a scheme says.
 
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: under an 8-bit scheme each is
-    one `chunkrt::DynamicLinear`, or a `TwoDigitLinear` where the scheme wants that, whose weight is an int8 initializer [K, N] of the same name, with its scales
-    float32 [N] beside it; the function that defines the operator is in the model. Under "float" nothing changes.
+    one `chunkrt::DynamicLinear`, or a `TwoDigitLinear` where the scheme wants that, whose weight is an int8
+    initializer [K, N] of the same name, with its scales float32 [N] beside it; the functions that define the
+    operators are in the model. Under "float" nothing changes.
     """
     if scheme.weight_bits is None:
         return
@@ -42,7 +43,7 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
         )
         graph.initializers[scale.name or ""] = scale
         node.domain = DOMAIN
-        node.op_type = {1: "DynamicLinear", 2: "TwoDigitLinear"}[scheme.num_digits(weight.name)]
+        node.op_type = {1: "DynamicLinear", 2: "TwoDigitLinear"}[scheme.num_digits(weight.name or "")]
         node.resize_inputs(3)
         node.replace_input_with(2, scale)
     for op in ("QuantizeRows", "DynamicLinear", "TwoDigitLinear"):

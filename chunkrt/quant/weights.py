@@ -75,26 +75,24 @@ def write_weights(
     Raises:
         ModelError, QuantizationError: as `load` and `quantize_weight`.
     """
-    linears = linear_weights(plan) if scheme.weight_bits == 8 else set()
-    tables = embedding_tables(plan) if scheme.weight_bits == 8 else set()
-    weights = [t for t in plan.tensors.values() if t.kind == "weight"]
-    weights.sort(key=lambda t: t.name not in linears)  # packed ones first: they need 64-byte alignment
-    entries = {t.name: _entries(t, linears, tables) for t in weights}
+    stored = stored_entries(plan, scheme)
+    packed_first = sorted(stored, key=lambda name: len(stored[name]) == 1)  # they need 64-byte alignment
+    entries = {name: stored[name] for name in packed_first}
     scales: list[Float32] = []
     with path.open("wb") as file:
         writer = WeightWriter(file, _scales_last(entries))
-        for done, tensor in enumerate(weights):
-            progress(done, len(weights))
-            values = load(tensor.name)
-            if tensor.name in linears:
-                quantized, scale = quantize_weight(values, name=tensor.name)
+        for done, (name, parts) in enumerate(entries.items()):
+            progress(done, len(entries))
+            values = load(name)
+            if len(parts) > 1:
+                quantized, scale = quantize_weight(values, name=name)
                 scales.append(scale)
                 writer.write(pack(quantized))
             else:
-                writer.write(values.astype(entries[tensor.name][0].dtype, copy=False))
+                writer.write(values.astype(parts[0].dtype, copy=False))
         for scale in scales:
             writer.write(scale)
-    progress(len(weights), len(weights))
+    progress(len(entries), len(entries))
 
 
 def embedding_tables(plan: Plan) -> set[str]:
@@ -105,6 +103,14 @@ def embedding_tables(plan: Plan) -> set[str]:
         for node in subgraph.nodes
         if node.op == "Gather" and plan.tensors[node.inputs[0]].kind == "weight"
     }
+
+
+def stored_entries(plan: Plan, scheme: Scheme) -> dict[str, list[Entry]]:
+    """How a scheme stores each weight of a plan: one array, and for a quantised linear its scales."""
+    is_int8 = scheme.weight_bits == 8
+    linears = linear_weights(plan) if is_int8 else set()
+    tables = embedding_tables(plan) if is_int8 else set()
+    return {t.name: _entries(t, linears, tables) for t in plan.tensors.values() if t.kind == "weight"}
 
 
 def _entries(tensor: Tensor, linears: set[str], tables: set[str]) -> list[Entry]:

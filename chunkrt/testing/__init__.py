@@ -1,8 +1,6 @@
 """For those who write a backend: the contract of `chunkrt/backends/base.py` as a test suite.
 
-    from chunkrt.testing import check_backend
-
-    check_backend(MyBackend())
+One call is all: `check_backend(MyBackend())`.
 """
 
 from chunkrt.testing.conformance import ConformanceError, check_backend

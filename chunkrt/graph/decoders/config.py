@@ -58,7 +58,9 @@ def read_config(source: TensorSource) -> DecoderConfig:
     if head_dim % 2:
         raise ModelError(f"{source.path.name}: head_dim is {head_dim}; RoPE needs an even one")
     if (layers := _count(source, "num_hidden_layers")) > len(source.names()):
-        raise ModelError(f"{source.path.name}: {layers} layers are claimed, but there are {len(source.names())} tensors")
+        raise ModelError(
+            f"{source.path.name}: {layers} layers are claimed, but there are {len(source.names())} tensors"
+        )
     return DecoderConfig(
         hidden_size=hidden,
         intermediate_size=_count(source, "intermediate_size"),

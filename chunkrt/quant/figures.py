@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from chunkrt.graph.plan import DTYPE_BYTES, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
 from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.weights import stored_entries
 
 FLOPS_PER_MULTIPLY_ADD = 2
 
@@ -16,8 +16,8 @@ FLOPS_PER_MULTIPLY_ADD = 2
 class SubgraphFigures:
     """One subgraph on one chunk.
 
-    `linear_flops`: of its MatMuls, a multiply-add counted as two. `weight_bytes`: under the scheme, scales included.
-    `crossing_bytes`: values that it takes from or gives to subgraphs on the other device, once each.
+    `linear_flops`: of its MatMuls, a multiply-add counted as two. `weight_bytes`: under the scheme, scales included;
+    weights that several subgraphs read count at the first of them. `crossing_bytes`: values that it takes from or gives to subgraphs on the other device, once each.
     """
 
     name: str
@@ -45,6 +45,7 @@ class AttentionFigures:
 def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[SubgraphFigures]:
     """Figures of every subgraph for one chunk, and one row of logits."""
     symbols = {"T": chunk_length, "R": 1}
+    stored_bytes = weight_bytes(plan, scheme)
     homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
     readers: dict[str, set[str]] = {}
     for subgraph in plan.subgraphs:
@@ -63,7 +64,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             is_static=s.is_static,
             num_nodes=len(s.nodes),
             linear_flops=sum(_matmul_flops(plan, node, symbols) for node in s.nodes),
-            weight_bytes=sum(weight_bytes(plan, s, scheme)),
+            weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
             crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in (*s.inputs, *s.outputs) if crosses(s, n)),
             state_slots=s.state,
         )
@@ -84,17 +85,9 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
     return AttentionFigures(chunked_flops=per_pair * chunked, unchunked_flops=per_pair * prompt_length**2)
 
 
-def weight_bytes(plan: Plan, subgraph: Subgraph, scheme: Scheme) -> Iterable[int]:
-    """Bytes of each weight of a subgraph as the scheme stores it; an 8-bit linear has a float32 scale a column."""
-    linears = {node.inputs[1] for node in subgraph.nodes if node.op == "MatMul"}
-    for name in subgraph.weights:
-        tensor = plan.tensors[name]
-        yield _quantized_bytes(tensor) if scheme.weight_bits == 8 and name in linears else tensor.num_bytes()
-
-
-def _quantized_bytes(tensor: Tensor) -> int:
-    depth, columns = resolve(tensor.shape, {})
-    return depth * columns + columns * DTYPE_BYTES["float32"]
+def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
+    """Bytes of every weight as the scheme stores it; an 8-bit linear has a float32 scale a column."""
+    return {name: sum(e.num_bytes for e in entries) for name, entries in stored_entries(plan, scheme).items()}
 
 
 def _matmul_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:
