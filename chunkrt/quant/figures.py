@@ -16,8 +16,9 @@ FLOPS_PER_MULTIPLY_ADD = 2
 class SubgraphFigures:
     """One subgraph on one chunk.
 
-    `linear_flops`: of its MatMuls, a multiply-add counted as two. `weight_bytes`: under the scheme, scales included;
-    weights that several subgraphs read count at the first of them. `crossing_bytes`: values that it takes from or gives to subgraphs on the other device, once each.
+    `linear_flops`: of its MatMuls, a multiply-add counted as two. `weight_bytes`: under the scheme, scales
+    included; weights that several subgraphs read count at the first of them. `crossing_bytes`: values that it takes
+    from or gives to subgraphs on the other device, once each.
     """
 
     name: str

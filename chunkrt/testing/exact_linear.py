@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,5 +54,9 @@ def exact_linear(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore,
         state=(),
     )
     return ExactLinear(
-        subgraph=subgraph, plan=plan, values=values, expected=taken @ matrix, magnitude=np.abs(taken) @ np.abs(matrix)
+        subgraph=subgraph,
+        plan=replace(plan, subgraphs=(subgraph,), inputs=subgraph.inputs, output=linear.outputs[0]),
+        values=values,
+        expected=taken @ matrix,
+        magnitude=np.abs(taken) @ np.abs(matrix),
     )
