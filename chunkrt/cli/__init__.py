@@ -58,13 +58,17 @@ def main() -> None:
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="chunkrt", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" (see `{context.command_path} --help`)" if context else ""
+        _report(error.format_message().rstrip(".") + hint, is_verbose, error.exit_code)
     except ChunkrtError as error:
         _report(str(error), is_verbose, 1)
     except (KeyboardInterrupt, click.Abort):

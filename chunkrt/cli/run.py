@@ -61,8 +61,10 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         try:
             prompt = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the prompt from {file}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the prompt in {file} is not UTF-8 text: {error}") from error
     assert prompt is not None
     if not prompt.strip():
         raise ConfigError("the prompt is empty")
