@@ -51,9 +51,11 @@ def chat(model: str, **options: Any) -> None:
             try:
                 tokens = reuse_prefix(session, prompt_tokens(engine, messages))
                 answer = stream_answer(session, tokens, sampling=sampling, **generation, emit=emit)
-                click.echo(f"\n[{answer.figures()}]", err=True)
+                click.echo()
+                click.echo(f"[{answer.figures()}]", err=True)
             except KeyboardInterrupt:
-                click.echo("\n[stopped]", err=True)
+                click.echo()
+                click.echo("[stopped]", err=True)
             except ConfigError as error:  # the turn does not fit: the conversation goes on without it
                 messages.pop()
                 click.echo(f"{error}; /reset begins anew", err=True)
