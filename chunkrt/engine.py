@@ -20,6 +20,7 @@ from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, Mo
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme, find_scheme
+from chunkrt.quant.weights import stored_entries
 from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.schedule import Processor
@@ -167,6 +168,7 @@ class Engine:
         self.context_length = _context_length(self.plan, options)
         self.chunk_length = _chunk_length(self.context_length, options)
         self.weights = open_weights(folder)
+        self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
         self._lock = threading.Lock()

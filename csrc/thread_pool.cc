@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <utility>
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -11,7 +12,7 @@
 namespace chunkrt {
 namespace {
 
-// The stages of a program, and the programs of a chunk, follow each other in microseconds, less than it takes
+// The loops of a program, and the programs of a chunk, follow each other in microseconds, less than it takes
 // to fall asleep and be woken; so who waits looks for this long before it sleeps.
 constexpr std::chrono::microseconds kTimeBeforeSleep{50};
 constexpr int kPausesPerLook = 8;
@@ -27,153 +28,183 @@ void pause() {
 }
 
 // Waits until the value is no longer `old`.
-template <typename T>
-T wait_while(const std::atomic<T>& value, T old) {
-  T seen = value.load(std::memory_order_acquire);
+void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
   const auto deadline = std::chrono::steady_clock::now() + kTimeBeforeSleep;
-  while (seen == old && std::chrono::steady_clock::now() < deadline) {
-    for (int i = 0; i < kPausesPerLook; ++i) pause();
-    std::this_thread::yield();
-    seen = value.load(std::memory_order_acquire);
-  }
-  if (seen != old) return seen;
+  do {
+    for (int i = 0; i < kPausesPerLook; ++i) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
   value.wait(old, std::memory_order_acquire);
-  return value.load(std::memory_order_acquire);
 }
 
 }  // namespace
 
-void Team::parallel_for(std::size_t count, std::size_t piece, const Body& body) {
-  try {
-    if (size() > 1) {
-      run_pieces(count, piece, body);
-    } else if (count > 0 && !shared_.has_failed.load(std::memory_order_relaxed)) {
-      body(0, count);
+// A caller's present loop. Its memory outlives it, so that a helper may look at it at any time; what is not
+// atomic is read only between taking a piece and reporting it done, while the caller cannot have gone on.
+struct ThreadPool::Loop {
+  // Neighbouring pieces, for one thread to begin with. The loop's number in the upper half, so that nobody
+  // can take a piece of a loop that is over; how many have been taken in the lower half.
+  struct alignas(64) Stretch {
+    std::atomic<std::uint64_t> taken{0};
+  };
+
+  explicit Loop(std::size_t num_stretches) : stretches(num_stretches) {}
+
+  void open(std::size_t new_count, std::size_t new_piece, const Body& new_body) {
+    // The stretches first: whoever sees the new number of pieces but still the old loop's number takes
+    // nothing.
+    const std::uint32_t next = number.load(std::memory_order_relaxed) + 1;
+    for (Stretch& stretch : stretches)
+      stretch.taken.store(std::uint64_t{next} << 32, std::memory_order_relaxed);
+    count = new_count;
+    piece = new_piece;
+    body = &new_body;
+    num_done.store(0, std::memory_order_relaxed);
+    num_pieces.store(static_cast<std::uint32_t>((count + piece - 1) / piece), std::memory_order_release);
+    number.store(next, std::memory_order_release);
+  }
+
+  // Takes a piece for `member`: of its own stretch if there is one left, else of another's.
+  bool take(std::size_t member, std::size_t& index) {
+    const std::uint32_t present = number.load(std::memory_order_acquire);
+    const std::size_t total = num_pieces.load(std::memory_order_acquire);
+    for (std::size_t i = 0; i < stretches.size(); ++i) {
+      const std::size_t owner = (member + i) % stretches.size();
+      const std::size_t first = total * owner / stretches.size(),
+                        last = total * (owner + 1) / stretches.size();
+      std::atomic<std::uint64_t>& taken = stretches[owner].taken;
+      std::uint64_t seen = taken.load(std::memory_order_relaxed);
+      while (seen >> 32 == present && first + (seen & 0xffffffffu) < last) {
+        index = first + (seen & 0xffffffffu);
+        if (taken.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_relaxed))
+          return true;
+      }
     }
-  } catch (...) {
-    shared_.record_failure();
+    return false;
   }
-  if (size() > 1) wait_for_all();
-}
 
-void Team::run_pieces(std::size_t count, std::size_t piece, const Body& body) {
-  const std::size_t num_pieces = (count + piece - 1) / piece;
-  for (std::size_t i = 0; i < size(); ++i) {
-    const std::size_t owner = (member_ + i) % size();
-    const std::size_t first = num_pieces * owner / size(), last = num_pieces * (owner + 1) / size();
-    std::atomic<std::size_t>& num_taken = shared_.stretches[owner].num_taken;
-    while (!shared_.has_failed.load(std::memory_order_relaxed)) {
-      const std::size_t index = first + num_taken.fetch_add(1, std::memory_order_relaxed);
-      if (index >= last) break;
-      body(index * piece, std::min((index + 1) * piece, count));
-    }
-  }
-}
-
-void Team::wait_for_all() {
-  const std::uint32_t generation = shared_.generation.load(std::memory_order_relaxed);
-  if (shared_.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < size()) {
-    wait_while(shared_.generation, generation);
-    return;
-  }
-  shared_.num_arrived.store(0, std::memory_order_relaxed);
-  for (Stretch& stretch : shared_.stretches) stretch.num_taken.store(0, std::memory_order_relaxed);
-  shared_.generation.store(generation + 1, std::memory_order_release);
-  shared_.generation.notify_all();
-}
-
-void Team::Shared::record_failure() {
-  const std::lock_guard lock(failure_mutex);
-  if (!failure) failure = std::current_exception();
-  has_failed.store(true, std::memory_order_relaxed);
-}
+  std::atomic<std::uint32_t> number{0};
+  std::atomic<std::uint32_t> num_pieces{0};
+  std::vector<Stretch> stretches;
+  std::size_t count = 0;
+  std::size_t piece = 1;
+  const Body* body = nullptr;
+  std::atomic<std::uint32_t> num_done{0};
+  std::atomic<bool> has_failed{false};
+  std::mutex failure_mutex;
+  std::exception_ptr failure;
+};
 
 ThreadPool::ThreadPool(std::size_t budget) : budget_(budget), permits_(budget) {
   if (budget == 0) throw std::invalid_argument("a thread pool needs a budget of at least 1 thread, got 0");
   for (std::size_t i = 0; i < budget; ++i) {
-    teams_.push_back(std::make_unique<Team::Shared>(budget));
-    idle_teams_.push_back(teams_.back().get());
+    loops_.push_back(std::make_unique<Loop>(budget));
+    idle_loops_.push_back(loops_.back().get());
   }
-  for (std::size_t i = 1; i < budget; ++i) {
-    helpers_.push_back(std::make_unique<Helper>());
-    Helper& helper = *helpers_.back();
-    helper.thread = std::thread([this, &helper] { serve(helper); });
-    idle_helpers_.push_back(&helper);
+  for (std::size_t member = 1; member < budget; ++member) {
+    helpers_.emplace_back([this, member] { serve(member); });
   }
 }
 
 ThreadPool::~ThreadPool() {
-  for (const auto& helper : helpers_) {
-    helper->team.store(&stop_, std::memory_order_release);
-    helper->team.notify_one();
-  }
-  for (const auto& helper : helpers_) helper->thread.join();
+  is_stopping_.store(true, std::memory_order_relaxed);
+  num_opened_.fetch_add(1, std::memory_order_release);
+  num_opened_.notify_all();
+  for (std::thread& helper : helpers_) helper.join();
 }
 
-void ThreadPool::run(const Work& work) {
-  std::vector<Helper*> helpers;
-  Team::Shared& shared = gather_team(helpers);
-  shared.work = &work;
-  shared.helpers_at_work.store(static_cast<std::uint32_t>(helpers.size()), std::memory_order_relaxed);
-  for (std::size_t i = 0; i < helpers.size(); ++i) {
-    helpers[i]->member = i + 1;
-    helpers[i]->team.store(&shared, std::memory_order_release);
-    helpers[i]->team.notify_one();
-  }
-  try {
-    Team team(shared, 0);
-    work(team, 0);
-  } catch (...) {
-    shared.record_failure();
-  }
-  for (std::uint32_t left; (left = shared.helpers_at_work.load(std::memory_order_acquire)) != 0;) {
-    wait_while(shared.helpers_at_work, left);
-  }
-  const std::exception_ptr failure = shared.failure;
-  dissolve(shared, helpers);
-  if (failure) std::rethrow_exception(failure);
-}
-
-Team::Shared& ThreadPool::gather_team(std::vector<Helper*>& helpers) {
-  helpers.reserve(budget_ - 1);
-  std::unique_lock lock(mutex_);
-  ++waiting_callers_;
-  permit_returned_.wait(lock, [this] { return permits_ > 0; });
-  --waiting_callers_;
-  // One permit stays for each caller that waits too.
-  const std::size_t size = permits_ > waiting_callers_ ? permits_ - waiting_callers_ : 1;
-  permits_ -= size;
-  Team::Shared& team = *idle_teams_.back();
-  idle_teams_.pop_back();
-  helpers.assign(idle_helpers_.end() - static_cast<std::ptrdiff_t>(size - 1), idle_helpers_.end());
-  idle_helpers_.resize(idle_helpers_.size() - (size - 1));
-  team.size = size;
-  return team;
-}
-
-void ThreadPool::dissolve(Team::Shared& team, const std::vector<Helper*>& helpers) {
-  team.failure = nullptr;
-  team.has_failed.store(false, std::memory_order_relaxed);
-  {
-    const std::lock_guard lock(mutex_);
-    permits_ += team.size;
-    idle_helpers_.insert(idle_helpers_.end(), helpers.begin(), helpers.end());
-    idle_teams_.push_back(&team);
-  }
-  permit_returned_.notify_all();
-}
-
-void ThreadPool::serve(Helper& helper) {
-  for (Team::Shared* shared; (shared = wait_while<Team::Shared*>(helper.team, nullptr)) != &stop_;) {
-    helper.team.store(nullptr, std::memory_order_relaxed);
-    try {
-      Team team(*shared, helper.member);
-      (*shared->work)(team, helper.member);
-    } catch (...) {
-      shared->record_failure();
+void ThreadPool::serve(std::size_t member) {
+  for (;;) {
+    const std::uint32_t seen = num_opened_.load(std::memory_order_acquire);
+    if (is_stopping_.load(std::memory_order_relaxed)) return;
+    if (!take_permit()) {  // the callers need all threads: sleep until one of them sees a permit left and
+                           // says so
+      num_opened_.wait(seen, std::memory_order_acquire);
+      continue;
     }
-    shared->helpers_at_work.fetch_sub(1, std::memory_order_acq_rel);
-    shared->helpers_at_work.notify_one();
+    bool has_helped = false;
+    for (const std::unique_ptr<Loop>& loop : loops_) has_helped |= help(*loop, member);
+    return_permit();
+    if (!has_helped) wait_while(num_opened_, seen);
+  }
+}
+
+// Takes pieces until there is none left, or a caller waits for the helper's permit.
+bool ThreadPool::help(Loop& loop, std::size_t member) {
+  bool has_helped = false;
+  std::size_t index;
+  while (waiting_callers_.load(std::memory_order_relaxed) == 0 && loop.take(member, index)) {
+    run_piece(loop, index, member);
+    has_helped = true;
+  }
+  return has_helped;
+}
+
+void ThreadPool::run_piece(Loop& loop, std::size_t index, std::size_t member) {
+  try {
+    const std::size_t begin = index * loop.piece, end = std::min(begin + loop.piece, loop.count);
+    if (!loop.has_failed.load(std::memory_order_relaxed)) (*loop.body)(begin, end, member);
+  } catch (...) {
+    const std::lock_guard lock(loop.failure_mutex);
+    if (!loop.failure) loop.failure = std::current_exception();
+    loop.has_failed.store(true, std::memory_order_relaxed);
+  }
+  const std::uint32_t num_pieces = loop.num_pieces.load(std::memory_order_relaxed);
+  if (loop.num_done.fetch_add(1, std::memory_order_acq_rel) + 1 == num_pieces) loop.num_done.notify_one();
+}
+
+bool ThreadPool::take_permit() {
+  std::size_t permits = permits_.load();
+  while (permits > 0) {
+    if (permits_.compare_exchange_weak(permits, permits - 1)) return true;
+  }
+  return false;
+}
+
+void ThreadPool::return_permit() {
+  permits_.fetch_add(1);
+  if (waiting_callers_.load() > 0) {
+    const std::lock_guard lock(mutex_);
+    permit_returned_.notify_one();
+  }
+}
+
+ThreadPool::Team::Team(ThreadPool& pool) : pool_(pool) {
+  std::unique_lock lock(pool.mutex_);
+  pool.waiting_callers_.fetch_add(1);
+  pool.permit_returned_.wait(lock, [&pool] { return pool.take_permit(); });
+  pool.waiting_callers_.fetch_sub(1);
+  pool.num_callers_.fetch_add(1, std::memory_order_relaxed);
+  loop_ = pool.idle_loops_.back();
+  pool.idle_loops_.pop_back();
+}
+
+ThreadPool::Team::~Team() {
+  {
+    const std::lock_guard lock(pool_.mutex_);
+    pool_.idle_loops_.push_back(loop_);
+    pool_.num_callers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  pool_.return_permit();
+}
+
+void ThreadPool::Team::parallel_for(std::size_t count, std::size_t piece, const Body& body) {
+  if (count == 0) return;
+  if (pool_.num_callers_.load(std::memory_order_relaxed) == pool_.budget()) return body(0, count, 0);
+  loop_->open(count, piece, body);
+  pool_.num_opened_.fetch_add(1, std::memory_order_release);
+  pool_.num_opened_.notify_all();
+  for (std::size_t index; loop_->take(0, index);) pool_.run_piece(*loop_, index, 0);
+  const std::uint32_t num_pieces = loop_->num_pieces.load(std::memory_order_relaxed);
+  for (std::uint32_t done; (done = loop_->num_done.load(std::memory_order_acquire)) != num_pieces;) {
+    wait_while(loop_->num_done, done);
+  }
+  if (loop_->has_failed.load(std::memory_order_relaxed)) {
+    const std::exception_ptr failure = std::exchange(loop_->failure, nullptr);
+    loop_->has_failed.store(false, std::memory_order_relaxed);
+    std::rethrow_exception(failure);
   }
 }
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, unknown_name
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -143,9 +143,7 @@ def _build(kind: type[Table], values: Mapping[str, Any], path: Path) -> Table:
     types = get_type_hints(kind)
     for key, value in values.items():
         if key not in known:
-            nearest = get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise ConfigError(f"{path}: unknown key {key!r}; {hint}there are: {', '.join(known)}")
+            raise ConfigError(f"{path}: {unknown_name('key', key, known)}")
         if key != "parts" and not isinstance(value, types[key]):
             raise ConfigError(f"{path}: {key} is {value!r}, expected {_type_name(types[key])}")
         if key == "sha256" and not re.fullmatch("[0-9a-f]{64}", value):

@@ -14,11 +14,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from chunkrt.errors import ModelError
 
 Device = Literal["npu", "cpu"]
+Kind = Literal["value", "weight", "state"]
+Rows = Literal["T", "R"]
 Dimension = int | str
 Attribute = int | float | str | list[int] | list[float]
 
@@ -35,7 +37,7 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[Dimension, ...]
-    kind: Literal["value", "weight", "state"] = "value"
+    kind: Kind = "value"
 
     def num_bytes(self, **symbols: int) -> int:
         """Size in bytes once the symbols (T, R, P) have values."""
@@ -70,7 +72,7 @@ class Subgraph:
     name: str
     device: Device
     is_static: bool
-    rows: Literal["T", "R"]
+    rows: Rows
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -112,7 +114,9 @@ class Plan:
             ModelError: the text is not a plan.
         """
         try:
-            return _plan(json.loads(text))
+            plan = _plan(json.loads(text))
+            _check(plan)
+            return plan
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
                 f"the plan is damaged ({type(error).__name__}: {error}); compile the model again"
@@ -139,3 +143,34 @@ def _subgraph(data: dict[str, Any]) -> Subgraph:
     names = {key: tuple(data[key]) for key in ("inputs", "outputs", "weights", "state")}
     nodes = tuple(Node(**n | {key: tuple(n[key]) for key in ("inputs", "outputs")}) for n in data["nodes"])
     return Subgraph(**data | names | {"nodes": nodes})
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what no compiler wrote. Raises ValueError, or KeyError for a name that is no tensor's."""
+    for name, tensor in plan.tensors.items():
+        sizes = [size for size in tensor.shape if size not in ("T", "R", "P")]
+        is_sound = tensor.name == name and tensor.dtype in DTYPE_BYTES and tensor.kind in get_args(Kind)
+        if not is_sound or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(f"tensor {name!r} is {tensor}")
+    known = set(plan.inputs)
+    for subgraph in plan.subgraphs:
+        if subgraph.device not in get_args(Device) or subgraph.rows not in get_args(Rows):
+            raise ValueError(f"{subgraph.name} is on {subgraph.device!r} with rows {subgraph.rows!r}")
+        constants = {"weight": subgraph.weights, "state": subgraph.state}
+        for kind, names in constants.items():
+            if any(plan.tensors[name].kind != kind for name in names):
+                raise ValueError(f"{subgraph.name} reads {names} as {kind}")
+        inside = {"", *subgraph.inputs, *subgraph.weights, *subgraph.state}
+        for node in subgraph.nodes:
+            if any(not isinstance(word, str) for word in (node.name, node.op, node.domain)):
+                raise ValueError(f"node {node.name!r} is a {node.domain!r} {node.op!r}")
+            if not isinstance(node.attributes, dict) or not inside.issuperset(node.inputs):
+                raise ValueError(f"node {node.name!r} reads what is not there")
+            inside.update(node.outputs)
+        if not known.issuperset(subgraph.inputs) or not inside.issuperset(subgraph.outputs):
+            raise ValueError(f"{subgraph.name} reads or gives what is not there")
+        known.update(subgraph.outputs)
+        for name in inside - {""}:
+            plan.tensors[name]
+    if plan.output not in known or type(plan.vocab_size) is not int or type(plan.context_length) is not int:
+        raise ValueError(f"output {plan.output!r}, vocabulary {plan.vocab_size!r}, context {plan.context_length!r}")

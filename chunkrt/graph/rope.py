@@ -6,6 +6,7 @@ Source: Su et al., RoFormer (2021), section 3.2.2; Llama 3's scaling as in Huggi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -52,19 +53,26 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
 
     Raises:
         UnsupportedModelError: a scaling rule that is not implemented.
-        ModelError: a rule without one of its numbers.
+        ModelError: a rule without one of its numbers, or a number that makes no sense.
     """
-    parameters = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
-    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
-    fraction = float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
-    rotary_dim = round(head_dim * fraction)
+    parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
+    for key in ("rope_parameters", "rope_scaling"):
+        section = config.get(key) or {}
+        if not isinstance(section, Mapping):
+            raise ModelError(f"the config's {key} is {section!r}, expected a table of numbers")
+        parameters |= section
+    theta = _positive(parameters, "rope_theta")
+    rotary_dim = round(head_dim * _positive(parameters, "partial_rotary_factor"))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelError(f"RoPE is to rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
     base = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     rule = parameters.get("rope_type", parameters.get("type", "default"))
     try:
         if rule in ("default", None):
             return base
         if rule == "linear":
-            return base / float(parameters["factor"])
+            return base / _positive(parameters, "factor")
         if rule == "llama3":
             return _llama3(base, parameters)
     except KeyError as error:
@@ -74,9 +82,18 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
 
 def _llama3(base: Float64, parameters: Mapping[str, Any]) -> Float64:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    factor = float(parameters["factor"])
-    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-    original = float(parameters["original_max_position_embeddings"])
+    factor = _positive(parameters, "factor")
+    low, high = _positive(parameters, "low_freq_factor"), _positive(parameters, "high_freq_factor")
+    if low >= high:
+        raise ModelError(f"rope scaling has low_freq_factor {low}, expected less than high_freq_factor {high}")
+    original = _positive(parameters, "original_max_position_embeddings")
     wavelength = 2 * np.pi / base
     blend = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
     return (1 - blend) * base / factor + blend * base
+
+
+def _positive(parameters: Mapping[str, Any], key: str) -> float:
+    value = parameters[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise ModelError(f"the config's {key} of RoPE is {value!r}, expected a positive number")
+    return float(value)

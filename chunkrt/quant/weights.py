@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,10 +90,18 @@ def write_weights(
                 scales.append(scale)
                 writer.write(pack(quantized))
             else:
-                writer.write(values.astype(parts[0].dtype, copy=False))
+                writer.write(_as_dtype(values, parts[0].dtype, name=name))
         for scale in scales:
             writer.write(scale)
     progress(len(entries), len(entries))
+
+
+def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[Any]]:
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype, copy=False)
+    if np.isinf(converted).any():
+        raise QuantizationError(f"{name} holds values too large for {dtype}; use the scheme 'float'")
+    return converted
 
 
 def embedding_tables(plan: Plan) -> set[str]:

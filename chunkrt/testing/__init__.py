@@ -3,6 +3,7 @@
 One call is all: `check_backend(MyBackend())`.
 """
 
-from chunkrt.testing.conformance import ConformanceError, check_backend
+from chunkrt.testing.conformance import check_backend
+from chunkrt.testing.error import ConformanceError
 
 __all__ = ["ConformanceError", "check_backend"]

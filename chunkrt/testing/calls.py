@@ -37,30 +37,27 @@ class Call:
     position: int
     num_tokens: int
 
-    def guards(self) -> dict[str, bytes]:
-        """What lies around each output."""
-        return {
-            name: buffer[:GUARD_ROWS].tobytes() + buffer[len(buffer) - GUARD_ROWS :].tobytes()
-            for name, buffer in self.buffers.items()
-        }
-
-    def untouchable(self) -> dict[str, bytes]:
-        """The inputs that are not caches, bit for bit."""
+    def input_bits(self) -> dict[str, bytes]:
+        """The inputs that no call may write: all but the caches."""
         return {name: array.tobytes() for name, array in self.inputs.items() if name not in self.caches}
 
-    def old_positions(self) -> dict[str, bytes]:
-        """The rows of the caches that are not the call's own."""
+    def guard_bits(self) -> dict[str, bytes]:
+        """What lies around each output."""
+        return {n: b[:GUARD_ROWS].tobytes() + b[len(b) - GUARD_ROWS :].tobytes() for n, b in self.buffers.items()}
+
+    def other_position_bits(self) -> dict[str, bytes]:
+        """The caches at positions that are not the call's own."""
         end = self.position + self.num_tokens
         return {n: c[:, : self.position].tobytes() + c[:, end:].tobytes() for n, c in self.caches.items()}
 
-    def new_positions(self) -> dict[str, Array]:
-        """The rows of the caches that are the call's own."""
-        end = self.position + self.num_tokens
-        return {name: cache[:, self.position : end] for name, cache in self.caches.items()}
-
     def results(self) -> dict[str, Array]:
-        """All that the call computed: outputs, and its rows of the caches."""
-        return {**self.outputs, **self.new_positions()}
+        """All that the call computes: outputs, and the caches at its own positions."""
+        end = self.position + self.num_tokens
+        return {**self.outputs, **{name: cache[:, self.position : end] for name, cache in self.caches.items()}}
+
+    def result_bits(self) -> dict[str, bytes]:
+        """The results, bit for bit."""
+        return {name: result.tobytes() for name, result in self.results().items()}
 
 
 class Recording:

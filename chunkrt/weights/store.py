@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -93,9 +93,27 @@ class WeightStore:
             metadata = header.pop("__metadata__")
             arrays = {name: _view(mapped, start, info) for name, info in header.items()}
             shapes = {name: tuple(json.loads(text)) for name, text in metadata.items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{path} is damaged ({error}); delete its folder and compile the model again") from error
         return cls(arrays, shapes)
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Compare with what shall be there.
+
+        Raises:
+            ModelError: an array is missing, or has another shape or dtype.
+        """
+        for entry in entries:
+            array = self._arrays.get(entry.name)
+            found = None if array is None else (array.dtype.name, array.shape)
+            logical_shape = self._logical_shapes.get(entry.name, entry.shape)
+            if found != (entry.dtype, entry.shape) or logical_shape != entry.logical_shape:
+                shape = f"{entry.dtype} {list(entry.shape)}"
+                raise ModelError(
+                    f"the stored weights do not belong to the plan: {entry.name} is "
+                    f"{'missing' if found is None else f'{found[0]} {list(found[1])}'}, expected {shape}; "
+                    "compile the model again"
+                )
 
     @property
     def num_bytes(self) -> int:
@@ -120,5 +138,7 @@ class WeightStore:
 def _view(mapped: mmap.mmap, start: int, info: Mapping[str, Any]) -> NDArray[Any]:
     begin, _ = info["data_offsets"]
     shape = tuple(info["shape"])
+    if any(type(size) is not int or size < 0 for size in (begin, *shape)):
+        raise ValueError(f"shape {list(shape)} at {begin}")
     flat = np.frombuffer(mapped, _DTYPES[info["dtype"]], count=prod(shape), offset=start + begin)
     return flat.reshape(shape)

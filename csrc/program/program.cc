@@ -176,18 +176,16 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
   const std::size_t scratch_floats =
       round_up(definition_.scratch_floats * sizeof(float), kAlignment) / sizeof(float);
   float* scratch = reinterpret_cast<float*>(workspace->scratch.get());
-  pool_->run([&](Team& team, std::size_t member) {
-    for (const Stage& stage : definition_.stages) {
-      const auto body = [&](std::size_t begin, std::size_t end) {
-        for (const Step& step : stage.steps) step(frame, begin, end, scratch + member * scratch_floats);
-      };
-      const std::size_t num_items = stage.num_items(frame);
-      const std::size_t num_pieces = team.size() * kPiecesPerThread;
-      const std::size_t fair_share = std::max<std::size_t>((num_items + num_pieces - 1) / num_pieces, 1);
-      const std::size_t piece = round_up(fair_share, stage.piece_multiple);
-      team.parallel_for(num_items, piece, std::cref(body));
-    }
-  });
+  const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
+  ThreadPool::Team team(*pool_);
+  for (const Stage& stage : definition_.stages) {
+    const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {
+      for (const Step& step : stage.steps) step(frame, begin, end, scratch + member * scratch_floats);
+    };
+    const std::size_t num_items = stage.num_items(frame);
+    const std::size_t fair_share = std::max<std::size_t>((num_items + num_pieces - 1) / num_pieces, 1);
+    team.parallel_for(num_items, round_up(fair_share, stage.piece_multiple), std::cref(body));
+  }
 
   const std::lock_guard lock(mutex_);
   idle_workspaces_.push_back(std::move(workspace));

@@ -278,6 +278,37 @@ void test_extreme_scores(const Kernels& kernels) {
   }
 }
 
+// Row t gives key 0 the score -x and its other t keys the score 0; only key 0 has a value, 1. So the output
+// is e(-x) / (t + e(-x)), and shows the weight itself.
+void test_small_weights(const Kernels& kernels) {
+  const Shape shape = {1, 1, 1, 0, 70, CacheType::float32};
+  constexpr std::size_t kNumPrompts = 100;
+  // e(-x) and the sum are off by 1.1 units in the last place each, at most 2.2 * 2^-24 relatively; four
+  // additions, the inverse and the product round.
+  constexpr double kRelativeError = (2.0 * 2.2 + 6.0) * 0x1p-24;
+  for (std::size_t index = 0; index < kNumPrompts; ++index) {
+    Prompt prompt(shape);
+    std::vector<float> x(shape.length);
+    for (std::size_t row = 0; row < shape.length; ++row) {
+      x[row] = 90.0f * static_cast<float>(row * kNumPrompts + index) /
+               static_cast<float>(shape.length * kNumPrompts);
+      prompt.qkv[row * 3] = x[row];
+      prompt.qkv[row * 3 + 1] = row == 0 ? -1.0f : 0.0f;
+      prompt.qkv[row * 3 + 2] = row == 0 ? 1.0f : 0.0f;
+    }
+    const Result result = attend_prompt(prompt, kernels);
+    for (std::size_t row = 1; row < shape.length; ++row) {
+      const double weight = x[row] > kExpLimit ? 0.0 : std::exp(-static_cast<double>(x[row]));
+      const double expected = weight / (static_cast<double>(row) + weight);
+      const double found = static_cast<double>(result.out[row]);
+      // Below 2^-126 a float counts in steps of 2^-149.
+      check(std::fabs(found - expected) <= expected * kRelativeError + 0x1p-149,
+            "e(-" + std::to_string(x[row]) + ") among " + std::to_string(row) + " ones is off by " +
+                std::to_string(std::fabs(found / expected - 1.0) * 0x1p24) + " * 2^-24");
+    }
+  }
+}
+
 // A row that is not finite spoils itself and those after it, none before, whatever is beside it in a tile.
 void test_not_finite(const Kernels& kernels) {
   const Shape shape = {3, 1, 16, 16, 80, CacheType::float32};
@@ -340,6 +371,7 @@ void test_attention(Suite& suite) {
   run("a double-precision softmax", test_truth);
   run("bits of the reference, of any chunks and of any split", test_bits);
   run("scores far apart", test_extreme_scores);
+  run("small weights", test_small_weights);
   run("rows that are not finite", test_not_finite);
   run("rounding to float16", test_rounding_to_half);
 }

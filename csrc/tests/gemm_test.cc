@@ -129,6 +129,23 @@ void test_epilogues(GemmFunction* function) {
   }
 }
 
+// The residual may be the output itself.
+void test_residual_in_place(GemmFunction* function) {
+  for (const std::size_t rows : {1u, 2u, 7u}) {
+    const Problem problem({rows, 37, 29});
+    const std::vector<float> expected = problem.expected(true, true);
+    const GuardedBuffer<float> out(problem.residual.copy());
+    GemmArgs args = problem.args(out.data(), true, false);
+    args.residual = out.data();
+    args.out_stride = args.residual_stride;
+    function(args, 0, problem.blocks);
+    for (std::size_t row = 0; row < rows; ++row) {
+      check_same(out.data() + row * args.out_stride, expected.data() + row * args.columns, args.columns,
+                 describe(problem.shape) + ", row " + std::to_string(row));
+    }
+  }
+}
+
 // Every pair of ends of int8: 16-bit partial sums would saturate or wrap.
 void test_extremes(GemmFunction* function) {
   for (const int left : {-128, -127, 127}) {
@@ -175,6 +192,7 @@ void test_gemm(Suite& suite) {
   };
   run("exact at tile edges", test_shapes);
   run("bias and residual", test_epilogues);
+  run("residual in place", test_residual_in_place);
   run("ends of int8", test_extremes);
   run("the largest depth", test_largest_depth);
   run("rows alone", test_rows_alone);

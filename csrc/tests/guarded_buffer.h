@@ -21,7 +21,7 @@ class GuardedPages {
 
  private:
   void* mapping_;
-  std::size_t mapping_bytes_;
+  [[maybe_unused]] std::size_t mapping_bytes_;
   void* data_;
 };
 

@@ -28,12 +28,14 @@ class Constants {
     return builder_.constant(data->data(), Dtype::float32, shape, data);
   }
 
-  ValueId linear(ValueId input, std::size_t depth, std::size_t columns, std::optional<ValueId> residual) {
+  ValueId linear(ValueId input, std::size_t depth, std::size_t columns, std::optional<ValueId> residual,
+                 std::size_t num_digits = 1) {
     const std::size_t blocks = (columns + 15) / 16, groups = (depth + 3) / 4;
     // Every depth here is whole; what the last columns are padded with reaches no result.
     const auto packed = std::make_shared<std::vector<std::int8_t>>(random_.int8s(blocks * groups * 64));
     const ValueId weight = builder_.constant(packed->data(), Dtype::int8, {blocks, groups, 16, 4}, packed);
-    return builder_.linear(input, weight, floats({columns}, 2e-3f), floats({columns}, 0.1f), residual);
+    return builder_.linear(input, weight, floats({columns}, 2e-3f), floats({columns}, 0.1f), residual,
+                           num_digits);
   }
 
  private:
@@ -66,7 +68,7 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   const ValueId gate = builder.columns(gate_up, 0, kInner), up = builder.columns(gate_up, kInner, kInner);
   const ValueId apart = builder.mul(builder.mul(gate, builder.sigmoid(gate)), up);
   const ValueId inner = builder.add(builder.silu_mul(gate_up), apart);
-  const ValueId out = constants.linear(inner, kInner, kHidden, residual);
+  const ValueId out = constants.linear(inner, kInner, kHidden, residual, 2);
   builder.output("logits",
                  constants.linear(builder.gather(out, logit_rows), kHidden, kVocabulary, std::nullopt));
   return builder.build();

@@ -1,4 +1,4 @@
-// The thread pool: every item once, barriers between loops, callers that come together, failures.
+// The thread pool: every item once, loops one after the other, callers that come together, failures.
 #include "thread_pool.h"
 
 #include <numeric>
@@ -12,22 +12,28 @@ namespace {
 
 constexpr std::size_t kBudgets[] = {1, 2, 3, 8};
 
-// Two loops, the second reading what other members wrote in the first, in plain memory.
+// Two loops, the second reading in plain memory what others wrote in the first; and no two threads at once
+// under one member's number.
 void check_two_loops(ThreadPool& pool, std::size_t count, std::size_t piece) {
-  std::vector<std::size_t> visits(count), sums(count);
-  pool.run([&](Team& team, std::size_t) {
-    team.parallel_for(count, piece, [&](std::size_t begin, std::size_t end) {
-      check(begin < end && end <= count, "a piece out of range");
+  std::vector<std::size_t> visits(count), sums(count), members(pool.budget());
+  {
+    ThreadPool::Team team(pool);
+    team.parallel_for(count, piece, [&](std::size_t begin, std::size_t end, std::size_t member) {
+      check(begin < end && end <= count, "a piece is out of range");
+      check(member < pool.budget(), "a member's number is out of range");
+      members[member] += end - begin;
       for (std::size_t i = begin; i < end; ++i) ++visits[i];
     });
-    team.parallel_for(count, piece, [&](std::size_t begin, std::size_t end) {
+    team.parallel_for(count, piece, [&](std::size_t begin, std::size_t end, std::size_t) {
       for (std::size_t i = begin; i < end; ++i) {
         sums[i] = std::accumulate(visits.begin(), visits.end(), std::size_t{0});
       }
     });
-  });
+  }
   check(visits == std::vector<std::size_t>(count, 1), "an item ran not once");
   check(sums == std::vector<std::size_t>(count, count), "the second loop began before the first had ended");
+  check(std::accumulate(members.begin(), members.end(), std::size_t{0}) == count,
+        "two threads had one member's number");
 }
 
 void test_loops() {
@@ -39,15 +45,20 @@ void test_loops() {
   }
 }
 
-void test_team() {
+// A loop of few pieces, then one of many: helpers that are late for one come upon the next.
+void test_loops_in_a_row() {
+  constexpr std::size_t kNumRounds = 20000, kCount = 24;
   for (const std::size_t budget : kBudgets) {
     ThreadPool pool(budget);
-    std::vector<std::size_t> visits(budget);
-    pool.run([&](Team& team, std::size_t member) {
-      check(team.size() == budget, "a lone caller does not get all threads");
-      ++visits[member];
-    });
-    check(visits == std::vector<std::size_t>(budget, 1), "a member ran not once");
+    ThreadPool::Team team(pool);
+    std::vector<std::size_t> visits(kCount);
+    const auto visit = [&](std::size_t begin, std::size_t end, std::size_t) {
+      for (std::size_t i = begin; i < end; ++i) ++visits[i];
+    };
+    for (std::size_t round = 1; round <= kNumRounds; ++round) {
+      team.parallel_for(kCount, round % 2 == 0 ? 1 : 9, visit);
+      check(visits == std::vector<std::size_t>(kCount, round), "an item ran not once in a loop");
+    }
   }
 }
 
@@ -73,20 +84,16 @@ void test_callers_together() {
 void test_failure() {
   for (const std::size_t budget : kBudgets) {
     ThreadPool pool(budget);
-    bool is_later_loop_skipped = true;
     std::string message;
     try {
-      pool.run([&](Team& team, std::size_t) {
-        team.parallel_for(10, 1, [](std::size_t begin, std::size_t end) {
-          if (begin <= 5 && 5 < end) throw Failure("item 5");
-        });
-        team.parallel_for(1, 1, [&](std::size_t, std::size_t) { is_later_loop_skipped = false; });
+      ThreadPool::Team team(pool);
+      team.parallel_for(10, 1, [](std::size_t begin, std::size_t end, std::size_t) {
+        if (begin <= 5 && 5 < end) throw Failure("item 5");
       });
     } catch (const Failure& failure) {
       message = failure.what();
     }
     check(message == "item 5", "the exception of an item did not arrive");
-    check(is_later_loop_skipped, "a loop after a failure ran");
     check_two_loops(pool, 20, 3);
   }
 }
@@ -94,8 +101,8 @@ void test_failure() {
 }  // namespace
 
 void test_thread_pool(Suite& suite) {
-  suite.run("thread pool: loops and their barriers", test_loops);
-  suite.run("thread pool: a lone caller's team", test_team);
+  suite.run("thread pool: loops and what they hand on", test_loops);
+  suite.run("thread pool: loops in a row", test_loops_in_a_row);
   suite.run("thread pool: callers together", test_callers_together);
   suite.run("thread pool: a failure", test_failure);
 }

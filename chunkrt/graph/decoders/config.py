@@ -70,7 +70,7 @@ def read_config(source: TensorSource) -> DecoderConfig:
         head_dim=head_dim,
         vocab_size=_count(source, "vocab_size"),
         context_length=_context_length(source),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_epsilon(source),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -84,9 +84,16 @@ def _count(source: TensorSource, key: str, *, default: int | None = None) -> int
     value = default if value is None else value
     if value is None:
         raise ModelError(f"{source.path.name}: the config does not give {key!r}")
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ModelError(f"{source.path.name}: {key} is {value!r}, expected a positive whole number")
     return value
+
+
+def _epsilon(source: TensorSource) -> float:
+    value: Any = source.config.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ModelError(f"{source.path.name}: rms_norm_eps is {value!r}, expected a number in [0, 1)")
+    return float(value)
 
 
 def _context_length(source: TensorSource) -> int:

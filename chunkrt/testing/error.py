@@ -1,0 +1,11 @@
+"""How the conformance suite says that a backend broke the contract."""
+
+from __future__ import annotations
+
+
+class ConformanceError(AssertionError):
+    """A backend broke a clause of the contract; `clause` is its name, the message says where and how."""
+
+    def __init__(self, backend: str, clause: str, detail: str) -> None:
+        super().__init__(f"backend {backend!r} breaks the clause {clause!r}: {detail}")
+        self.clause = clause

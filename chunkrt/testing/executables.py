@@ -1,0 +1,211 @@
+"""The clauses that are about executables: what a call writes, what comes out, and that nothing else decides it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends.base import Array, Executable
+from chunkrt.graph.plan import Subgraph
+from chunkrt.testing.calls import Call, Recording
+from chunkrt.testing.error import ConformanceError
+
+CHUNK_LENGTH = 8
+START = 5
+"""A position at which no chunk begins by itself."""
+ROUNDS = 16
+"""How often two threads are sent in at once."""
+
+FLOAT_TOLERANCE = 16 * 64 * 2.0**-23
+HALF_TOLERANCE = 2.0**-10
+INT8_TOLERANCE = 1 / 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledSubgraph:
+    """A subgraph under a recording's scheme, compiled for chunks of one and of two times CHUNK_LENGTH."""
+
+    backend: str
+    subgraph: Subgraph
+    recording: Recording
+    executable: Executable
+    of_two_chunks: Executable
+
+    @property
+    def cache_dtypes(self) -> Sequence[str]:
+        """The dtypes that its caches may have."""
+        return ("float32", "float16") if self.subgraph.state else ("float32",)
+
+    @property
+    def has_int8_linears(self) -> bool:
+        """Whether values pass through steps of 8 bits."""
+        return self.recording.scheme.weight_bits == 8 and any(node.op == "MatMul" for node in self.subgraph.nodes)
+
+    def calls(self, cache_dtype: str = "float32") -> list[Call]:
+        """Every number of rows that it takes; tokens at position 0 and at one within a chunk, the fewest rows first."""
+        fixed = self.executable.fixed_length
+        lengths = range(1, CHUNK_LENGTH + 1) if fixed is None else (fixed,)
+        call = partial(self.recording.call, self.subgraph)
+        if self.subgraph.rows == "T":
+            return [call(at, length, cache_dtype=cache_dtype) for length in lengths for at in (0, START)]
+        last_first = range(CHUNK_LENGTH)[::-1]
+        calls = [call(START, CHUNK_LENGTH, logit_rows=last_first[:length]) for length in lengths]
+        if fixed is None:
+            calls += [call(0, length, logit_rows=[length - 1]) for length in lengths]
+        return calls
+
+    def fail(self, clause: str, detail: str, cause: BaseException | None = None) -> NoReturn:
+        """Say which clause was broken here."""
+        where = f"subgraph {self.subgraph.name} under {self.recording.scheme.name}"
+        raise ConformanceError(self.backend, clause, f"{where}: {detail}") from cause
+
+
+def check_executable(subgraph: CompiledSubgraph) -> None:
+    """Check the clauses length, rows, inputs, outputs, values, chunks, repetition and threads; see `check_backend`."""
+    for executable, chunk_length in ((subgraph.executable, CHUNK_LENGTH), (subgraph.of_two_chunks, 2 * CHUNK_LENGTH)):
+        _check_length(subgraph, executable.fixed_length, chunk_length)
+    for cache_dtype in subgraph.cache_dtypes:
+        _check_values(subgraph, cache_dtype)
+        _check_chunks(subgraph, cache_dtype)
+    _check_repetition(subgraph)
+    _check_threads(subgraph)
+
+
+def _check_length(subgraph: CompiledSubgraph, fixed: int | None, chunk_length: int) -> None:
+    if fixed is None:
+        return
+    if subgraph.subgraph.state:
+        subgraph.fail("length", f"it keeps state and always takes {fixed} rows, so that padding reaches the state")
+    if subgraph.subgraph.rows == "T" and fixed != chunk_length:
+        subgraph.fail("length", f"it always takes {fixed} rows, and was compiled for chunks of {chunk_length}")
+    if fixed < 1 or chunk_length % fixed:
+        subgraph.fail("length", f"it always takes {fixed} rows of logits, which do not divide {chunk_length}")
+
+
+def _check_values(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
+    found, expected = subgraph.calls(cache_dtype), subgraph.calls(cache_dtype)
+    reference = subgraph.recording.reference(subgraph.subgraph)
+    for call, by_reference in zip(found, expected, strict=True):
+        _run(subgraph, subgraph.executable, call)
+        reference.run(by_reference.inputs, by_reference.outputs)
+    _compare("values", subgraph, found, expected, cache_dtype)
+
+
+def _check_chunks(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
+    if subgraph.subgraph.rows == "R":
+        return
+    whole = _in_parts(subgraph, [2 * CHUNK_LENGTH], cache_dtype)
+    splits = [[CHUNK_LENGTH, CHUNK_LENGTH]]
+    if subgraph.of_two_chunks.fixed_length is None:
+        splits.append([1, 2 * CHUNK_LENGTH - 1])
+    for split in splits:
+        _compare("chunks", subgraph, _in_parts(subgraph, split, cache_dtype), whole, cache_dtype)
+
+
+def _in_parts(subgraph: CompiledSubgraph, lengths: Sequence[int], cache_dtype: str) -> list[Call]:
+    """Consecutive calls, each of which finds the caches as the one before has left them."""
+    executable = subgraph.executable if max(lengths) <= CHUNK_LENGTH else subgraph.of_two_chunks
+    calls: list[Call] = []
+    position = START
+    for length in lengths:
+        call = subgraph.recording.call(subgraph.subgraph, position, length, cache_dtype=cache_dtype)
+        if calls:
+            for name, cache in call.caches.items():
+                cache[...] = calls[-1].caches[name]
+        _run(subgraph, executable, call)
+        calls.append(call)
+        position += length
+    return calls
+
+
+def _check_repetition(subgraph: CompiledSubgraph) -> None:
+    for first, second in zip(subgraph.calls(), subgraph.calls(), strict=True):
+        _run(subgraph, subgraph.executable, first)
+        _run(subgraph, subgraph.executable, second)
+        _expect_same_bits("repetition", subgraph, first, second)
+
+
+def _check_threads(subgraph: CompiledSubgraph) -> None:
+    alone = [subgraph.calls()[index] for index in (0, -1)]
+    for call in alone:
+        _run(subgraph, subgraph.executable, call)
+    for _ in range(ROUNDS):
+        together = [subgraph.calls()[index] for index in (0, -1)]
+        for error in _at_once([partial(_run, subgraph, subgraph.executable, call) for call in together]):
+            subgraph.fail("threads", f"two calls at once: {error}", error)
+        for call, expected in zip(together, alone, strict=True):
+            _expect_same_bits("threads", subgraph, call, expected)
+
+
+def _run(subgraph: CompiledSubgraph, executable: Executable, call: Call) -> None:
+    """One call, watched: what it may not write, and what it must."""
+    where = f"{call.num_tokens} tokens at position {call.position}"
+    inputs, guards, other_positions = call.input_bits(), call.guard_bits(), call.other_position_bits()
+    try:
+        executable.run(call.inputs, call.outputs)
+    except Exception as error:
+        subgraph.fail("rows", f"{where}: {error!r}", error)
+    if changed := _first_difference(inputs, call.input_bits()):
+        subgraph.fail("inputs", f"{where}: the input {changed!r} was written")
+    if changed := _first_difference(other_positions, call.other_position_bits()):
+        subgraph.fail("inputs", f"{where}: the cache {changed!r} was written at positions of other calls")
+    if changed := _first_difference(guards, call.guard_bits()):
+        subgraph.fail("outputs", f"{where}: something was written before or after {changed!r}")
+    for name, result in call.results().items():
+        if count := np.isnan(result).sum():
+            subgraph.fail("outputs", f"{where}: {count} of {result.size} values of {name!r} are unwritten, or NaN")
+
+
+def _compare(
+    clause: str, subgraph: CompiledSubgraph, found: Sequence[Call], expected: Sequence[Call], cache_dtype: str
+) -> None:
+    for name in expected[0].results():
+        x, y = (np.concatenate([_by_row(call.results()[name]) for call in calls]) for calls in (found, expected))
+        difference = np.abs(x - y)
+        if subgraph.has_int8_linears:
+            kind, off = "by the root mean square", np.sqrt(np.mean(difference**2))
+            allowed = INT8_TOLERANCE * np.sqrt(np.mean(y**2))
+        else:
+            kind, off = "at most", difference.max()
+            allowed = (FLOAT_TOLERANCE + (HALF_TOLERANCE if cache_dtype == "float16" else 0)) * np.abs(y).max()
+        if off > allowed:
+            subgraph.fail(clause, f"{name!r} is off by {off:.3g} {kind}, allowed is {allowed:.3g}")
+
+
+def _expect_same_bits(clause: str, subgraph: CompiledSubgraph, first: Call, second: Call) -> None:
+    if changed := _first_difference(first.result_bits(), second.result_bits()):
+        subgraph.fail(clause, f"{changed!r} has other bits than the same call gave before")
+
+
+def _by_row(result: Array) -> NDArray[np.float64]:
+    """Rows first: outputs are [rows, N], caches [kv_heads, rows, D]."""
+    return (result if result.ndim == 2 else result.swapaxes(0, 1)).astype(np.float64)
+
+
+def _at_once(actions: Sequence[Callable[[], None]]) -> list[BaseException]:
+    """Run actions in threads that start together; what they raised."""
+    barrier, errors = threading.Barrier(len(actions)), list[BaseException]()
+
+    def act(action: Callable[[], None]) -> None:
+        barrier.wait()
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=act, args=[action]) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def _first_difference(before: dict[str, bytes], after: dict[str, bytes]) -> str | None:
+    return next((name for name in before if before[name] != after[name]), None)

@@ -1,0 +1,383 @@
+"""The backends keep the contract, and the suite that says so notices when one does not."""
+
+from dataclasses import dataclass, replace
+from threading import Event, main_thread
+from threading import current_thread as thread
+
+import numpy as np
+import pytest
+
+from chunkrt.backends import BACKENDS, Support, make_backend
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.errors import ConfigError, PartitionError
+from chunkrt.graph.plan import Node
+from chunkrt.quant.scheme import SCHEMES, find_scheme
+from chunkrt.testing import ConformanceError, check_backend
+from chunkrt.testing.decoder import random_decoder
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_our_backends_conform(name):
+    check_backend(make_backend(name, threads=2))
+
+
+class OddBackend(ReferenceBackend):
+    """The reference, with executables that are wrapped."""
+
+    name = "odd"
+    wrapper = None
+
+    def compile(self, subgraph, plan, chunk_length, scheme, weights):
+        executable = super().compile(subgraph, plan, chunk_length, scheme, weights)
+        return self.wrapper(executable, subgraph, chunk_length, scheme) if self.wrapper else executable
+
+
+@dataclass
+class Odd:
+    """An executable like that of the reference."""
+
+    inner: object
+    subgraph: object
+    chunk_length: int
+    scheme: object
+    fixed_length = None
+
+    def __post_init__(self):
+        """Where some set a fixed length."""
+
+    def run(self, inputs, outputs):
+        self.inner.run(inputs, outputs)
+
+    @property
+    def is_static(self):
+        return self.subgraph.is_static
+
+    @property
+    def is_attention(self):
+        return bool(self.subgraph.state)
+
+
+CASES = []
+
+
+def breaks(clause):
+    """Register an executable, or a whole backend, under the clause it breaks."""
+
+    def add(kind):
+        backend = kind() if issubclass(kind, ReferenceBackend) else type("", (OddBackend,), {"wrapper": kind})()
+        CASES.append(pytest.param(clause, backend, id=f"{clause}-{kind.__name__}"))
+        return kind
+
+    return add
+
+
+@breaks("description")
+class Nameless(OddBackend):
+    name = ""
+
+
+@breaks("description")
+class WithoutConcurrency(OddBackend):
+    concurrency = 0
+
+
+@breaks("support")
+class SupportsNothing(OddBackend):
+    def supports(self, subgraph, plan, scheme):
+        return Support(ok=False, node=subgraph.nodes[-1].name, reason="it is lazy")
+
+    def compile(self, *arguments):
+        raise PartitionError("it is lazy")
+
+
+@breaks("support")
+class SupportsWhatItCannotCompile(OddBackend):
+    def compile(self, subgraph, *rest):
+        if subgraph.rows == "R":
+            raise PartitionError("not logits")
+        return super().compile(subgraph, *rest)
+
+
+@breaks("refusal")
+class TakesUnknownOperators(OddBackend):
+    def supports(self, subgraph, plan, scheme):
+        return Support(ok=True)
+
+
+@breaks("refusal")
+class BlamesNoNode(OddBackend):
+    def supports(self, *arguments):
+        return replace(super().supports(*arguments), node="")
+
+
+@breaks("refusal")
+class GivesNoReason(OddBackend):
+    def supports(self, *arguments):
+        return replace(super().supports(*arguments), reason="")
+
+
+@breaks("refusal")
+class CompilesWhatItRefuses(OddBackend):
+    def supports(self, subgraph, plan, scheme):
+        if scheme.name == "float":
+            return Support(ok=False, node=subgraph.nodes[-1].name, reason="only 8 bits")
+        return super().supports(subgraph, plan, scheme)
+
+    def compile(self, *arguments):
+        return ReferenceBackend().compile(*arguments)
+
+
+@breaks("refusal")
+class RefusesWithAnotherError(OddBackend):
+    def compile(self, subgraph, *rest):
+        try:
+            return super().compile(subgraph, *rest)
+        except PartitionError as error:
+            raise KeyError("operator") from error
+
+
+@breaks("length")
+class FixedAttention(Odd):
+    def __post_init__(self):
+        self.fixed_length = self.chunk_length if self.is_attention else None
+
+
+@breaks("length")
+class FixedToHalfAChunk(Odd):
+    def __post_init__(self):
+        self.fixed_length = self.chunk_length // 2 if self.is_static else None
+
+
+@breaks("length")
+class LogitRowsThatDoNotDivide(Odd):
+    def __post_init__(self):
+        self.fixed_length = 3 if self.subgraph.rows == "R" else None
+
+
+@breaks("rows")
+class EvenRowsOnly(Odd):
+    def run(self, inputs, outputs):
+        if len(next(iter(outputs.values()))) % 2:
+            raise ValueError("an odd number of rows")
+        super().run(inputs, outputs)
+
+
+@breaks("inputs")
+class NormalisesInPlace(Odd):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        if self.is_static:
+            inputs[self.subgraph.inputs[0]][0, 0] += 1
+
+
+@breaks("inputs")
+class WritesThePositionAfter(Odd):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        for name in self.subgraph.state:
+            inputs[name][:, inputs["position"][0] + len(inputs[self.subgraph.inputs[0]])] = 0
+
+
+@breaks("inputs")
+class RotatesOldKeysAgain(Odd):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        for name in self.subgraph.state:
+            inputs[name][:, : inputs["position"][0]] *= -1
+
+
+@breaks("outputs")
+class LeavesTheLastColumn(Odd):
+    def run(self, inputs, outputs):
+        kept = {name: output[:, -1].copy() for name, output in outputs.items()}
+        super().run(inputs, outputs)
+        for name, output in outputs.items():
+            output[:, -1] = kept[name]
+
+
+@breaks("outputs")
+class WritesARowTooMany(Odd):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        for output in outputs.values():
+            longer = np.lib.stride_tricks.as_strided(output, (len(output) + 1, output.shape[1]), output.strides)
+            longer[-1] = 0
+
+
+@breaks("outputs")
+class ForgetsTheCache(Odd):
+    def run(self, inputs, outputs):
+        caches = {name: inputs[name].copy() for name in self.subgraph.state}
+        super().run({**inputs, **caches}, outputs)
+
+
+@breaks("outputs")
+class ReadsBeyondThePosition(Odd):
+    """Attends to positions that hold nothing yet."""
+
+    def run(self, inputs, outputs):
+        beyond = sum(float(inputs[name][0, -1, 0]) for name in self.subgraph.state)
+        super().run(inputs, outputs)
+        for output in outputs.values():
+            output += beyond
+
+
+@breaks("values")
+class AThousandthOff(Odd):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        for output in outputs.values():
+            output *= 1.001
+
+
+@breaks("values")
+class FirstLogitRowsOnly(Odd):
+    def run(self, inputs, outputs):
+        if "logit_rows" in inputs:
+            inputs = {**inputs, "logit_rows": np.arange(len(inputs["logit_rows"]))}
+        super().run(inputs, outputs)
+
+
+@breaks("values")
+class TruncatesActivations(Odd):
+    """Rounds towards zero where int8 activations round to the nearest."""
+
+    def run(self, inputs, outputs):
+        if self.scheme.weight_bits and self.is_static:
+            name = self.subgraph.inputs[-1]
+            step = np.abs(inputs[name]).max(axis=1, keepdims=True) / 127
+            inputs = {**inputs, name: np.trunc(inputs[name] / step) * step}
+        super().run(inputs, outputs)
+
+
+@breaks("chunks")
+class PositionsOfTheChunk(Odd):
+    """Rounds the position down to a whole chunk, which only two chunk lengths compared can show."""
+
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        if self.is_static and self.chunk_length == 16:
+            for output in outputs.values():
+                output[8:] = output[8:][::-1]
+
+
+@breaks("repetition")
+class CountsItsCalls(Odd):
+    calls = 0
+
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        self.calls += 1
+        for output in outputs.values():
+            output[...] = np.nextafter(output, np.float32(self.calls % 2))
+
+
+@breaks("threads")
+class SharesItsScratch(Odd):
+    """A first call in another thread finds what the second left."""
+
+    scratch = None
+    overwritten = None
+
+    def run(self, inputs, outputs):
+        if thread() is main_thread():
+            return super().run(inputs, outputs)
+        self.overwritten = self.overwritten or Event()
+        is_first, self.scratch = self.scratch is None, inputs
+        if not is_first:
+            self.overwritten.set()
+        self.overwritten.wait(timeout=10)
+        other = {name: np.resize(value, inputs[name].shape) for name, value in self.scratch.items()}
+        super().run({**other, **{name: inputs[name] for name in self.subgraph.state}}, outputs)
+
+
+@breaks("linears")
+class RoundsHalvesUp(OddBackend):
+    """Rounds ties away from zero; values of a decoder hardly ever lie on one."""
+
+    def compile(self, subgraph, plan, chunk_length, scheme, weights):
+        executable = super().compile(subgraph, plan, chunk_length, scheme, weights)
+        alone = len(subgraph.nodes) == 1 and subgraph.nodes[0].op == "MatMul"
+        return HalvesUp(executable, subgraph, chunk_length, scheme) if alone else executable
+
+
+class HalvesUp(Odd):
+    def run(self, inputs, outputs):
+        super().run({name: np.trunc(x + np.copysign(0.5, x)) for name, x in inputs.items()}, outputs)
+
+
+@pytest.mark.parametrize(("clause", "backend"), CASES)
+def test_a_broken_clause_is_noticed(clause, backend):
+    with pytest.raises(ConformanceError) as raised:
+        check_backend(backend)
+    assert raised.value.clause == clause
+    assert f"breaks the clause {clause!r}" in str(raised.value)
+
+
+class FixedLength(Odd):
+    """As an NPU has it: chunks of one length on static subgraphs, four rows of logits at a time."""
+
+    def __post_init__(self):
+        self.fixed_length = None if self.is_attention else 4 if self.subgraph.rows == "R" else self.chunk_length
+
+    def run(self, inputs, outputs):
+        assert {len(o) for o in outputs.values()} == {self.fixed_length or len(next(iter(outputs.values())))}
+        super().run(inputs, outputs)
+
+
+def test_an_npu_that_takes_chunks_of_one_length_conforms():
+    check_backend(type("Npu", (OddBackend,), {"wrapper": FixedLength, "name": "npu", "concurrency": 1})())
+
+
+class StaticOnly(OddBackend):
+    """Refuses what is dynamic, as an NPU may."""
+
+    def supports(self, subgraph, plan, scheme):
+        if subgraph.is_static:
+            return super().supports(subgraph, plan, scheme)
+        return Support(ok=False, node=subgraph.nodes[0].name, reason="it depends on the position")
+
+    def compile(self, subgraph, plan, *rest):
+        if not subgraph.is_static:
+            raise PartitionError(f"{subgraph.name} depends on the position")
+        return super().compile(subgraph, plan, *rest)
+
+
+def test_a_backend_for_some_subgraphs_conforms():
+    check_backend(StaticOnly())
+
+
+def test_native_refuses_float_linears_and_names_the_node():
+    scheme = find_scheme("float")
+    decoder = random_decoder([scheme])
+    subgraph = decoder.plan.static_subgraphs[0]
+    support = make_backend("native", threads=1).supports(subgraph, decoder.plan, scheme)
+    assert not support
+    assert support.node == "model.layers.0.self_attn.qkv_proj.product"
+    assert "w8a8-dynamic" in support.reason
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_operator_that_nobody_has_is_refused_by_name(name):
+    decoder = random_decoder([SCHEMES["w8a8-dynamic"]])
+    subgraph = decoder.plan.subgraphs[0]
+    odd = replace(subgraph, nodes=(replace(subgraph.nodes[0], op="Gater", domain="elsewhere"),))
+    backend = make_backend(name, threads=1)
+    arguments = (odd, decoder.plan, 8, SCHEMES["w8a8-dynamic"], decoder.weights["w8a8-dynamic"])
+    with pytest.raises(PartitionError, match=r"elsewhere::Gater"):
+        backend.compile(*arguments)
+
+
+def test_an_unknown_backend_offers_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'native'"):
+        make_backend("nativ", threads=1)
+
+
+def test_an_operator_is_registered_once():
+    registry = OperatorRegistry("toy")
+    registry.register("Add")(1)
+    node = Node(name="sum", op="Add", domain="", inputs=(), outputs=(), attributes={})
+    assert registry.find(node) == 1
+    with pytest.raises(ValueError, match="toy has an operator Add already"):
+        registry.register("Add")(2)

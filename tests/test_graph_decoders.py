@@ -1,0 +1,139 @@
+"""From a checkpoint to a decoder: every tensor is accounted for, and what is not implemented is refused by name."""
+
+import numpy as np
+import pytest
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.decoders import FAMILIES, build_decoder
+from chunkrt.graph.decoders.config import LONGEST_CONTEXT, read_config
+from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+
+
+def checkpoint(**changes):
+    """The random checkpoint under another config, with the tensors of the usual one."""
+    source = RandomCheckpoint()
+    source.config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not ...}
+    return source
+
+
+def test_every_tensor_is_read_by_exactly_one_parameter():
+    source = RandomCheckpoint()
+    decoder = build_decoder(source)
+    read = [tensor for parameter in decoder.parameters() for tensor in parameter.checkpoint_tensors]
+    assert sorted(read) == sorted(source.names())
+    assert len({parameter.name for parameter in decoder.parameters()}) == len(list(decoder.parameters()))
+
+
+def test_a_tied_head_reads_the_embedding_again():
+    decoder = build_decoder(RandomCheckpoint({**CONFIG, "tie_word_embeddings": True}))
+    (head,) = (p for p in decoder.parameters() if p.name == "lm_head.weight")
+    assert list(head.checkpoint_tensors) == ["model.embed_tokens.weight"]
+
+
+def test_packed_linears_are_the_parts_side_by_side():
+    source = RandomCheckpoint()
+    weights = {p.name: p.load(source) for p in build_decoder(source).parameters()}
+    parts = [source.read(f"model.layers.1.self_attn.{n}_proj.weight") for n in "qkv"]
+    np.testing.assert_array_equal(weights["model.layers.1.self_attn.qkv_proj.weight"], np.vstack(parts).T)
+    parts = [source.read(f"model.layers.1.self_attn.{n}_proj.bias") for n in "qkv"]
+    np.testing.assert_array_equal(weights["model.layers.1.self_attn.qkv_proj.bias"], np.concatenate(parts))
+    gate, up = (source.read(f"model.layers.0.mlp.{n}_proj.weight") for n in ("gate", "up"))
+    np.testing.assert_array_equal(weights["model.layers.0.mlp.gate_up_proj.weight"], np.vstack([gate, up]).T)
+
+
+@pytest.mark.parametrize("name", RandomCheckpoint().names())
+def test_a_missing_tensor_is_named(name):
+    source = RandomCheckpoint()
+    del source.shapes[name]
+    with pytest.raises(ModelError, match=rf"random: tensor {name} is missing, needed by \S+"):
+        build_decoder(source)
+
+
+def test_an_unread_tensor_is_named():
+    source = RandomCheckpoint()
+    source.shapes["model.layers.0.self_attn.q_norm.weight"] = (10,)
+    source.shapes["model.layers.1.self_attn.q_norm.weight"] = (10,)
+    with pytest.raises(ModelError, match=r"q_norm.weight is in the checkpoint, but no part of the llama .*and 1 more"):
+        build_decoder(source)
+
+
+def test_a_layer_beyond_the_config_is_unread():
+    with pytest.raises(ModelError, match=r"tensor model.layers.1\S+ is in the checkpoint, but no part"):
+        build_decoder(checkpoint(num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"])
+def test_buffers_that_the_config_determines_are_let_be(name):
+    source = RandomCheckpoint()
+    source.shapes[name] = (5,)
+    build_decoder(source)
+
+
+def test_a_copy_of_a_tied_head_is_let_be():
+    source = RandomCheckpoint({**CONFIG, "tie_word_embeddings": True})
+    source.shapes["lm_head.weight"] = (61, 36)
+    build_decoder(source)
+
+
+def test_a_tensor_of_another_shape_is_named_when_it_is_read():
+    source = RandomCheckpoint()
+    source.shapes["model.layers.0.mlp.up_proj.weight"] = (51, 36)
+    parameters = {p.name: p for p in build_decoder(source).parameters()}
+    with pytest.raises(
+        ModelError, match=r"tensor model.layers.0.mlp.up_proj.weight is \[51, 36\], expected \[52, 36\]"
+    ):
+        parameters["model.layers.0.mlp.gate_up_proj.weight"].load(source)
+
+
+def test_an_unknown_architecture_is_refused_and_the_known_ones_are_listed():
+    source = RandomCheckpoint()
+    source.architecture = "mamba"
+    with pytest.raises(UnsupportedModelError, match="architecture 'mamba' is not supported; supported are: ") as raised:
+        build_decoder(source)
+    assert all(family in str(raised.value) for family in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
+        ({"sliding_window": 32}, "a sliding window of 32 in a context of 64 is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantised by another library"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
+    ],
+)
+def test_an_unsupported_feature_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(checkpoint(**changes))
+
+
+def test_a_sliding_window_as_long_as_the_context_changes_nothing():
+    assert read_config(checkpoint(sliding_window=64)).context_length == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": ...}, "the config does not give 'hidden_size'"),
+        ({"intermediate_size": None}, "the config does not give 'intermediate_size'"),
+        ({"vocab_size": 0}, "vocab_size is 0, expected a positive whole number"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers are claimed, but there are"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
+        ({"head_dim": 9}, "head_dim is 9; RoPE needs an even one"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"max_position_embeddings": LONGEST_CONTEXT + 1}, "claims a context of"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(ModelError, match=message):
+        read_config(checkpoint(**changes))
+
+
+def test_defaults_are_those_of_transformers():
+    config = read_config(
+        checkpoint(num_key_value_heads=..., head_dim=None, hidden_size=32, rms_norm_eps=..., attention_bias=...)
+    )
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.attention_bias) == (4, 8, 1e-6, False)

@@ -1,0 +1,128 @@
+"""The decoder, whole and in parts, is ONNX that any ONNX tool takes."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.graph.export import PAST, to_onnx
+from chunkrt.graph.functions import DOMAIN, expansion, has_expansion
+from chunkrt.graph.tracing import OPSET
+from chunkrt.quant.linears import initializer_values, quantize_linears
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.testing.decoder import random_decoder
+
+DECODER = random_decoder(list(SCHEMES.values()))
+PLAN = DECODER.plan
+PARTS = {s.name: (s,) for s in PLAN.subgraphs} | {"decoder": PLAN.subgraphs}
+
+
+def with_weights(subgraphs, scheme):
+    """An ONNX model that holds its weights."""
+    model = to_onnx(PLAN, subgraphs, name="part")
+    quantize_linears(model, scheme)
+    values = initializer_values(PLAN, scheme, DECODER.weights[scheme.name], list(model.graph.initializers))
+    for name, value in model.graph.initializers.items():
+        value.const_value = ir.tensor(values[name], name=name)
+    return ir.to_proto(model)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+def test_models_are_valid(part, scheme):
+    model = with_weights(PARTS[part], scheme)
+    onnx.checker.check_model(model, full_check=True)
+    assert {o.domain: o.version for o in model.opset_import} == {"": OPSET, DOMAIN: 1}
+    assert {n.op_type for n in model.graph.node if n.domain} <= {f.name for f in model.functions}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+def test_the_whole_decoder_runs_as_it_was_exported(scheme):
+    """Straight under ONNX Runtime, prompt first and then one more token on the caches that came out."""
+    session = ort.InferenceSession(with_weights(PLAN.subgraphs, scheme).SerializeToString())
+    outputs = [output.name for output in session.get_outputs()]
+    assert outputs == [PLAN.output, *(f"{tensor.name}.present" for tensor in PLAN.state_tensors)]
+    tokens = np.random.default_rng(0).integers(0, PLAN.vocab_size, 12)
+
+    def feed(position, count, caches):
+        rows = np.arange(count)
+        return {"input_ids": tokens[position:][:count], "position": np.array([position]), "logit_rows": rows, **caches}
+
+    empty = {t.name: np.zeros((t.shape[0], 0, t.shape[2]), np.float32) for t in PLAN.state_tensors}
+    at_once, *_ = session.run(outputs, feed(0, 12, empty))
+    first, *caches = session.run(outputs, feed(0, 11, empty))
+    assert {cache.shape for cache in caches} == {(2, 11, 10)}
+    names = [tensor.name for tensor in PLAN.state_tensors]
+    last, *_ = session.run(outputs, feed(11, 1, dict(zip(names, caches, strict=True))))
+    np.testing.assert_allclose(np.vstack([first, last]), at_once, rtol=0, atol=1e-5 * np.abs(at_once).max())
+
+
+def test_a_subgraph_alone_has_the_values_that_cross_its_boundary():
+    (dynamic,) = PARTS["dynamic.0"]
+    graph = to_onnx(PLAN, [dynamic], name="dynamic.0").graph
+    assert [value.name for value in graph.inputs] == [*dynamic.inputs, *dynamic.state]
+    assert [value.name for value in graph.outputs] == [*dynamic.outputs, *(f"{n}.present" for n in dynamic.state)]
+    cache = graph.inputs[-1]
+    assert [str(d) for d in cache.shape] == ["2", PAST, "10"]
+
+
+def test_quantised_linears_hold_int8_weights_and_their_scales():
+    scheme = SCHEMES["w8a8-dynamic"]
+    model = with_weights(PLAN.subgraphs, scheme)
+    assert not [n for n in model.graph.node if n.op_type == "MatMul"]
+    linears = [n for n in model.graph.node if n.op_type in ("DynamicLinear", "TwoDigitLinear")]
+    assert len(linears) == 2 * 4 + 1
+    types = {i.name: i.data_type for i in model.graph.initializer}
+    for node in linears:
+        assert types[node.input[1]] == onnx.TensorProto.INT8
+        assert node.input[2] == f"{node.input[1]}.scale"
+        assert (node.op_type == "TwoDigitLinear") == (scheme.num_digits(node.input[1]) == 2)
+
+
+def test_the_float_scheme_leaves_linears_as_they_are():
+    model = to_onnx(PLAN, PLAN.subgraphs, name="decoder")
+    before = [(n.domain, n.op_type) for n in model.graph]
+    quantize_linears(model, SCHEMES["float"])
+    assert [(n.domain, n.op_type) for n in model.graph] == before
+
+
+@pytest.mark.parametrize("rotary_dim", [4, 10])
+def test_the_expansion_of_attention_means_what_the_reference_computes(rotary_dim):
+    """Also where only a part of a head rotates."""
+    (dynamic,) = PARTS["dynamic.0"]
+    node = replace(dynamic.nodes[0], attributes=dynamic.nodes[0].attributes | {"rotary_dim": rotary_dim})
+    subgraph = replace(dynamic, nodes=(node,))
+    plan = replace(PLAN, subgraphs=(subgraph,), output=subgraph.outputs[0])
+    rng = np.random.default_rng(0)
+    angles = rng.random((64, rotary_dim // 2)) * 6
+    tables = {"model.rope.cos": np.cos(angles).astype(np.float32), "model.rope.sin": np.sin(angles).astype(np.float32)}
+    caches = {name: rng.standard_normal((2, 20, 10)).astype(np.float32) for name in subgraph.state}
+    inputs = {subgraph.inputs[0]: rng.standard_normal((7, 80)).astype(np.float32), "position": np.array([9])}
+
+    model = to_onnx(plan, [subgraph], name="attention")
+    for name, value in model.graph.initializers.items():
+        value.shape = ir.Shape(tables[name].shape)
+        value.const_value = ir.tensor(tables[name], name=name)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    by_onnx, *_ = session.run(None, inputs | {name: cache[:, :9] for name, cache in caches.items()})
+
+    class Weights:
+        array = staticmethod(tables.__getitem__)
+
+    executable = ReferenceBackend().compile(subgraph, plan, 8, SCHEMES["float"], Weights())
+    by_reference = np.empty((7, 40), np.float32)
+    executable.run(inputs | caches, {subgraph.outputs[0]: by_reference})
+    np.testing.assert_allclose(by_onnx, by_reference, rtol=0, atol=20 * 2.0**-23 * np.abs(by_reference).max())
+
+
+def test_expansions_are_fresh_copies():
+    assert expansion("CachedAttention") is not expansion("CachedAttention")
+    assert has_expansion(DOMAIN, "CachedAttention")
+    assert not has_expansion("", "CachedAttention")
+    assert not has_expansion(DOMAIN, "Attention")
+    with pytest.raises(KeyError):
+        expansion("Attention")

@@ -1,0 +1,128 @@
+"""How a decoder is cut: by rule, and where its modules were placed."""
+
+import pytest
+
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.partition import partition
+from chunkrt.graph.placement import ALL_ON_CPU, place
+from chunkrt.graph.tracing import trace
+from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+
+
+def plan_of(placement=None, **changes):
+    source = RandomCheckpoint({**CONFIG, **changes})
+    decoder = build_decoder(source)
+    place(decoder, placement or {})
+    return partition(trace(decoder), family="llama")
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_l_layers_make_l_plus_1_static_and_l_dynamic_subgraphs(layers):
+    plan = plan_of(num_hidden_layers=layers)
+    expected = ["embedding", "static.0"]
+    for layer in range(layers):
+        expected += [f"dynamic.{layer}", f"static.{layer + 1}"]
+    assert [subgraph.name for subgraph in plan.subgraphs] == [*expected, "head"]
+    assert len(plan.static_subgraphs) == layers + 1
+    assert {s.name: s.device for s in plan.subgraphs} == {
+        name: "npu" if name.startswith("static") else "cpu" for name in [*expected, "head"]
+    }
+
+
+def test_a_static_subgraph_reaches_from_one_attention_to_the_next():
+    (middle,) = (s for s in plan_of().subgraphs if s.name == "static.1")
+    layers = "model.layers"
+    assert [node.name for node in middle.nodes if node.op == "MatMul"] == [
+        f"{layers}.0.self_attn.o_proj.product",
+        f"{layers}.0.mlp.gate_up_proj.output",
+        f"{layers}.0.mlp.down_proj.output",
+        f"{layers}.1.self_attn.qkv_proj.product",
+    ]
+    assert middle.inputs == (f"{layers}.0.self_attn.attention", "model.embed_tokens.output")
+    assert middle.outputs == (f"{layers}.0.output", f"{layers}.1.self_attn.qkv_proj.output")
+    assert middle.state == ()
+
+
+def test_a_dynamic_subgraph_is_the_attention_with_its_caches():
+    plan = plan_of()
+    (dynamic,) = (s for s in plan.subgraphs if s.name == "dynamic.1")
+    assert [(node.domain, node.op) for node in dynamic.nodes] == [("chunkrt", "CachedAttention")]
+    assert dynamic.state == ("model.layers.1.self_attn.key_cache", "model.layers.1.self_attn.value_cache")
+    assert dynamic.weights == ("model.rope.cos", "model.rope.sin")
+    assert [tensor.shape for tensor in plan.state_tensors] == [(2, "P", 10)] * 4
+    assert dynamic.nodes[0].attributes == {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 10,
+        "rotary_dim": 10,
+        "scale": pytest.approx(10**-0.5),
+    }
+
+
+def test_the_head_runs_on_rows_of_logits_alone():
+    plan = plan_of()
+    assert [s.rows for s in plan.subgraphs] == ["T"] * 6 + ["R"]
+    assert plan.subgraphs[-1].inputs == ("model.norm.output", "logit_rows")
+    assert plan.subgraphs[-1].outputs == (plan.output,)
+    assert plan.tensors[plan.output].shape == ("R", 61)
+    assert (plan.vocab_size, plan.context_length) == (61, 64)
+
+
+def test_subgraphs_only_read_what_earlier_ones_wrote():
+    plan = plan_of()
+    known = set(plan.inputs)
+    assert known == {"input_ids", "position", "logit_rows"}
+    for subgraph in plan.subgraphs:
+        assert set(subgraph.inputs) <= known
+        known |= set(subgraph.outputs)
+
+
+def test_every_node_and_every_weight_is_in_the_plan_once():
+    plan = plan_of()
+    nodes = [node.name for s in plan.subgraphs for node in s.nodes]
+    assert len(nodes) == len(set(nodes))
+    assert nodes == [node.name for node in trace(build_decoder(RandomCheckpoint())).graph]
+    weights = {name for s in plan.subgraphs for name in s.weights}
+    assert weights == {p.name for p in build_decoder(RandomCheckpoint()).parameters()}
+
+
+def test_one_module_on_the_cpu_splits_its_subgraph_in_three():
+    plan = plan_of({"model.layers.0.mlp.down_proj": "cpu"})
+    by_device = [(s.device, [n.name for n in s.nodes]) for s in plan.subgraphs]
+    index = next(i for i, (_, nodes) in enumerate(by_device) if "model.layers.0.mlp.down_proj.output" in nodes)
+    assert by_device[index] == ("cpu", ["model.layers.0.mlp.down_proj.output"])
+    assert by_device[index - 1][0] == by_device[index + 1][0] == "npu"
+    assert by_device[index - 1][1][-1] == "model.layers.0.mlp.gated"
+    assert by_device[index + 1][1][0] == "model.layers.0.output"
+    assert plan.subgraphs[index].inputs == ("model.layers.0.mlp.gated",)
+    assert len(plan.subgraphs) == len(plan_of().subgraphs) + 2
+    assert plan.subgraphs[index].is_static
+
+
+def test_a_module_next_to_attention_melts_into_it():
+    plan = plan_of({"model.layers.0.self_attn.o_proj": "cpu"})
+    assert len(plan.subgraphs) == len(plan_of().subgraphs)
+    (dynamic,) = (s for s in plan.subgraphs if s.name == "dynamic.0")
+    assert [node.op for node in dynamic.nodes] == ["CachedAttention", "MatMul", "Add"]
+
+
+def test_the_whole_decoder_on_the_cpu_melts():
+    plan = plan_of(ALL_ON_CPU)
+    # The head runs on rows of logits, so it stays a subgraph of its own; so does what a module placed itself.
+    assert [(s.name, s.device, s.rows) for s in plan.subgraphs] == [("dynamic.0", "cpu", "T"), ("head", "cpu", "R")]
+    assert len(plan.subgraphs[0].state) == 4
+
+
+def test_a_layer_is_placed_with_all_below_it():
+    plan = plan_of({"model.layers.1": "cpu"})
+    devices = {node.name: s.device for s in plan.subgraphs for node in s.nodes}
+    assert all(device == "cpu" for name, device in devices.items() if name.startswith("model.layers.1"))
+    assert devices["model.layers.0.mlp.gated"] == "npu"
+    assert devices["model.norm.output"] == "npu"
+
+
+def test_a_module_says_where_it_goes():
+    decoder = build_decoder(RandomCheckpoint())
+    assert decoder.model.layers[0].mlp.down_proj.to("cpu") is decoder.model.layers[0].mlp.down_proj
+    plan = partition(trace(decoder), family="llama")
+    assert plan == plan_of({"model.layers.0.mlp.down_proj": "cpu"})

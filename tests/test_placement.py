@@ -1,0 +1,72 @@
+"""Placement files: what they say, and what is wrong with them."""
+
+import pytest
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.modules import Module
+from chunkrt.graph.placement import place, read_placement
+from chunkrt.testing.decoder import RandomCheckpoint
+
+
+@pytest.fixture
+def decoder():
+    return build_decoder(RandomCheckpoint())
+
+
+def placed(decoder):
+    """The modules that have a place and would not have one by themselves."""
+    return {m.path: m.device for m in decoder.modules() if m.device and m.path not in ("model.embed_tokens", "lm_head")}
+
+
+def test_a_pattern_places_every_module_it_matches(decoder):
+    place(decoder, {"model.layers.*.mlp.down_proj": "cpu"})
+    assert placed(decoder) == {f"model.layers.{i}.mlp.down_proj": "cpu" for i in range(2)}
+
+
+def test_a_later_line_wins(decoder, tmp_path):
+    path = tmp_path / "placement.toml"
+    path.write_text('"model.layers.*" = "cpu"\n"model.layers.1" = "npu"\n"lm_head" = "npu"\n')
+    place(decoder, read_placement(path))
+    assert placed(decoder)["model.layers.0"] == "cpu"
+    assert placed(decoder)["model.layers.1"] == "npu"
+    assert decoder.lm_head.device == "npu"
+
+
+def test_a_pattern_that_matches_nothing_offers_the_nearest_path(decoder):
+    with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.down' matches no module; did you mean 'model\S+down_p"):
+        place(decoder, {"model.layers.0.mlp.down": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"lm_head" = "gpu"', "'lm_head' is placed on 'gpu', expected 'npu' or 'cpu'"),
+        ('"lm_head" = 1', "'lm_head' is placed on 1, expected"),
+        ("lm_head.weight = 'cpu'", "'lm_head' is placed on {'weight': 'cpu'}, expected"),
+        ("lm_head = ", "cannot read the placement file .*placement.toml"),
+        ("\0", "cannot read the placement file"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_with_what_is_wrong(tmp_path, text, message):
+    path = tmp_path / "placement.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_placement(path)
+
+
+def test_a_file_that_is_not_utf_8(tmp_path):
+    path = tmp_path / "placement.toml"
+    path.write_bytes(b'"lm_head" = "\xff"')
+    with pytest.raises(ConfigError, match="cannot read the placement file"):
+        read_placement(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the placement file .*nowhere.toml"):
+        read_placement(tmp_path / "nowhere.toml")
+
+
+def test_a_module_goes_to_a_device_and_nowhere_else():
+    with pytest.raises(ConfigError, match="can be placed on 'npu' or 'cpu', not 'gpu'"):
+        Module().to("gpu")

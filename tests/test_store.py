@@ -1,0 +1,112 @@
+"""A damaged store is reported, whatever the damage; it never gives arrays that are not there."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkrt.errors import ModelError
+from chunkrt.weights.store import Entry, WeightStore, WeightWriter
+
+PACKED = Entry(name="linear", dtype="int8", shape=(2, 1, 16, 4), logical_shape=(3, 20))
+SCALE = Entry(name="linear.scale", dtype="float32", shape=(20,), logical_shape=(20,))
+TABLE = Entry(name="table", dtype="float16", shape=(5, 3), logical_shape=(5, 3))
+ENTRIES = (PACKED, SCALE, TABLE)
+
+
+def write(path):
+    with path.open("wb") as file:
+        writer = WeightWriter(file, ENTRIES)
+        for entry in ENTRIES:
+            writer.write(np.arange(np.prod(entry.shape)).reshape(entry.shape).astype(entry.dtype))
+    return path
+
+
+@pytest.fixture
+def stored(tmp_path):
+    return write(tmp_path / "weights.safetensors")
+
+
+def with_header(path, change):
+    """Rewrite the header; what `change` returns, or else what it changed in place."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(change(header) or header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return path
+
+
+def test_what_was_written_is_read(stored):
+    store = WeightStore.open(stored)
+    store.check(ENTRIES)
+    np.testing.assert_array_equal(store.array("table"), np.arange(15, dtype=np.float16).reshape(5, 3))
+    packed, scale = store.packed_linear("linear")
+    assert (packed.shape, scale.shape) == ((2, 1, 16, 4), (20,))
+    assert store.linear("linear")[0].shape == (3, 20)
+    assert store.num_bytes == 128 + 80 + 30
+    with pytest.raises(ValueError, match="read-only"):
+        store.array("table")[0] = 1
+
+
+@given(st.integers(0, 1 << 12))
+def test_a_truncated_store_is_damaged(tmp_path_factory, size):
+    stored = write(tmp_path_factory.mktemp("store") / "weights")
+    data = stored.read_bytes()
+    stored.write_bytes(data[: size % len(data)])
+    with pytest.raises(ModelError, match="is damaged"):
+        WeightStore.open(stored)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda header: [1],
+        lambda header: "header",
+        lambda header: {"__metadata__": None, "table": header["table"]},
+        lambda header: header.pop("__metadata__") and None,
+        lambda header: header["__metadata__"].update(linear="[3"),
+        lambda header: header["__metadata__"].update(linear=3),
+        lambda header: header["table"].update(dtype="F64"),
+        lambda header: header["table"].update(shape=[5, 1 << 60]),
+        lambda header: header["table"].update(shape=[-5, 3]),
+        lambda header: header["table"].update(shape=[-1]),
+        lambda header: header["table"].update(shape=None),
+        lambda header: header["table"].update(shape=["5", 3]),
+        lambda header: header["table"].update(data_offsets=[1 << 40, 1 << 41]),
+        lambda header: header["table"].update(data_offsets=[-64, 0]),
+        lambda header: header["table"].update(data_offsets=[]),
+        lambda header: header.update(table=[]),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_damage(stored, damage):
+    with pytest.raises(ModelError, match=r"weights.safetensors is damaged \(.+\); delete its folder and compile"):
+        WeightStore.open(with_header(stored, damage))
+
+
+def test_a_header_of_an_impossible_length(stored):
+    stored.write_bytes((1 << 63).to_bytes(8, "little") + stored.read_bytes()[8:])
+    with pytest.raises(ModelError, match="is damaged"):
+        WeightStore.open(stored)
+
+
+def test_a_store_that_is_not_there(tmp_path):
+    with pytest.raises(ModelError, match=r"is damaged \(.*No such file"):
+        WeightStore.open(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda header: header.pop("linear.scale") and None, r"linear.scale is missing, expected float32 \[20\]"),
+        (lambda header: header["table"].update(shape=[3, 5]), r"table is float16 \[3, 5\], expected float16 \[5, 3\]"),
+        (lambda header: header["table"].update(dtype="I8"), r"table is int8 \[5, 3\], expected float16"),
+        (lambda header: header["__metadata__"].update(linear="[4, 20]"), r"linear is"),
+    ],
+)
+def test_a_store_of_something_else_is_noticed(stored, damage, message):
+    store = WeightStore.open(with_header(stored, damage))
+    with pytest.raises(ModelError, match=message):
+        store.check(ENTRIES)
