@@ -210,17 +210,20 @@ class Engine:
         return self.tokenizer
 
     def close(self) -> None:
-        """Release the executables. Waits for a run in progress; sessions cannot be used afterwards."""
+        """Release the executables. Waits for a run in progress; sessions cannot be used afterwards.
+
+        Closing twice is allowed.
+        """
         with self._lock:
-            self.is_closed = True
-            del self._executor
+            if not self.is_closed:
+                self.is_closed = True
+                del self._executor
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.is_closed:
-            self.close()
+        self.close()
 
     def _build(self) -> Executor:
         backends = {"npu": self.npu_backend, "cpu": self.cpu_backend}

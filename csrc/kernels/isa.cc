@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <stdexcept>
+#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>

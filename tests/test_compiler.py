@@ -1,0 +1,267 @@
+"""Compiling: whole or not at all, once, and what comes out needs nothing else."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt import compiler
+from chunkrt.compiler import compile_checkpoint
+from chunkrt.engine_directory import cached_folder, is_engine_directory
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.weights.store import WeightWriter
+
+CHECKPOINT = checkpoint("llama_biased_gguf")
+TOKENS = input_ids("llama_biased_gguf")[:20]
+W8A8 = SCHEMES["w8a8-dynamic"]
+FILES = {"engine.json", "plan.json", "weights.safetensors", "tokenizer.json", "text.json"}
+
+
+def compile_into(folder, **options):
+    return compile_checkpoint(CHECKPOINT, W8A8, {}, folder, model="toy", **options)
+
+
+def logits(model, **options):
+    with chunkrt.load(model, **options) as engine:
+        return engine.session().prefill(TOKENS).logits
+
+
+@pytest.fixture
+def engine_folder(tmp_path):
+    """A compiled engine directory that may be damaged."""
+    compile_into(tmp_path / "engine")
+    return tmp_path / "engine"
+
+
+def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
+    assert {path.name for path in engine_folder.iterdir()} == FILES
+    assert json.loads((engine_folder / "engine.json").read_text()) == {
+        "format": 1,
+        "model": "toy",
+        "scheme": "w8a8-dynamic",
+    }
+
+
+def test_progress_counts_weights(tmp_path):
+    steps = []
+    plan = compile_into(tmp_path / "engine", progress=lambda done, total: steps.append((done, total)))
+    num_weights = sum(tensor.kind == "weight" for tensor in plan.tensors.values())
+    assert steps == [(done, num_weights) for done in range(num_weights + 1)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+def test_an_interruption_leaves_nothing(tmp_path, error):
+    def interrupt(done, total):
+        if done == 3:
+            assert any(tmp_path.iterdir())
+            raise error
+
+    with pytest.raises(error):
+        compile_into(tmp_path / "engine", progress=interrupt)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_weight_that_cannot_be_quantised_leaves_nothing(tmp_path, monkeypatch):
+    def refuse(*_, name):
+        raise QuantizationError(f"{name} is not finite")
+
+    monkeypatch.setattr("chunkrt.quant.weights.quantize_weight", refuse)
+    with pytest.raises(QuantizationError, match="is not finite"):
+        compile_into(tmp_path / "engine")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(self, array):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(WeightWriter, "write", full)
+    with pytest.raises(ModelError, match=r"^cannot write the engine directory \S+/engine: the disk is full[^\n]*$"):
+        compile_into(tmp_path / "engine")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot write the engine directory"):
+        compile_into(tmp_path / "file" / "engine")
+
+
+def test_a_tensor_of_the_wrong_shape_leaves_nothing(tmp_path):
+    folder = shutil.copytree(checkpoint("llama_mha"), tmp_path / "checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
+    with pytest.raises(ModelError, match=r"tensor model\S+ is \[\d+, \d+\], expected \[\d+, \d+\]"):
+        compile_checkpoint(folder, W8A8, {}, tmp_path / "engines" / "engine", model="toy")
+    assert not any((tmp_path / "engines").iterdir())
+
+
+def test_two_that_compile_at_once_both_succeed(tmp_path):
+    """Both are in the middle at the same time; one result stays, and nothing else."""
+    barrier = threading.Barrier(2)
+
+    def wait(done, total):
+        if done == 1:
+            barrier.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(compile_into, tmp_path / "engine", progress=wait) for _ in range(2)]:
+            future.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+    assert {path.name for path in (tmp_path / "engine").iterdir()} == FILES
+
+
+COMPILE = """
+import sys
+import chunkrt
+def wait(what, done, total):
+    if done == 1:
+        print("compiling", flush=True)
+        sys.stdin.readline()
+with chunkrt.load(sys.argv[1], progress=wait) as engine:
+    print(engine.session().prefill([1, 2, 3]).logits.tobytes().hex())
+"""
+
+
+def test_two_processes_that_compile_at_once_both_succeed(tmp_path):
+    environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", COMPILE, str(CHECKPOINT)]
+    processes = [subprocess.Popen(command, env=environment, **pipe) for _ in range(2)]
+    assert [process.stdout.readline() for process in processes] == ["compiling\n"] * 2
+    answers = [process.communicate("go on\n", timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert answers[0] == answers[1]
+    (engine,) = (tmp_path / "engines").iterdir()
+    assert {path.name for path in engine.iterdir()} == FILES
+
+
+def test_an_engine_directory_runs_anywhere_without_its_checkpoint(engine_folder, tmp_path):
+    before = logits(engine_folder)
+    moved = tmp_path / "elsewhere" / "renamed"
+    moved.parent.mkdir()
+    engine_folder.rename(moved)
+    np.testing.assert_array_equal(logits(moved), before)
+    np.testing.assert_array_equal(logits(CHECKPOINT), before)
+
+
+def test_a_second_load_compiles_nothing(tmp_path, monkeypatch):
+    path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
+    expected = logits(path)
+
+    def refuse(*arguments, **options):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "compile_checkpoint", refuse)
+    np.testing.assert_array_equal(logits(path), expected)
+    with pytest.raises(AssertionError, match="compiled again"):
+        logits(path, scheme="float")
+
+
+HIT = """
+import sys
+import chunkrt
+with chunkrt.load(sys.argv[1]) as engine:
+    engine.session().prefill("one two three")
+loaded = {name.partition(".")[0] for name in sys.modules}
+print(*sorted(loaded & {"onnx", "onnx_ir", "onnxruntime", "gguf", "safetensors", "torch"}))
+"""
+
+
+def test_a_cache_hit_imports_nothing_of_the_compile_half():
+    logits(CHECKPOINT)
+    run = subprocess.run([sys.executable, "-c", HIT, str(CHECKPOINT)], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
+    path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
+
+    def folder(scheme="float", **placement):
+        return cached_folder(tmp_path, path, scheme=scheme, placement=placement)
+
+    folders = [
+        folder(),
+        folder("w8a8-dynamic"),
+        folder(lm_head="cpu"),
+        folder(a="cpu", b="npu"),
+        folder(b="npu", a="cpu"),
+    ]
+    assert len(set(folders)) == len(folders)
+    assert folder() == folders[0]
+    os.utime(path, ns=(0, 0))
+    assert folder() != folders[0]
+
+
+def test_one_file_is_not_an_engine_directory(tmp_path):
+    assert not is_engine_directory(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    assert not is_engine_directory(tmp_path)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_another_model(path):
+    other = path.parent.with_name("other")
+    compile_checkpoint(checkpoint("llama_gqa"), W8A8, {}, other, model="other")
+    shutil.copy(other / path.name, path)
+
+
+@pytest.mark.parametrize("name", ["engine.json", "plan.json", "weights.safetensors"])
+@pytest.mark.parametrize(
+    "damage", [truncate, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"\xff")]
+)
+def test_a_damaged_file_is_reported(engine_folder, name, damage):
+    damage(engine_folder / name)
+    with pytest.raises(ModelError, match="compile the model again") as raised:
+        logits(engine_folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "weights.safetensors"])
+def test_a_file_that_is_not_there_is_reported(engine_folder, name):
+    (engine_folder / name).unlink()
+    with pytest.raises(ModelError, match=f"{name}.*compile the model again"):
+        logits(engine_folder)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "weights.safetensors"])
+def test_a_file_of_another_model_is_reported(engine_folder, name):
+    of_another_model(engine_folder / name)
+    with pytest.raises(ModelError, match="the stored weights do not belong to the plan"):
+        logits(engine_folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, r"engine format 2, this chunkrt reads 1; compile the model again"),
+        ({"surprise": 1}, "is not an engine directory .*surprise"),
+        ({"scheme": "float"}, "the stored weights do not belong to the plan"),
+    ],
+)
+def test_a_manifest_that_says_something_else_is_reported(engine_folder, changes, message):
+    path = engine_folder / "engine.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=message):
+        logits(engine_folder)
+
+
+def test_a_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_path):
+    with pytest.raises(ConfigError, match="was compiled under 'w8a8-dynamic', not 'float'"):
+        chunkrt.load(engine_folder, scheme="float")
+    (tmp_path / "placement.toml").write_text("")
+    with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
+        chunkrt.load(engine_folder, placement=tmp_path / "placement.toml")

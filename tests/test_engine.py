@@ -1,0 +1,190 @@
+"""Loading a model: what is taken, what is refused, and what an engine does for several sessions."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt.engine import Engine, EngineOptions
+from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError
+
+NAME = "llama_biased_gguf"
+CHECKPOINT = checkpoint(NAME)
+TOKENS = input_ids(NAME)
+
+
+@pytest.fixture
+def engine():
+    with chunkrt.load(CHECKPOINT, chunk_length=8, threads=2) as engine:
+        yield engine
+
+
+def test_defaults(engine):
+    with chunkrt.load(CHECKPOINT) as engine:
+        assert engine.options == EngineOptions()
+        assert engine.chunk_length == 32
+        assert engine.scheme.name == "w8a8-dynamic"
+        assert engine.npu_backend.name == "native"
+        assert engine.context_length == 128
+        assert engine.options.num_threads >= 1
+
+
+@pytest.mark.parametrize("path", [str(CHECKPOINT), CHECKPOINT, checkpoint("llama_mha"), str(checkpoint("llama_mha"))])
+def test_a_model_is_a_file_or_a_folder(path):
+    with chunkrt.load(path) as engine:
+        assert engine.plan.family == "llama"
+        assert (engine.tokenizer is None) == Path(path).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_lenght": 8}, "unknown option 'chunk_lenght'; did you mean 'chunk_length'?"),
+        ({"npu": "onnxruntime"}, "unknown NPU choice 'onnxruntime'; did you mean 'onnxrt'?"),
+        ({"policy": "inorder"}, "unknown policy 'inorder'; did you mean 'in_order'?"),
+        ({"scheme": "w8a8"}, "unknown scheme 'w8a8'; did you mean 'w8a8-dynamic'?"),
+        ({"chunk_length": 0}, "chunk_length is 0, expected at least 1"),
+        ({"chunk_length": -1}, "chunk_length is -1, expected at least 1"),
+        ({"threads": 0}, "threads is 0, expected at least 1"),
+        ({"context_length": 0}, "context_length is 0, expected at least 1"),
+        ({"chunk_length": 129}, "chunk_length is 129, longer than the context of 128"),
+        ({"chunk_length": 33, "context_length": 32}, "chunk_length is 33, longer than the context of 32"),
+        ({"context_length": 129}, "context_length is 129, but the model takes at most 128"),
+        ({"placement": Path("nowhere.toml")}, "cannot read the placement file nowhere.toml"),
+        ({"placement": Path("nowhere.toml"), "npu": "off"}, "a placement and npu 'off' contradict each other"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError) as raised:
+        chunkrt.load(CHECKPOINT, **options)
+    assert message in str(raised.value)
+
+
+def test_an_npu_that_is_not_there_is_said_to_be_missing():
+    with pytest.raises(BackendUnavailableError, match="no qnn backend yet"):
+        chunkrt.load(CHECKPOINT, npu="qnn")
+
+
+def test_float_linears_are_refused_by_native_with_what_to_do():
+    with pytest.raises(
+        PartitionError, match=r"native cannot run subgraph static.0 under scheme float \(node model"
+    ) as e:
+        chunkrt.load(CHECKPOINT, scheme="float", npu="native")
+    assert "'onnxrt' or 'reference'" in str(e.value)
+
+
+def test_a_name_that_is_no_model_offers_the_nearest():
+    with pytest.raises(ConfigError, match="no model is called 'smollm2'; did you mean smollm2-135m-instruct"):
+        chunkrt.load("smollm2")
+
+
+@pytest.mark.parametrize("path", ["nowhere/model", "model.gguf"])
+def test_a_path_to_nothing_is_not_taken_for_a_name(path):
+    with pytest.raises(ModelError, match=f"there is no file or folder {path}"):
+        chunkrt.load(path)
+
+
+def test_sessions_do_not_see_each_other(engine):
+    """Interleaved prefills and generations give each session what it gives alone."""
+    prompts = [TOKENS[:20], TOKENS[20:50], TOKENS[50:51]]
+
+    def alone(prompt):
+        session = engine.session()
+        session.prefill(prompt)
+        return [piece.token_id for piece in session.generate(max_new_tokens=6)]
+
+    expected = [alone(prompt) for prompt in prompts]
+    assert len(set(map(tuple, expected))) > 1
+    sessions = [engine.session() for _ in prompts]
+    for session, prompt in zip(sessions, prompts, strict=True):
+        session.prefill(prompt)
+    found = [[], [], []]
+    for pieces in zip(*(session.generate(max_new_tokens=6) for session in sessions), strict=True):
+        for piece, tokens in zip(pieces, found, strict=True):
+            tokens.append(piece.token_id)
+    assert found == expected
+
+
+def test_sessions_in_threads_do_not_see_each_other(engine):
+    prompts = [TOKENS[start : start + 30] for start in range(0, 40, 10)]
+    expected = [engine.session().prefill(prompt, logits="all").logits for prompt in prompts]
+    barrier = threading.Barrier(len(prompts))
+
+    def run(prompt):
+        barrier.wait(60)
+        return [engine.session().prefill(prompt, logits="all").logits for _ in range(5)]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        for found, alone in zip(threads.map(run, prompts), expected, strict=True):
+            for logits in found:
+                np.testing.assert_array_equal(logits, alone)
+
+
+def test_a_shorter_context_is_a_smaller_state():
+    with chunkrt.load(CHECKPOINT, context_length=40) as short, chunkrt.load(CHECKPOINT) as long:
+        assert short.session().context_length == 40
+        np.testing.assert_array_equal(
+            short.session().prefill(TOKENS[:40]).logits, long.session().prefill(TOKENS[:40]).logits
+        )
+
+
+def test_a_closed_engine_says_so():
+    engine = chunkrt.load(CHECKPOINT)
+    session = engine.session()
+    session.prefill(TOKENS[:3])
+    engine.close()
+    assert engine.is_closed
+    with pytest.raises(ClosedError, match="closed"):
+        engine.session()
+    with pytest.raises(ClosedError, match="closed"):
+        session.prefill(TOKENS[:3])
+    with pytest.raises(ClosedError, match="closed"):
+        session.generate()
+
+
+def test_closing_twice_is_closing_once(engine):
+    engine.close()
+    engine.close()
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_alone():
+    with chunkrt.load(checkpoint("llama_mha")) as engine:
+        with pytest.raises(ModelError, match="has no tokenizer; give token ids in place of text"):
+            engine.session().prefill("hello")
+        session = engine.session()
+        session.prefill([1, 2])
+        assert [piece.text for piece in session.generate(max_new_tokens=2)] == ["", ""]
+
+
+def test_a_placement_file_moves_modules(tmp_path):
+    path = tmp_path / "placement.toml"
+    path.write_text('"model.layers.*.mlp.down_proj" = "cpu"\n')
+    with chunkrt.load(CHECKPOINT, placement=path) as placed, chunkrt.load(CHECKPOINT) as usual:
+        assert len(placed.plan.subgraphs) == len(usual.plan.subgraphs) + 4
+        np.testing.assert_array_equal(placed.session().prefill(TOKENS).logits, usual.session().prefill(TOKENS).logits)
+
+
+def test_off_is_one_subgraph_and_the_head():
+    with chunkrt.load(CHECKPOINT, npu="off") as engine:
+        assert [(s.name, s.device) for s in engine.plan.subgraphs] == [("dynamic.0", "cpu"), ("head", "cpu")]
+
+
+def test_progress_tells_what_is_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    told = []
+    chunkrt.load(CHECKPOINT, progress=lambda *step: told.append(step)).close()
+    assert {what for what, _, _ in told} == {"compiling"}
+    assert told[-1][1] == told[-1][2] > 0
+    told.clear()
+    chunkrt.load(CHECKPOINT, progress=lambda *step: told.append(step)).close()
+    assert told == []
+
+
+def test_the_engine_is_a_class_of_its_own():
+    with chunkrt.load(CHECKPOINT) as engine:
+        assert isinstance(engine, Engine)
+        assert engine.manifest.model == str(CHECKPOINT)
