@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,8 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={configuration}",
             f"-DCMAKE_INSTALL_PREFIX={destination}",
             f"-DPython_EXECUTABLE={sys.executable}",
+            # pip's isolated builds have another Ninja each time; the cache of an earlier one must not keep its path
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         jobs = str(self.parallel or os.cpu_count() or 1)

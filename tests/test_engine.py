@@ -165,7 +165,9 @@ def test_a_placement_file_moves_modules(tmp_path):
     path.write_text('"model.layers.*.mlp.down_proj" = "cpu"\n')
     with chunkrt.load(CHECKPOINT, placement=path) as placed, chunkrt.load(CHECKPOINT) as usual:
         assert len(placed.plan.subgraphs) == len(usual.plan.subgraphs) + 4
-        np.testing.assert_array_equal(placed.session().prefill(TOKENS).logits, usual.session().prefill(TOKENS).logits)
+        found, expected = (engine.session().prefill(TOKENS).logits for engine in (placed, usual))
+    # Sums of three, in another order: a few float32 steps.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=16 * 2.0**-23 * np.abs(expected).max())
 
 
 def test_off_is_one_subgraph_and_the_head():

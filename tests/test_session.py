@@ -1,0 +1,388 @@
+"""Sessions: what goes in, what comes out, and what is left after an error."""
+
+import threading
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt.errors import BackendError, ClosedError, ConfigError
+from chunkrt.sampling import SamplingOptions
+
+NAME = "llama_biased_gguf"
+TOKENS = input_ids(NAME)
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with chunkrt.load(checkpoint(NAME), chunk_length=8, threads=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def session(engine):
+    with engine.session() as session:
+        yield session
+
+
+def generated(session, **options):
+    return [piece.token_id for piece in session.generate(**options)]
+
+
+def next_logits(session):
+    """The logits that the next token is drawn from, without drawing one."""
+    return session.fork()._next_logits()
+
+
+def test_prefill_tells_what_it_did(session):
+    result = session.prefill(TOKENS[:20])
+    assert (result.num_tokens, result.num_chunks) == (20, 3)
+    assert result.logits.shape == (128,)
+    assert result.seconds > 0
+    # Only the last chunk goes on after the last attention: its logits alone are wanted.
+    assert len(result.events) == 3 * 5 + 2
+    assert session.tokens == tuple(TOKENS[:20])
+    assert (session.position, session.context_length) == (20, CONTEXT)
+
+
+def test_logits_of_all_tokens_of_the_last_or_of_none(engine):
+    every = engine.session().prefill(TOKENS, logits="all").logits
+    last = engine.session().prefill(TOKENS, logits="last").logits
+    none = engine.session().prefill(TOKENS, logits="none").logits
+    assert every.shape == (70, 128)
+    np.testing.assert_array_equal(every[-1], last)
+    assert none is None
+
+
+def test_a_prefill_without_logits_can_be_continued(engine):
+    with_logits, without = engine.session(), engine.session()
+    with_logits.prefill(TOKENS[:20])
+    without.prefill(TOKENS[:20], logits="none")
+    assert generated(without, max_new_tokens=5) == generated(with_logits, max_new_tokens=5)
+
+
+def test_generation_is_greedy_by_the_logits(session):
+    """Each token is the likeliest after those before it, as a fresh prefill has it."""
+    session.prefill(TOKENS[:11])
+    tokens = generated(session, max_new_tokens=6)
+    for count in range(6):
+        fresh = session.fork()
+        fresh.rewind(0)
+        assert np.argmax(fresh.prefill([*TOKENS[:11], *tokens[:count]]).logits) == tokens[count]
+    assert session.tokens == (*TOKENS[:11], *tokens)
+
+
+def test_generation_goes_on_over_calls(engine):
+    at_once, in_two = engine.session(), engine.session()
+    at_once.prefill(TOKENS[:10])
+    in_two.prefill(TOKENS[:10])
+    expected = generated(at_once, max_new_tokens=8)
+    assert generated(in_two, max_new_tokens=4) + generated(in_two, max_new_tokens=4) == expected
+    assert in_two.tokens == at_once.tokens
+
+
+def test_a_generation_that_is_left_early_can_be_continued(engine):
+    at_once, left = engine.session(), engine.session()
+    at_once.prefill(TOKENS[:10])
+    left.prefill(TOKENS[:10])
+    expected = generated(at_once, max_new_tokens=6)
+    pieces = left.generate(max_new_tokens=6)
+    assert [next(pieces).token_id, next(pieces).token_id] == expected[:2]
+    del pieces
+    assert generated(left, max_new_tokens=4) == expected[2:]
+
+
+def test_a_prompt_after_a_generation_follows_it(engine):
+    session, fresh = engine.session(), engine.session()
+    session.prefill(TOKENS[:10])
+    answer = generated(session, max_new_tokens=3)
+    found = session.prefill(TOKENS[10:20], logits="all")
+    expected = fresh.prefill([*TOKENS[:10], *answer, *TOKENS[10:20]], logits="all")
+    np.testing.assert_array_equal(found.logits, expected.logits[-10:])
+
+
+def test_rewinding_forgets(engine):
+    session = engine.session()
+    session.prefill(TOKENS[:40])
+    session.rewind(17)
+    assert session.tokens == tuple(TOKENS[:17])
+    found = session.prefill(TOKENS[50:60], logits="all").logits
+    expected = engine.session().prefill([*TOKENS[:17], *TOKENS[50:60]], logits="all").logits
+    np.testing.assert_array_equal(found, expected[17:])
+
+
+def test_after_rewinding_generation_continues_from_there(engine):
+    session, fresh = engine.session(), engine.session()
+    session.prefill(TOKENS[:40])
+    session.rewind(17)
+    fresh.prefill(TOKENS[:17])
+    assert generated(session, max_new_tokens=5) == generated(fresh, max_new_tokens=5)
+
+
+def test_rewinding_into_a_generation(engine):
+    session = engine.session()
+    session.prefill(TOKENS[:10])
+    tokens = generated(session, max_new_tokens=6)
+    session.rewind(13)
+    assert session.tokens == (*TOKENS[:10], *tokens[:3])
+    assert generated(session, max_new_tokens=3) == tokens[3:]
+
+
+def test_rewinding_to_where_it_is_changes_nothing(engine):
+    session = engine.session()
+    session.prefill(TOKENS[:10])
+    session.rewind(10)
+    fresh = engine.session()
+    fresh.prefill(TOKENS[:10])
+    assert generated(session, max_new_tokens=3) == generated(fresh, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("position", [-1, 11])
+def test_rewinding_elsewhere_is_refused(session, position):
+    session.prefill(TOKENS[:10])
+    with pytest.raises(ConfigError, match=f"cannot rewind to position {position}; the session is at 10"):
+        session.rewind(position)
+    assert session.position == 10
+
+
+def test_a_fork_goes_its_own_way(engine):
+    session = engine.session()
+    session.prefill(TOKENS[:20])
+    fork = session.fork()
+    assert fork.tokens == session.tokens
+    fork.prefill(TOKENS[30:40])
+    found = session.prefill(TOKENS[20:30], logits="all").logits
+    expected = engine.session().prefill(TOKENS[:30], logits="all").logits
+    np.testing.assert_array_equal(found, expected[20:])
+    assert fork.tokens == (*TOKENS[:20], *TOKENS[30:40])
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_counts(session):
+    session.prefill(TOKENS[:60])
+    before = next_logits(session)
+    with pytest.raises(ConfigError, match="the prompt has 69 tokens, but the context of 128 has room for 68"):
+        session.prefill([1] * 69)
+    assert session.tokens == tuple(TOKENS[:60])
+    np.testing.assert_array_equal(next_logits(session), before)
+
+
+def test_a_prompt_of_exactly_the_context_is_taken(session):
+    session.prefill((TOKENS * 2)[:CONTEXT])
+    assert session.position == CONTEXT
+    (piece,) = session.generate(max_new_tokens=5)
+    assert piece.finish_reason == "context"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty; give at least one token"),
+        ([3, 128], "token id 128 is outside the vocabulary of 128"),
+        ([3, -1], "token id -1 is outside the vocabulary of 128"),
+        ([2**40], "token id 1099511627776 is outside"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused_and_changes_nothing(session, prompt, message):
+    session.prefill(TOKENS[:10])
+    with pytest.raises(ConfigError, match=message):
+        session.prefill(prompt)
+    assert session.tokens == tuple(TOKENS[:10])
+
+
+def test_an_unknown_choice_of_logits_is_refused(session):
+    with pytest.raises(ConfigError, match="unknown choice of logits 'lst'; did you mean 'last'"):
+        session.prefill(TOKENS[:10], logits="lst")
+    assert session.position == 0
+
+
+def test_text_is_tokens_with_a_beginning(engine, session):
+    session.prefill("hello")
+    assert session.tokens == tuple(engine.tokenizer.encode("hello", add_special=True, parse_special=False))
+    session.prefill("again")
+    assert session.tokens[-5:] == tuple(engine.tokenizer.encode("again", add_special=False, parse_special=False))[-5:]
+    assert session.tokens.count(1) == 1
+
+
+def test_pieces_are_the_text_of_the_tokens(engine, session):
+    session.prefill(TOKENS[:10])
+    pieces = list(session.generate(max_new_tokens=20))
+    tokens = [piece.token_id for piece in pieces]
+    assert "".join(piece.text for piece in pieces).strip() == engine.tokenizer.decode(tokens).strip()
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def text_and_tokens(engine):
+    session = engine.session()
+    session.prefill(TOKENS[:10])
+    pieces = list(session.generate(max_new_tokens=20))
+    return "".join(piece.text for piece in pieces), [piece.token_id for piece in pieces]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_stop_string_ends_the_text_before_it(engine, session, length):
+    text, _ = text_and_tokens(engine)
+    stop = text[6 : 6 + length]
+    session.prefill(TOKENS[:10])
+    pieces = list(session.generate(max_new_tokens=20, stop=["never this", stop]))
+    assert "".join(piece.text for piece in pieces) == text[: text.index(stop)]
+    assert pieces[-1].finish_reason == "stop"
+    assert all(piece.finish_reason is None for piece in pieces[:-1])
+
+
+def test_a_stop_string_that_never_comes_holds_nothing_back_at_the_end(engine, session):
+    text, _ = text_and_tokens(engine)
+    session.prefill(TOKENS[:10])
+    pieces = list(session.generate(max_new_tokens=20, stop=[text[-3:] + "?"]))
+    assert "".join(piece.text for piece in pieces) == text
+    assert pieces[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stop", [[""], "text", [3]])
+def test_a_stop_string_that_cannot_be_is_refused(session, stop):
+    session.prefill(TOKENS[:10])
+    with pytest.raises(ConfigError, match="stop strings"):
+        session.generate(stop=stop)
+
+
+def test_an_end_token_stops_and_is_no_text(engine, monkeypatch):
+    text, tokens = text_and_tokens(engine)
+    end = tokens[7]
+    first = tokens.index(end)
+    monkeypatch.setattr(type(engine.tokenizer), "eos_ids", property(lambda self: frozenset({end})))
+    session = engine.session()
+    session.prefill(TOKENS[:10])
+    pieces = list(session.generate(max_new_tokens=20))
+    assert [piece.token_id for piece in pieces] == tokens[: first + 1]
+    assert pieces[-1].finish_reason == "stop"
+    assert text.startswith("".join(piece.text for piece in pieces))
+    assert session.tokens[-1] == end
+
+
+def test_a_full_context_ends_the_generation(engine):
+    with chunkrt.load(checkpoint(NAME), chunk_length=8, context_length=16) as small:
+        session, large = small.session(), engine.session()
+        session.prefill(TOKENS[:10])
+        large.prefill(TOKENS[:10])
+        pieces = list(session.generate(max_new_tokens=100))
+        assert [piece.finish_reason for piece in pieces] == [None] * 6 + ["context"]
+        # The last token needs no place of its own: nothing is computed from it.
+        assert [piece.token_id for piece in pieces] == generated(large, max_new_tokens=7)
+        assert session.position == 16
+        with pytest.raises(ConfigError, match="the prompt has 1 tokens, but the context of 16 has room for 0"):
+            session.prefill([1])
+        session.rewind(10)
+        assert len(generated(session, max_new_tokens=3)) == 3
+
+
+def test_generation_needs_a_prompt(session):
+    with pytest.raises(ConfigError, match="there is nothing to continue; call prefill first"):
+        session.generate()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_generation_of_nothing_is_refused_at_once(session, count):
+    session.prefill(TOKENS[:10])
+    with pytest.raises(ConfigError, match=f"max_new_tokens is {count}, expected at least 1"):
+        session.generate(max_new_tokens=count)
+
+
+def test_one_seed_gives_one_text(engine):
+    def drawn(seed):
+        session = engine.session()
+        session.prefill(TOKENS[:10])
+        return generated(session, max_new_tokens=16, sampling=SamplingOptions(temperature=1.5, seed=seed))
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_logits_that_are_handed_out_stay_as_they_are(session):
+    logits = session.prefill(TOKENS[:10]).logits
+    before = logits.copy()
+    generated(session, max_new_tokens=3)
+    session.prefill(TOKENS[10:40])
+    np.testing.assert_array_equal(logits, before)
+
+
+def test_a_closed_session_says_so(engine):
+    with engine.session() as session:
+        session.prefill(TOKENS[:10])
+    for use in (lambda: session.prefill([1]), session.generate, session.fork, lambda: session.rewind(0)):
+        with pytest.raises(ClosedError, match="the session is closed"):
+            use()
+    session.close()
+
+
+def test_a_session_closed_during_generation_stops_it(session):
+    session.prefill(TOKENS[:10])
+    pieces = session.generate(max_new_tokens=10)
+    next(pieces)
+    session.close()
+    with pytest.raises(ClosedError):
+        list(pieces)
+
+
+class Hook:
+    """Runs something before the first call of an executable that reaches it."""
+
+    def __init__(self, engine, monkeypatch, action):
+        subgraph = engine._executor.subgraphs[3]
+        compute, self.action = subgraph._compute, action
+
+        def run(inputs, outputs):
+            action, self.action = self.action, None
+            if action:
+                action()
+            compute(inputs, outputs)
+
+        monkeypatch.setattr(subgraph, "_compute", run)
+
+
+def test_cancelling_a_prefill_leaves_the_session_as_it_was(engine, session, monkeypatch):
+    session.prefill(TOKENS[:10])
+    before = next_logits(session)
+    Hook(engine, monkeypatch, session.cancel)
+    with pytest.raises(ClosedError, match="cancelled after"):
+        session.prefill(TOKENS[10:60])
+    assert session.tokens == tuple(TOKENS[:10])
+    np.testing.assert_array_equal(next_logits(session), before)
+    result = session.prefill(TOKENS[10:60])
+    np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
+
+
+def test_cancelling_from_another_thread(engine, session, monkeypatch):
+    running, cancelled = threading.Event(), threading.Event()
+
+    def wait():
+        running.set()
+        assert cancelled.wait(60)
+
+    def cancel():
+        assert running.wait(60)
+        session.cancel()
+        cancelled.set()
+
+    Hook(engine, monkeypatch, wait)
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(ClosedError, match="cancelled"):
+        session.prefill(TOKENS)
+    thread.join(60)
+    assert session.position == 0
+
+
+def test_a_failure_in_a_subgraph_leaves_the_session_as_it_was(engine, session, monkeypatch):
+    session.prefill(TOKENS[:10])
+
+    def fail():
+        raise ZeroDivisionError("in the kernel")
+
+    Hook(engine, monkeypatch, fail)
+    with pytest.raises(BackendError, match=r"subgraph \S+ failed on chunk \d+: in the kernel") as raised:
+        session.prefill(TOKENS[10:60])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert session.tokens == tuple(TOKENS[:10])
+    result = session.prefill(TOKENS[10:60])
+    np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
