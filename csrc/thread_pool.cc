@@ -53,8 +53,8 @@ struct ThreadPool::Loop {
   explicit Loop(std::size_t num_stretches) : stretches(num_stretches) {}
 
   void open(std::size_t new_count, std::size_t new_piece, const Body& new_body) {
-    // The stretches first: whoever sees the new number of pieces but still the old loop's number takes
-    // nothing.
+    // The stretches first: who sees the new number of pieces but the old loop's number must find nothing to
+    // take.
     const std::uint32_t next = number.load(std::memory_order_relaxed) + 1;
     for (Stretch& stretch : stretches)
       stretch.taken.store(std::uint64_t{next} << 32, std::memory_order_relaxed);
@@ -110,24 +110,26 @@ ThreadPool::ThreadPool(std::size_t budget) : budget_(budget), permits_(budget) {
 
 ThreadPool::~ThreadPool() {
   is_stopping_.store(true, std::memory_order_relaxed);
-  num_opened_.fetch_add(1, std::memory_order_release);
-  num_opened_.notify_all();
+  for (std::atomic<std::uint32_t>* awaited : {&num_opened_, &num_left_}) {
+    awaited->fetch_add(1, std::memory_order_release);
+    awaited->notify_all();
+  }
   for (std::thread& helper : helpers_) helper.join();
 }
 
 void ThreadPool::serve(std::size_t member) {
   for (;;) {
-    const std::uint32_t seen = num_opened_.load(std::memory_order_acquire);
+    const std::uint32_t opened = num_opened_.load(std::memory_order_acquire);
+    const std::uint32_t left = num_left_.load(std::memory_order_acquire);
     if (is_stopping_.load(std::memory_order_relaxed)) return;
-    if (!take_permit()) {  // the callers need all threads: sleep until one of them sees a permit left and
-                           // says so
-      num_opened_.wait(seen, std::memory_order_acquire);
+    if (!take_permit()) {  // the callers and the other helpers are as many as may compute
+      num_left_.wait(left, std::memory_order_acquire);
       continue;
     }
     bool has_helped = false;
     for (const std::unique_ptr<Loop>& loop : loops_) has_helped |= help(*loop, member);
     return_permit();
-    if (!has_helped) wait_while(num_opened_, seen);
+    if (!has_helped) wait_while(num_opened_, opened);
   }
 }
 
@@ -188,6 +190,8 @@ ThreadPool::Team::~Team() {
     pool_.num_callers_.fetch_sub(1, std::memory_order_relaxed);
   }
   pool_.return_permit();
+  pool_.num_left_.fetch_add(1, std::memory_order_release);
+  pool_.num_left_.notify_all();
 }
 
 void ThreadPool::Team::parallel_for(std::size_t count, std::size_t piece, const Body& body) {

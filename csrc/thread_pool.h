@@ -54,7 +54,8 @@ class ThreadPool {
   std::condition_variable permit_returned_;
   std::vector<Loop*> idle_loops_;
   std::vector<std::unique_ptr<Loop>> loops_;  // one for each caller that may compute
-  std::atomic<std::uint32_t> num_opened_{0};  // loops so far, over all callers: what helpers wait for
+  std::atomic<std::uint32_t> num_opened_{0};  // loops so far, over all callers: what idle helpers wait for
+  std::atomic<std::uint32_t> num_left_{0};  // callers that have left: what helpers without a permit wait for
   std::atomic<bool> is_stopping_{false};
   std::vector<std::thread> helpers_;
 };

@@ -1,6 +1,12 @@
-"""What all tests share: a cache of their own, never the user's."""
+"""What all tests share: a cache of their own, never the user's; and the command line, called in this process."""
+
+import io
+import sys
+from dataclasses import dataclass
 
 import pytest
+
+from chunkrt.cli import main
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -11,3 +17,31 @@ def home(tmp_path_factory):
         patch.setenv("CHUNKRT_HOME", str(folder))
         patch.delenv("CHUNKRT_MODELS", raising=False)
         yield folder
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left: its exit status, and all that it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """A function that calls `chunkrt` with arguments, and perhaps text on its standard input."""
+
+    def call(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["chunkrt", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        try:
+            main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        written = capsys.readouterr()
+        return Finished(status, written.out, written.err)
+
+    return call

@@ -3,8 +3,10 @@
     MatMul -> Add(bias) -> Add(residual)                   Linear(x, weight, bias, residual)
     Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
 
-Requires: nodes in execution order. Ensures: the same bits as without fusion; nothing is fused whose inner
-results are needed elsewhere. A fused node stands where its last part stood: its operands are all there then.
+Requires: nodes in execution order. Ensures: the same bits as without fusion, except where a scheme gives a
+linear's activations two digits: its bias and residual are then added before the second, in another order of
+rounding. Nothing is fused whose inner results are needed elsewhere. A fused node stands where its last part
+stood: its operands are all there then.
 """
 
 from __future__ import annotations

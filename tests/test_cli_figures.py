@@ -1,0 +1,167 @@
+"""`chunkrt bench`, `plan`, `models`, `doctor` and `pull`: what they print, and in which formats."""
+
+import csv
+import io
+import json
+from dataclasses import fields
+
+import onnx
+import pytest
+from fixture_checkpoints import checkpoint
+
+import chunkrt
+from chunkrt.cli import COMMANDS
+from chunkrt.cli.bench import Row
+
+GGUF = checkpoint("llama_biased_gguf")
+BENCH = ("bench", GGUF, "-p", "8,20", "-n", "3", "-r", "2", "--chunk", "8", "--threads", "2")
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def check_rows(rows):
+    assert [row["test"] for row in rows] == ["pp8", "pp20", "tg3"]
+    for row in rows:
+        assert list(row) == COLUMNS
+        assert (row["backend"], row["scheme"], row["policy"]) == ("native", "w8a8-dynamic", "in_order")
+        assert (row["chunk"], row["threads"]) == (8, 2)
+        assert row["avg_ts"] > 0
+        assert row["stddev_ts"] >= 0
+        assert len(row["samples_ns"]) == 2
+        assert all(0 <= row[share] <= 1 for share in ("npu_busy", "cpu_busy", "overlap"))
+
+
+def test_bench_in_json(command):
+    finished = command(*BENCH, "-o", "json")
+    assert (finished.status, finished.err) == (0, "")
+    check_rows(json.loads(finished.out))
+
+
+def test_bench_in_json_lines(command):
+    finished = command(*BENCH, "-o", "jsonl")
+    check_rows([json.loads(line) for line in finished.out.splitlines()])
+
+
+def test_bench_in_csv(command):
+    finished = command(*BENCH, "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(finished.out)))
+    numbers = {"chunk": int, "threads": int, "samples_ns": lambda text: [int(n) for n in text.split()]}
+    numbers |= dict.fromkeys(("avg_ts", "stddev_ts", "npu_busy", "cpu_busy", "overlap"), float)
+    check_rows([{name: numbers.get(name, str)(text) for name, text in row.items()} for row in rows])
+
+
+def test_bench_in_markdown(command):
+    finished = command(*BENCH)
+    head, rule, *rows = finished.out.splitlines()
+    assert [cell.strip() for cell in head.strip("|").split("|")][6:8] == ["test", "t/s"]
+    assert {line.count("|") for line in (head, rule, *rows)} == {12}
+    assert [row.split("|")[7].strip() for row in rows] == ["pp8", "pp20", "tg3"]
+
+
+def test_bench_of_one_kind(command):
+    finished = command("bench", GGUF, "-p", "0", "-n", "2", "-r", "1", "-o", "json")
+    (row,) = json.loads(finished.out)
+    assert (row["test"], row["stddev_ts"]) == ("tg2", 0)
+
+
+def test_plan_in_json(command):
+    finished = command("plan", GGUF, "--json", "--chunk", 8, "--prompt-length", 64)
+    assert (finished.status, finished.err) == (0, "")
+    result = json.loads(finished.out)
+    assert (result["chunk"], result["scheme"], result["prompt_length"]) == (8, "w8a8-dynamic", 64)
+    names = ["embedding", "static.0", "dynamic.0", "static.1", "dynamic.1", "static.2", "head"]
+    assert [subgraph["name"] for subgraph in result["subgraphs"]] == names
+    assert [subgraph["name"] for subgraph in result["plan"]["subgraphs"]] == names
+    attention = result["attention"]
+    assert attention["chunked_flops"] / attention["unchunked_flops"] == (1 + 8 / 64) / 2
+
+
+def test_plan_for_people(command):
+    finished = command("plan", GGUF, "--chunk", 8)
+    lines = finished.out.splitlines()
+    assert lines[0].split()[:3] == ["subgraph", "on", "kind"]
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["embedding", "cpu", "dynamic"],
+        ["static.0", "npu", "static"],
+        ["dynamic.0", "cpu", "dynamic"],
+    ]
+    assert "npu: 3 subgraphs" in finished.out
+    assert "cpu: 4 subgraphs" in finished.out
+    assert "a chunk of 8 tokens moves" in finished.out
+
+
+def test_plan_of_an_engine_directory(command, home):
+    command("run", GGUF, "-p", "x", "-n", 1)
+    with chunkrt.load(GGUF) as engine:
+        folder = engine.folder
+    assert command("plan", folder).out == command("plan", GGUF).out
+
+
+def test_plan_off_the_npu(command):
+    result = json.loads(command("plan", GGUF, "--npu", "off", "--json").out)
+    assert [subgraph["device"] for subgraph in result["subgraphs"]] == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("scheme", ["float", "w8a8-dynamic"])
+def test_plan_saves_every_subgraph_as_onnx(command, tmp_path, scheme):
+    folder = tmp_path / "made" / "here"
+    finished = command("plan", GGUF, "--save-onnx", folder, "--scheme", scheme, "--json")
+    assert finished.status == 0
+    assert finished.err == f"7 ONNX files written to {folder}\n"
+    names = [subgraph["name"] for subgraph in json.loads(finished.out)["subgraphs"]]
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == [f"{i}_{name}.onnx" for i, name in enumerate(names)]
+    for path in files:
+        model = onnx.load(path)
+        onnx.checker.check_model(model, full_check=True)
+        assert all(initializer.raw_data for initializer in model.graph.initializer)
+    again = command("plan", GGUF, "--save-onnx", folder, "--scheme", scheme)
+    assert again.status == 0
+    assert sorted(folder.iterdir()) == files
+
+
+def test_models_for_people_and_in_json(command):
+    finished = command("models")
+    head, *rows = (line.split() for line in finished.out.splitlines())
+    assert head == ["NAME", "FAMILY", "SIZE", "LICENCE", "PULLED"]
+    assert ["smollm2-135m-instruct", "llama", "98", "MB", "apache-2.0", "no"] in rows
+    known = {model["name"]: model for model in json.loads(command("models", "--json").out)}
+    assert known["smollm2-135m-instruct"]["path"] is None
+    assert known["smollm2-135m-instruct"]["scheme"] == "w8a8-dynamic"
+    assert len(known) == len(rows)
+
+
+def test_a_pulled_model_is_said_to_be_there(command, tmp_path, monkeypatch):
+    (tmp_path / "toy.toml").write_text(
+        'family = "llama"\nscheme = "float"\ncontext_length = 128\nlicence = "none"\n'
+        f'[source]\nkind = "path"\npath = "{GGUF}"\n'
+    )
+    monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
+    known = {model["name"]: model for model in json.loads(command("models", "--json").out)}
+    assert known["toy"]["path"] == str(GGUF)
+    assert command("pull", "toy").out == f"{GGUF}\n"
+    assert json.loads(command("run", "toy", "-p", "x", "-n", 1, "--npu", "onnxrt", "--json").out)["model"] == "toy"
+    with chunkrt.load("toy", npu="onnxrt") as engine:
+        assert engine.scheme.name == "float"
+
+
+def test_doctor_for_people_and_in_json(command):
+    finished = command("doctor")
+    assert (finished.status, finished.err) == (0, "")
+    assert all(line.startswith(("ok  ", "lack", " " * 22)) for line in finished.out.splitlines())
+    findings = {finding["what"]: finding for finding in json.loads(command("doctor", "--json").out)}
+    assert findings["native kernels"]["ok"]
+    assert findings["onnx_ir"]["ok"]
+    assert not findings["npu"]["ok"]
+    assert findings["npu"]["advice"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([name, "--help"] for name in COMMANDS)])
+def test_help_is_data(command, arguments):
+    finished = command(*arguments)
+    assert (finished.status, finished.err) == (0, "")
+    assert finished.out.startswith("Usage: chunkrt")
+
+
+def test_version(command):
+    finished = command("--version")
+    assert finished.out.split()[-1] == chunkrt.__version__

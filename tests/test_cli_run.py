@@ -1,0 +1,201 @@
+"""`chunkrt run` and `chunkrt chat`: the answer on stdout, everything else on stderr."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from fixture_checkpoints import checkpoint
+
+import chunkrt
+from chunkrt.compiler import compile_checkpoint
+from chunkrt.quant.scheme import SCHEMES
+
+GGUF = checkpoint("llama_biased_gguf")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def answer(prompt, count):
+    """What the Python interface answers."""
+    with chunkrt.load(GGUF) as engine:
+        session = engine.session()
+        session.prefill(prompt)
+        return "".join(piece.text for piece in session.generate(max_new_tokens=count))
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    """An engine directory with a chat template of one letter a role."""
+    folder = tmp_path / "engine"
+    compile_checkpoint(GGUF, SCHEMES["w8a8-dynamic"], {}, folder, model="toy")
+    path = folder / "text.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return folder
+
+
+def test_stdout_is_the_answer_and_stderr_the_figures(command):
+    finished = command("run", GGUF, "-p", "hello", "-n", 12)
+    assert finished.status == 0
+    assert finished.out == answer("hello", 12) + "\n"
+    (figures,) = finished.err.splitlines()
+    assert figures.startswith("[load ")
+    assert "prompt 7 tokens" in figures
+    assert figures.endswith("(length)]")
+
+
+def test_json_is_one_object(command):
+    finished = command("run", GGUF, "-p", "hello", "-n", 12, "--json")
+    assert (finished.status, finished.err) == (0, "")
+    result = json.loads(finished.out)
+    assert len(finished.out.splitlines()) == 1
+    assert result["text"] == answer("hello", 12)
+    assert result["model"] == str(GGUF)
+    assert (result["prompt_tokens"], result["new_tokens"], result["finish_reason"]) == (7, 12, "length")
+    assert result["prefill_tokens_per_second"] > 0
+    assert result["decode_tokens_per_second"] > 0
+    assert result["time_to_first_token_s"] > 0
+    assert result["load_s"] > 0
+
+
+def test_one_new_token_has_no_decode_rate(command):
+    finished = command("run", GGUF, "-p", "hello", "-n", 1, "--json")
+    assert json.loads(finished.out)["decode_tokens_per_second"] is None
+
+
+@pytest.mark.parametrize("how", ["file", "stdin"])
+def test_a_prompt_from_a_file(command, tmp_path, how):
+    path = tmp_path / "prompt.txt"
+    path.write_text("hello")
+    file = path if how == "file" else "-"
+    assert command("run", GGUF, "-f", file, "-n", 12, stdin="hello").out == answer("hello", 12) + "\n"
+
+
+def test_a_stop_string_ends_the_answer(command):
+    text = answer("hello", 12)
+    finished = command("run", GGUF, "-p", "hello", "-n", 12, "--stop", text[4:6])
+    assert finished.out == text[: text.index(text[4:6])] + "\n"
+    assert finished.err.endswith("(stop)]\n")
+
+
+def test_a_seed_fixes_the_answer(command):
+    options = ("--temperature", "1.2", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01", "-n", 12)
+    texts = [command("run", GGUF, "-p", "hello", *options, "--seed", seed).out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--npu", "off"),
+        ("--npu", "native", "--chunk", 1),
+        ("--policy", "sequential", "--threads", 1),
+        ("--chunk", 64, "--context", 100, "--threads", 4),
+        ("--scheme", "w8a8-dynamic"),
+    ],
+)
+def test_how_it_is_computed_does_not_change_the_answer(command, options):
+    assert command("run", GGUF, "-p", "hello", "-n", 12, *options).out == answer("hello", 12) + "\n"
+
+
+@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+def test_float_runs_where_it_can(command, npu):
+    finished = command("run", GGUF, "-p", "hello", "-n", 3, "--npu", npu, "--scheme", "float", "--json")
+    assert json.loads(finished.out)["new_tokens"] == 3
+
+
+def test_an_engine_directory_is_a_model(command, chat_model):
+    assert command("run", chat_model, "-p", "hello", "-n", 12, "--raw").out == answer("hello", 12) + "\n"
+
+
+def test_a_chat_template_makes_the_prompt(command, chat_model):
+    finished = command("run", chat_model, "-p", "hi", "-n", 4, "--system", "Be brief.", "--json")
+    prompt = "s:Be brief.;u:hi;a:"
+    with chunkrt.load(chat_model) as engine:
+        tokens = engine.tokenizer.encode(prompt, add_special=False, parse_special=True)
+        session = engine.session()
+        session.prefill(tokens)
+        text = "".join(piece.text for piece in session.generate(max_new_tokens=4))
+    assert json.loads(finished.out)["text"] == text
+    assert json.loads(finished.out)["prompt_tokens"] == len(tokens)
+
+
+def test_verbose_logs_go_to_stderr(tmp_path):
+    run = [sys.executable, "-m", "chunkrt", "run", str(GGUF), "-p", "hello", "-n", "4", "-v"]
+    environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
+    finished = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
+    assert finished.stdout == answer("hello", 4) + "\n"
+    assert "chunkrt.compiler: compiled" in finished.stderr
+
+
+def test_a_conversation_keeps_what_was_said(command, chat_model):
+    finished = command("chat", chat_model, "-n", 4, stdin="hi\n\nmore\n")
+    assert finished.status == 0
+    with chunkrt.load(chat_model) as engine:
+        transcript, answers = "", []
+        for line in ("hi", "more"):
+            transcript += f"u:{line};"
+            session = engine.session()
+            session.prefill(engine.tokenizer.encode(transcript + "a:", add_special=False, parse_special=True))
+            answers.append("".join(piece.text for piece in session.generate(max_new_tokens=4)))
+            transcript += f"a:{answers[-1]};"
+    assert finished.out == "".join(f"{answer}\n" for answer in answers)
+    assert finished.err.count("[prompt ") == 2
+
+
+def test_reset_exit_and_unknown_commands(command, chat_model):
+    once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
+    finished = command("chat", chat_model, "-n", 4, stdin="hi\n/reset\nhi\n/what\n/exit\nhi\n")
+    assert finished.status == 0
+    assert finished.out == once * 2
+    assert "unknown command /what" in finished.err
+
+
+def test_a_turn_that_does_not_fit_is_dropped_and_the_chat_goes_on(command, chat_model):
+    once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
+    finished = command("chat", chat_model, "-n", 4, stdin=f"{'long ' * 60}\nhi\n")
+    assert finished.status == 0
+    assert finished.out == once
+    assert "has room for 128" in finished.err
+    assert "/reset begins anew" in finished.err
+
+
+def test_only_new_tokens_of_a_conversation_are_prefilled(command, chat_model):
+    """The second turn's prompt is its own text and what the tokens of the first answer did not cover."""
+    finished = command("chat", chat_model, "-n", 4, stdin="hi\nmore\n")
+    first, second = (line for line in finished.err.splitlines() if line.startswith("[prompt "))
+    count = [int(line.split()[1]) for line in (first, second)]
+    with chunkrt.load(chat_model) as engine:
+        new = engine.tokenizer.encode(";u:more;a:", add_special=False, parse_special=True)
+    assert count[1] <= len(new) + 4
+
+
+def test_a_chat_without_a_template_is_an_error(command):
+    finished = command("chat", GGUF, stdin="hi\n")
+    assert finished.status == 1
+    assert finished.out == ""
+    assert "chat template" in finished.err.splitlines()[-1]
+
+
+def test_the_end_of_the_input_ends_the_chat(command, chat_model):
+    finished = command("chat", chat_model, stdin="")
+    assert (finished.status, finished.out) == (0, "")
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(command, chat_model, monkeypatch):
+    once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
+    generate, calls = chunkrt.Session.generate, []
+
+    def interrupted(self, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return generate(self, **options)
+
+    monkeypatch.setattr(chunkrt.Session, "generate", interrupted)
+    finished = command("chat", chat_model, "-n", 4, stdin="hi\n/reset\nhi\n")
+    assert finished.status == 0
+    assert finished.out == "\n" + once
+    assert "[stopped]" in finished.err
