@@ -213,7 +213,7 @@ def test_ctrl_c_is_said_and_is_status_130(command, monkeypatch):
 
 
 def test_a_reader_that_goes_away_is_no_traceback():
-    run = [sys.executable, "-m", "chunkrt", "plan", str(GGUF), "--json"]
+    run = [sys.executable, "-P", "-m", "chunkrt", "plan", str(GGUF), "--json"]
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     error = process.stderr.read()
@@ -223,7 +223,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 
 def test_the_module_is_the_command(tmp_path):
-    run = [sys.executable, "-m", "chunkrt", "run", "nowhere/model.gguf", "-p", "x"]
+    run = [sys.executable, "-P", "-m", "chunkrt", "run", "nowhere/model.gguf", "-p", "x"]
     finished = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
     assert (finished.returncode, finished.stdout) == (1, "")
     assert finished.stderr == "chunkrt: there is no file or folder nowhere/model.gguf\n"

@@ -123,7 +123,7 @@ def test_a_chat_template_makes_the_prompt(command, chat_model):
 
 
 def test_verbose_logs_go_to_stderr(tmp_path):
-    run = [sys.executable, "-m", "chunkrt", "run", str(GGUF), "-p", "hello", "-n", "4", "-v"]
+    run = [sys.executable, "-P", "-m", "chunkrt", "run", str(GGUF), "-p", "hello", "-n", "4", "-v"]
     environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
     finished = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
     assert finished.stdout == answer("hello", 4) + "\n"

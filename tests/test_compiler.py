@@ -136,7 +136,7 @@ with chunkrt.load(sys.argv[1], progress=wait) as engine:
 def test_two_processes_that_compile_at_once_both_succeed(tmp_path):
     environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", COMPILE, str(CHECKPOINT)]
+    command = [sys.executable, "-P", "-c", COMPILE, str(CHECKPOINT)]
     processes = [subprocess.Popen(command, env=environment, **pipe) for _ in range(2)]
     assert [process.stdout.readline() for process in processes] == ["compiling\n"] * 2
     answers = [process.communicate("go on\n", timeout=120)[0] for process in processes]
@@ -180,7 +180,7 @@ print(*sorted(loaded & {"onnx", "onnx_ir", "onnxruntime", "gguf", "safetensors",
 
 def test_a_cache_hit_imports_nothing_of_the_compile_half():
     logits(CHECKPOINT)
-    run = subprocess.run([sys.executable, "-c", HIT, str(CHECKPOINT)], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-P", "-c", HIT, str(CHECKPOINT)], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
 
 
