@@ -152,10 +152,10 @@ def test_a_fork_goes_its_own_way(engine):
     session.prefill(TOKENS[:20])
     fork = session.fork()
     assert fork.tokens == session.tokens
-    fork.prefill(TOKENS[30:40])
-    found = session.prefill(TOKENS[20:30], logits="all").logits
-    expected = engine.session().prefill(TOKENS[:30], logits="all").logits
-    np.testing.assert_array_equal(found, expected[20:])
+    for continued, new in ((fork, TOKENS[30:40]), (session, TOKENS[20:30])):
+        found = continued.prefill(new, logits="all").logits
+        expected = engine.session().prefill([*TOKENS[:20], *new], logits="all").logits
+        np.testing.assert_array_equal(found, expected[20:])
     assert fork.tokens == (*TOKENS[:20], *TOKENS[30:40])
 
 

@@ -40,8 +40,9 @@ SCHEMES = {
             name="w8a8-dynamic",
             weight_bits=8,
             activations="dynamic",
-            # down_proj's inputs have single channels thousands of times the median; the head decides the token.
-            two_digits=("*.down_proj.weight", "lm_head.weight"),
+            # down_proj's inputs have single channels thousands of times the median, errors in q and k are magnified
+            # by the softmax, and the head decides the token; docs/architecture.md has the figures.
+            two_digits=("*.down_proj.weight", "*.qkv_proj.weight", "lm_head.weight"),
         ),
     )
 }
