@@ -26,13 +26,13 @@ class CMakeBuild(build_ext):
         destination = Path(self.get_ext_fullpath(extension.name)).resolve().parent
         build = Path(self.build_temp).resolve() / extension.name
         configuration = "Debug" if self.debug else "Release"
-        generator = [] if sys.platform == "win32" else ["-G", "Ninja"]
+        # pip's isolated builds have another Ninja each time; the cache of an earlier one must not keep its path
+        ninja = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}"]
+        generator = [] if sys.platform == "win32" else ninja
         options = [
             f"-DCMAKE_BUILD_TYPE={configuration}",
             f"-DCMAKE_INSTALL_PREFIX={destination}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            # pip's isolated builds have another Ninja each time; the cache of an earlier one must not keep its path
-            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         jobs = str(self.parallel or os.cpu_count() or 1)

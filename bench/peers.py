@@ -1,6 +1,6 @@
 """chunkrt beside llama.cpp: prefill and decode of one model on the same cores, in one interleaved run.
 
-    pip install chunkrt llama-cpp-python psutil
+    pip install chunkrt llama-cpp-python
     python bench/peers.py smollm2-135m-instruct --threads 2 --rounds 7
 
 Every contender lives in a process of its own and measures when it is told to, one after another, round after round,
@@ -91,7 +91,10 @@ def _ask(process: subprocess.Popen[str], test: str) -> float:
     assert process.stdout is not None
     process.stdin.write(test + "\n")
     process.stdin.flush()
-    return float(process.stdout.readline())
+    answer = process.stdout.readline()
+    if not answer:
+        raise click.ClickException(f"a contender ended with status {process.wait()} during {test}")
+    return float(answer)
 
 
 def _table(rates: dict[str, dict[str, list[float]]], threads: int, chunk: int, rounds: int) -> str:

@@ -105,6 +105,8 @@ def compile_checkpoint(
 def _rename(aside: Path, folder: Path) -> None:
     try:
         aside.rename(folder)
-    except OSError:
-        if not is_engine_directory(folder):
+    except OSError as error:
+        if folder.exists() and not is_engine_directory(folder):
+            raise ModelError(f"{folder} is in the way and is not an engine directory; delete it") from error
+        if not folder.exists():
             raise

@@ -6,7 +6,6 @@ import platform
 from pathlib import Path
 from typing import TypedDict
 
-from chunkrt import _native
 from chunkrt.errors import ConfigError
 
 
@@ -37,6 +36,8 @@ def cpu_info() -> CpuInfo:
     Raises:
         ConfigError: CHUNKRT_FORCE_ISA names an instruction set that is unknown, not built or not supported here.
     """
+    from chunkrt import _native
+
     supported = _native.supported_isas()
     isas = [IsaInfo(name=name, built=built, supported=supported[name]) for name, built in _native.built_isas().items()]
     return CpuInfo(
@@ -49,6 +50,8 @@ def cpu_info() -> CpuInfo:
 
 def selected_kernels() -> dict[str, str]:
     """The instruction set chosen for each kernel. Raises ConfigError as `cpu_info` does."""
+    from chunkrt import _native
+
     try:
         return _native.selected_kernels()
     except ValueError as error:

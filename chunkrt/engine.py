@@ -30,6 +30,7 @@ from chunkrt.tokenizer import Tokenizer
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
+MOST_THREADS = 256
 DEFAULT_SCHEME = "w8a8-dynamic"
 DEFAULT_POLICY = "in_order"
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ConfigError(f"threads is {self.threads}, expected at most {MOST_THREADS}")
         find_policy(self.policy)
         if self.scheme is not None:
             find_scheme(self.scheme)
@@ -115,13 +118,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     """
     path = Path(model)
     if is_engine_directory(path):
-        manifest = read_manifest(path)
-        if options.scheme not in (None, manifest.scheme):
-            raise ConfigError(
-                f"{model} was compiled under {manifest.scheme!r}, not {options.scheme!r}; compile it again"
-            )
-        if options.placement is not None:
-            raise ConfigError(f"{model} is compiled, its placement is fixed; give the checkpoint to place it anew")
+        check_compiled(path, options)
         return path
     checkpoint, default_scheme = find_checkpoint(model, progress)
     scheme = find_scheme(options.scheme or default_scheme)
@@ -141,6 +138,20 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     return folder
 
 
+def check_compiled(folder: Path, options: EngineOptions) -> None:
+    """Refuse options that a compiled model cannot follow any more.
+
+    Raises:
+        ConfigError: another scheme, a placement, or npu "off".
+        ModelError: the folder is not an engine directory of this format.
+    """
+    manifest = read_manifest(folder)
+    if options.scheme not in (None, manifest.scheme):
+        raise ConfigError(f"{folder} was compiled under {manifest.scheme!r}, not {options.scheme!r}; compile it again")
+    if options.placement is not None or options.npu == "off":
+        raise ConfigError(f"{folder} is compiled, its placement is fixed; give the checkpoint to place it anew")
+
+
 def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
     """A model's checkpoint on disk and its default scheme; a catalogue entry is pulled if it is not there.
 
@@ -149,7 +160,7 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
     """
     if Path(model).exists():
         return Path(model), DEFAULT_SCHEME
-    if os.sep in model or model.endswith(".gguf"):
+    if Path(model).name != model or model.endswith(".gguf"):
         raise ModelError(f"there is no file or folder {model}")
     entry = catalogue.find(model)
     path = catalogue.pull(entry, lambda done, total: progress(f"downloading {model}", done, total))

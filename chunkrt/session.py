@@ -78,7 +78,7 @@ class Session:
     @property
     def context_length(self) -> int:
         """How many tokens the session can hold."""
-        return self._state.capacity
+        return self._engine.context_length
 
     def prefill(self, prompt: str | Sequence[int], *, logits: Literal["last", "all", "none"] = "last") -> PrefillResult:
         """Stream a prompt through the decoder in chunks.
@@ -94,6 +94,7 @@ class Session:
             BackendError: a subgraph failed. The session is as it was.
         """
         self._check_open()
+        self._cancel.clear()
         new = self._encode(prompt)
         pending = self._tokens[self._state.position :]
         available = self.context_length - len(self._tokens)
@@ -134,6 +135,9 @@ class Session:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         if not self._tokens:
             raise ConfigError("there is nothing to continue; call prefill first")
+        if stop:
+            self._engine.require_tokenizer()
+        self._cancel.clear()
         return self._generate(max_new_tokens, Sampler(sampling), StopStrings(stop))
 
     def rewind(self, position: int) -> None:
@@ -155,6 +159,7 @@ class Session:
         self._check_open()
         copy = Session(self._engine, self._state.fork(), self._tokens)
         copy._logits = self._logits
+        copy._follows_text = self._follows_text
         return copy
 
     def cancel(self) -> None:
@@ -162,7 +167,7 @@ class Session:
         self._cancel.set()
 
     def close(self) -> None:
-        """Give the state back. Closing twice is allowed."""
+        """End the session: every later use is refused. Its caches go with the object. Closing twice is allowed."""
         self._is_closed = True
 
     def __enter__(self) -> Session:
@@ -176,7 +181,10 @@ class Session:
         decoder = IncrementalDecoder(tokenizer, follows_text=self._follows_text) if tokenizer else None
         end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
         for count in range(1, max_new_tokens + 1):
+            if self._cancel.is_set():
+                raise ClosedError(f"the generation was cancelled after {count - 1} tokens")
             token_id = sampler.next(self._next_logits(), self._tokens)
+            self._follows_text = True
             if token_id in end_ids:
                 self._accept(token_id)
                 yield Piece(text=_rest(decoder, stops), token_id=token_id, finish_reason="stop")
@@ -210,12 +218,11 @@ class Session:
         return self._logits
 
     def _run(self, token_ids: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
-        self._cancel.clear()
         start = time.perf_counter()
         run = self._engine.run(np.array(token_ids, np.int64), self._state, logits=logits, cancel=self._cancel)
         seconds = time.perf_counter() - start
-        self._logits = run.logits[-1] if run.logits is not None else None
-        wanted = self._logits if logits == "last" else run.logits
+        self._logits = run.logits[-1].copy() if run.logits is not None else None
+        wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         num_chunks = -(-len(token_ids) // self._engine.chunk_length)
         return PrefillResult(
             logits=wanted, num_tokens=len(token_ids), num_chunks=num_chunks, seconds=seconds, events=run.events

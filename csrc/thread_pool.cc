@@ -7,6 +7,8 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
+#elif defined(_M_ARM64)
+#include <intrin.h>
 #endif
 
 namespace chunkrt {

@@ -7,6 +7,7 @@ wrong command line, 130 after Ctrl-C); `-v` adds the traceback.
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -55,6 +56,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the `chunkrt` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")  # what a model says has no place in most Windows code pages
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:

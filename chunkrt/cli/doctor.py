@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import importlib.util
 import json
 import platform
@@ -91,7 +91,8 @@ def _npu() -> Finding:
 def _part(module: str) -> Finding:
     if importlib.util.find_spec(module) is None:
         return Finding(what=module, ok=False, found="not installed", advice=PARTS[module])
-    return Finding(what=module, ok=True, found=importlib.metadata.version(module.replace("_", "-")))
+    found = str(getattr(importlib.import_module(module), "__version__", "installed"))
+    return Finding(what=module, ok=True, found=found)
 
 
 def _cache() -> Finding:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from chunkrt.cli.options import engine_options, progress_bar
-from chunkrt.engine import DEFAULT_SCHEME, EngineOptions, engine_folder, find_checkpoint, options_placement
+from chunkrt.engine import EngineOptions, check_compiled, engine_folder, find_checkpoint, options_placement
 from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
@@ -54,12 +54,13 @@ def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, 
 
 def _read(model: str, options: EngineOptions) -> tuple[Plan, str]:
     if is_engine_directory(Path(model)):
+        check_compiled(Path(model), options)
         return read_plan(Path(model)), read_manifest(Path(model)).scheme
     from chunkrt.compiler import plan_checkpoint
 
     with progress_bar() as progress:
         checkpoint, scheme = find_checkpoint(model, progress)
-    return plan_checkpoint(checkpoint, options_placement(options)).plan, options.scheme or scheme or DEFAULT_SCHEME
+    return plan_checkpoint(checkpoint, options_placement(options)).plan, options.scheme or scheme
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path) -> None:

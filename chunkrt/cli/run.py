@@ -54,10 +54,11 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the option or the file.
 
     Raises:
-        ConfigError: neither or both are given, the file cannot be read, or there is no text in it.
+        UsageError: neither or both are given.
+        ConfigError: the file cannot be read, or there is no text in it.
     """
     if (prompt is None) == (file is None):
-        raise ConfigError("give a prompt with -p TEXT or -f FILE, one of them")
+        raise click.UsageError("give a prompt with -p TEXT or -f FILE, one of them")
     if file is not None:
         try:
             prompt = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")

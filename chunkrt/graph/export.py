@@ -27,7 +27,7 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
 
     Ensures: inputs are the values that come from outside, then the caches [kv_heads, past, D]; outputs are the
     values that leave, then the caches with the new rows appended. Weights are initializers without values; see
-    `quant/prepare.py`. Operators of our domain come with their expansions.
+    `quant/linears.py`. Operators of our domain come with their expansions.
     """
     values: dict[str, ir.Value] = {}
 

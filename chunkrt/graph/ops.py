@@ -78,7 +78,7 @@ def cached_attention(
 
     Returns:
         [T, num_heads * head_dim]. The caches [num_kv_heads, P, head_dim] belong to the module being traced.
-        `graph/attention.py` holds the operator's meaning in standard ONNX.
+        `graph/functions.py` holds the operator's meaning in standard ONNX.
     """
     trace = current_trace()
     key, value = (trace.state(n, (num_kv_heads, "P", head_dim)) for n in ("key_cache", "value_cache"))

@@ -117,7 +117,7 @@ class Plan:
             plan = _plan(json.loads(text))
             _check(plan)
             return plan
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(
                 f"the plan is damaged ({type(error).__name__}: {error}); compile the model again"
             ) from error
@@ -150,8 +150,12 @@ def _check(plan: Plan) -> None:
     for name, tensor in plan.tensors.items():
         sizes = [size for size in tensor.shape if size not in ("T", "R", "P")]
         is_sound = tensor.name == name and tensor.dtype in DTYPE_BYTES and tensor.kind in get_args(Kind)
+        if tensor.kind == "weight" and len(sizes) < len(tensor.shape):
+            raise ValueError(f"weight {name!r} has no fixed shape: {tensor.shape}")
         if not is_sound or any(type(size) is not int or size < 1 for size in sizes):
             raise ValueError(f"tensor {name!r} is {tensor}")
+    if len({subgraph.name for subgraph in plan.subgraphs}) < len(plan.subgraphs):
+        raise ValueError("two subgraphs share a name")
     known = set(plan.inputs)
     for subgraph in plan.subgraphs:
         if subgraph.device not in get_args(Device) or subgraph.rows not in get_args(Rows):

@@ -16,7 +16,8 @@ from chunkrt.weights.layout import pack, packed_shape
 from chunkrt.weights.store import SCALE_SUFFIX, Entry, WeightWriter
 
 Float32 = NDArray[np.float32]
-ROWS_AT_ONCE = 1024
+ORDER = {"int8": 0, "float32": 1, "float16": 2}
+COLUMNS_AT_ONCE = 1024
 """Output channels quantised together: bounds the temporary copies of a large head."""
 
 
@@ -36,15 +37,15 @@ def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[n
     depth, columns = weight.shape
     quantized = np.empty((depth, columns), np.int8)
     scale = np.empty(columns, np.float32)
-    for begin in range(0, columns, ROWS_AT_ONCE):
-        part = weight[:, begin : begin + ROWS_AT_ONCE]
+    for begin in range(0, columns, COLUMNS_AT_ONCE):
+        part = weight[:, begin : begin + COLUMNS_AT_ONCE]
         limit = np.abs(part).max(axis=0)
         if not np.isfinite(limit).all():
             raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
         part_scale = (limit / np.float32(127)).astype(np.float32)
         divisor = np.where(part_scale > 0, part_scale, np.float32(1))
-        quantized[:, begin : begin + ROWS_AT_ONCE] = np.rint(part / divisor).clip(-127, 127)
-        scale[begin : begin + ROWS_AT_ONCE] = part_scale
+        quantized[:, begin : begin + COLUMNS_AT_ONCE] = np.rint(part / divisor).clip(-127, 127)
+        scale[begin : begin + COLUMNS_AT_ONCE] = part_scale
     return quantized, scale
 
 
@@ -77,8 +78,8 @@ def write_weights(
         ModelError, QuantizationError: as `load` and `quantize_weight`.
     """
     stored = stored_entries(plan, scheme)
-    packed_first = sorted(stored, key=lambda name: len(stored[name]) == 1)  # they need 64-byte alignment
-    entries = {name: stored[name] for name in packed_first}
+    # Packed weights need 64-byte alignment, float32 4-byte: the wider they must be aligned, the earlier they come.
+    entries = {name: stored[name] for name in sorted(stored, key=lambda name: ORDER[stored[name][0].dtype])}
     scales: list[Float32] = []
     with path.open("wb") as file:
         writer = WeightWriter(file, _scales_last(entries))

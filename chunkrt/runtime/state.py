@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -129,13 +130,16 @@ class State:
         try:
             with zipfile.ZipFile(path) as archive:
                 position = self._check(archive)
-                for name, array in self.tensors.items():
-                    shape = (array.shape[0], position, array.shape[2])
-                    array[:, :position] = _read(archive, name, shape, array.dtype)
-        except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
+                filled = {
+                    name: _read(archive, name, (array.shape[0], position, array.shape[2]), array.dtype)
+                    for name, array in self.tensors.items()
+                }
+        except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise ModelError(
                 f"cannot load a state from {path}: {str(error) or type(error).__name__}; prefill again"
             ) from error
+        for name, array in filled.items():
+            self.tensors[name][:, :position] = array
         self.position = position
 
     def _check(self, archive: zipfile.ZipFile) -> int:

@@ -15,10 +15,10 @@ from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer.decoding import IncrementalDecoder, TokenBytes
 from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE, TextSettings
-from chunkrt.weights.source import TensorSource
 
 if TYPE_CHECKING:
     from chunkrt.tokenizer.chat_template import ChatTemplate
+    from chunkrt.weights.source import TensorSource
 
 
 class Tokenizer:

@@ -93,7 +93,7 @@ class WeightStore:
             metadata = header.pop("__metadata__")
             arrays = {name: _view(mapped, start, info) for name, info in header.items()}
             shapes = {name: tuple(json.loads(text)) for name, text in metadata.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelError(f"{path} is damaged ({error}); delete its folder and compile the model again") from error
         return cls(arrays, shapes)
 

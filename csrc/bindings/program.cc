@@ -66,7 +66,7 @@ void bind_program(py::module_& module) {
       .def_property_readonly("budget", &ThreadPool::budget);
 
   py::class_<Program>(module, "Program", "A compiled subgraph.")
-      .def("run", run, "inputs"_a, "outputs"_a)
+      .def("run", run, "inputs"_a.noconvert(), "outputs"_a.noconvert())
       .def_property_readonly("arena_bytes", &Program::arena_bytes)
       .def_property_readonly("num_stages", &Program::num_stages);
 

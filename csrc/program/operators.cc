@@ -282,6 +282,10 @@ ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId cos, Va
                                   ValueId value_cache, const AttentionShape& shape) {
   const std::size_t num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
   const float scale = shape.scale;
+  const std::size_t most_heads = head_dim > 0 ? width_of(qkv) / head_dim : 0;
+  require(num_heads <= most_heads && num_kv_heads <= most_heads,
+          "attention: more heads than qkv has room for: " + std::to_string(num_heads) + " and " +
+              std::to_string(num_kv_heads) + " of " + std::to_string(head_dim) + " columns");
   require(num_kv_heads > 0 && head_dim > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
           "attention: expected the number of heads to be a multiple of that of kv heads, got " +
               std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));

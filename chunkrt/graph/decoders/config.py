@@ -111,7 +111,7 @@ def _refuse_unsupported(config: Mapping[str, Any], source: TensorSource) -> None
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"{source.path.name}: hidden_act {activation!r} is not supported, only silu")
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
-    if window and context and window < context:
+    if isinstance(window, int) and isinstance(context, int) and 0 < window < context:
         raise UnsupportedModelError(
             f"{source.path.name}: a sliding window of {window} in a context of {context} is not supported"
         )
