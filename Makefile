@@ -36,7 +36,8 @@ run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded
 	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
 
 test: $(VENV)/.package $(VENV)/.test ## run the Python tests on the package as it is installed
-	$(BIN)/pytest
+	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model will be skipped" >&2
+	$(BIN)/pytest -rs
 
 lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of all code
 	$(BIN)/ruff check --extend-exclude build .

@@ -150,9 +150,9 @@ def _llama(path: str, threads: int, _: int) -> Any:
     model = llama_cpp.Llama(
         path, n_ctx=1024, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False
     )
-    context = model.ctx
 
     def measure(kind: str, count: int) -> None:
+        context = model.ctx  # the model must outlive it
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         for tokens in [range(count)] if kind == "pp" else [[token] for token in range(count)]:
             array = (llama_cpp.llama_token * len(tokens))(*tokens)

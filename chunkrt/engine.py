@@ -48,7 +48,7 @@ class EngineOptions:
     policy: the order of tasks: "in_order" or "sequential".
     threads: the budget for workers and kernel threads together; by default the processor's cores.
     context_length: positions a session can hold; by default the model's.
-    cache_dtype: of keys and values; by default float16 under a quantised scheme and float32 under "float".
+    cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere.
     placement: a TOML file that places modules; see `graph/placement.py`.
     """
 
@@ -194,7 +194,7 @@ class Engine:
             ClosedError: the engine is closed.
         """
         self._check_open()
-        dtype = self.options.cache_dtype or ("float32" if self.scheme.weight_bits is None else "float16")
+        dtype = self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
         return Session(self, State(self.plan, self.context_length, dtype))
 
     def run(
@@ -260,6 +260,14 @@ class Engine:
     def _check_open(self) -> None:
         if self.is_closed:
             raise ClosedError("the engine is closed; load the model again")
+
+
+def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
+    """float16 where the native kernels round keys as they append them; float32 under "float" and elsewhere.
+
+    A backend that attends to a chunk's own keys before they are rounded would depend on the chunk length.
+    """
+    return "float16" if scheme.weight_bits is not None and backend.name == "native" else "float32"
 
 
 def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]:
