@@ -10,7 +10,6 @@ from chunkrt import catalogue
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.weights.gguf import GgufSource
 
-
 MODELS = {name: catalogue.pulled(catalogue.find(name)) for name in REFERENCE["models"]}
 """Looked up before the tests get a cache of their own."""
 
