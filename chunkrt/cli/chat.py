@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.generation import generation_options, prompt_tokens, split_options, stream_answer
+from chunkrt.cli.generation import generation_options, split_options, stream_answer
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.errors import ConfigError
 from chunkrt.session import Session
@@ -28,7 +28,7 @@ def chat(model: str, **options: Any) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing, where the platform has it)
     with open_engine(model, settings) as engine, engine.session() as session:
-        messages = list(opening)
+        tokenizer, messages = engine.require_tokenizer(), list(opening)
         click.echo(HELP, err=True)
         while (line := _read_line()) is not None:
             if not line:
@@ -49,7 +49,7 @@ def chat(model: str, **options: Any) -> None:
                 click.echo(text, nl=False)
 
             try:
-                tokens = reuse_prefix(session, prompt_tokens(engine, messages))
+                tokens = reuse_prefix(session, tokenizer.encode_chat(messages))
                 answer = stream_answer(session, tokens, sampling=sampling, **generation, emit=emit)
                 click.echo()
                 click.echo(f"[{answer.figures()}]", err=True)

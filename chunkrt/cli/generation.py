@@ -1,20 +1,18 @@
-"""What `run` and `chat` share: sampling options, prompts from chat templates, and streaming an answer with figures."""
+"""What `run` and `chat` share: sampling options, and streaming an answer with figures."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import click
 
-from chunkrt.engine import Engine
 from chunkrt.sampling import SamplingOptions
 from chunkrt.session import FinishReason, Session
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Message = Mapping[str, str]
 
 _OPTIONS = (
     click.option(
@@ -74,11 +72,6 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOpti
     sampling = SamplingOptions(**{name: options.pop(name) for name in _SAMPLING})
     generation = {name: options.pop(name) for name in ("max_new_tokens", "stop", "system")}
     return options, sampling, generation
-
-
-def prompt_tokens(engine: Engine, messages: Sequence[Message]) -> list[int]:
-    """The tokens of a chat up to where the model's answer begins."""
-    return engine.require_tokenizer().encode_chat(messages)
 
 
 def stream_answer(

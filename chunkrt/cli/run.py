@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.generation import generation_options, prompt_tokens, split_options, stream_answer
+from chunkrt.cli.generation import generation_options, split_options, stream_answer
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.engine import Engine
 from chunkrt.errors import ConfigError
@@ -87,4 +87,4 @@ def _tokens(engine: Engine, text: str, system: str | None, *, raw: bool) -> list
             raise ConfigError("a system message needs the model's chat template; leave --system or --raw away")
         return tokenizer.encode(text, add_special=True, parse_special=raw)
     messages = [{"role": "system", "content": system}] if system else []
-    return prompt_tokens(engine, [*messages, {"role": "user", "content": text}])
+    return tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
