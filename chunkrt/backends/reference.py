@@ -15,9 +15,10 @@ from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
+from chunkrt.quant.grid import round_to_grid
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
-from chunkrt.weights.store import WeightStore
+from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float32 = NDArray[np.float32]
 Operator = Callable[..., Any]
@@ -47,9 +48,7 @@ class ReferenceBackend:
             raise PartitionError(f"reference cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
         quantized = linear_weights(plan) if scheme.weight_bits else set()
         constants: dict[str, Any] = {
-            name: QuantizedWeight(*weights.linear(name), num_digits=scheme.num_digits(name))
-            if name in quantized
-            else weights.array(name)
+            name: _quantized_weight(name, scheme, weights) if name in quantized else weights.array(name)
             for name in subgraph.weights
         }
         return ReferenceExecutable(subgraph, constants)
@@ -75,13 +74,54 @@ class ReferenceExecutable:
             buffer[...] = values[name]
 
 
-class QuantizedWeight:
-    """An int8 weight [K, N] with its scales [N], as MatMul's right operand, and the digits of the left one."""
+class DynamicWeight:
+    """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left one is measured row by row."""
 
     def __init__(self, integers: NDArray[np.int8], scale: Float32, *, num_digits: int) -> None:
-        self.num_digits = num_digits
-        self.exact = integers.astype(np.float64)  # products of int8 sum exactly in float64, and by BLAS
-        self.scale = scale
+        self._exact = integers.astype(np.float64)  # products of int8 sum exactly in float64, and by BLAS
+        self._scale = scale
+        self._num_digits = num_digits
+
+    def multiply(self, left: Float32) -> Float32:
+        """left float32 [T, K] @ this, float32 [T, N]."""
+        result = np.zeros((len(left), len(self._scale)), np.float32)
+        for _ in range(self._num_digits):
+            quantized, row_scale = quantize_rows(left)
+            result += (quantized.astype(np.float64) @ self._exact).astype(np.float32) * row_scale * self._scale
+            left = left - quantized * row_scale
+        return result
+
+
+class StaticWeight:
+    """An int8 weight [K, N] with its scales [N], and the grids of the left operand and of the result."""
+
+    def __init__(
+        self, integers: NDArray[np.int8], scale: Float32, *, bits: int, input_step: Float32, output_step: Float32
+    ) -> None:
+        self._exact = integers.astype(np.float64)  # sums of 24-bit products are exact up to a depth of 2^29
+        self._scale = scale
+        self._bits = bits
+        self._input_step = input_step
+        self._output_step = output_step
+
+    def multiply(self, left: Float32) -> Float32:
+        """left float32 [T, K] @ this, float32 [T, N]."""
+        accumulated = round_to_grid(left, self._input_step, self._bits).astype(np.float64) @ self._exact
+        result = accumulated.astype(np.float32) * (self._input_step * self._scale)
+        return round_to_grid(result, self._output_step, self._bits) * self._output_step
+
+
+def _quantized_weight(name: str, scheme: Scheme, weights: WeightStore) -> DynamicWeight | StaticWeight:
+    integers, scale = weights.linear(name)
+    if not scheme.is_static:
+        return DynamicWeight(integers, scale, num_digits=scheme.num_digits(name))
+    return StaticWeight(
+        integers,
+        scale,
+        bits=scheme.activation_bits_of(name),
+        input_step=weights.array(name + INPUT_STEP_SUFFIX),
+        output_step=weights.array(name + OUTPUT_STEP_SUFFIX),
+    )
 
 
 def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
@@ -92,15 +132,8 @@ def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
 
 
 @operators.register("MatMul")
-def _matmul(left: Float32, right: Float32 | QuantizedWeight) -> Float32:
-    if not isinstance(right, QuantizedWeight):
-        return left @ right
-    result = np.zeros((len(left), len(right.scale)), np.float32)
-    for _ in range(right.num_digits):
-        quantized, row_scale = quantize_rows(left)
-        result += (quantized.astype(np.float64) @ right.exact).astype(np.float32) * row_scale * right.scale
-        left = left - quantized * row_scale
-    return result
+def _matmul(left: Float32, right: Float32 | DynamicWeight | StaticWeight) -> Float32:
+    return left @ right if isinstance(right, np.ndarray) else right.multiply(left)
 
 
 @operators.register("Add")

@@ -14,6 +14,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.export import to_onnx
 from chunkrt.graph.functions import DOMAIN, expansion
 from chunkrt.graph.plan import Plan
+from chunkrt.quant.qdq import insert_qdq, qdq_values
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
 from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
@@ -22,10 +23,11 @@ from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
 def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
     """A pass, in place: make every linear what a scheme says.
 
-    Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: under an 8-bit scheme each is
-    one `chunkrt::DynamicLinear`, or a `TwoDigitLinear` where the scheme wants that, whose weight is an int8
-    initializer [K, N] of the same name, with its scales float32 [N] beside it; the functions that define the
-    operators are in the model. Under "float" nothing changes.
+    Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: the initializers are those of
+    `initializer_values`. Under a dynamic scheme each linear is one `chunkrt::DynamicLinear`, or a `TwoDigitLinear`
+    where the scheme wants that, and the functions that define these are in the model. Under a static one each is
+    standard ONNX that quantises and dequantises its input, weight and output: what an NPU's compiler reads. Under
+    "float" nothing changes.
     """
     if scheme.weight_bits is None:
         return
@@ -34,35 +36,41 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
         weight = node.inputs[1] if node.op_type == "MatMul" else None
         if weight is None or weight.name not in graph.initializers:
             continue
-        assert weight.shape is not None
-        weight.type = ir.TensorType(ir.DataType.INT8)
-        scale = ir.Value(
-            name=f"{weight.name}{SCALE_SUFFIX}",
-            type=ir.TensorType(ir.DataType.FLOAT),
-            shape=ir.Shape([weight.shape[-1]]),
-        )
-        graph.initializers[scale.name or ""] = scale
-        node.domain = DOMAIN
-        node.op_type = {1: "DynamicLinear", 2: "TwoDigitLinear"}[scheme.num_digits(weight.name or "")]
-        node.resize_inputs(3)
-        node.replace_input_with(2, scale)
-    for op in ("QuantizeRows", "DynamicLinear", "TwoDigitLinear"):
-        function = expansion(op)
-        model.functions.setdefault(function.identifier(), function)
+        if scheme.is_static:
+            insert_qdq(graph, node, scheme)
+        else:
+            _make_dynamic(graph, node, weight, scheme)
+    if not scheme.is_static:
+        for op in ("QuantizeRows", "DynamicLinear", "TwoDigitLinear"):
+            function = expansion(op)
+            model.functions.setdefault(function.identifier(), function)
+
+
+def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Scheme) -> None:
+    assert weight.shape is not None
+    assert weight.name is not None
+    weight.type = ir.TensorType(ir.DataType.INT8)
+    name = weight.name + SCALE_SUFFIX
+    scale = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([weight.shape[-1]]))
+    graph.initializers[name] = scale
+    node.domain = DOMAIN
+    node.op_type = {1: "DynamicLinear", 2: "TwoDigitLinear"}[scheme.num_digits(weight.name)]
+    node.resize_inputs(3)
+    node.replace_input_with(2, scale)
 
 
 def initializer_values(
     plan: Plan, scheme: Scheme, weights: WeightStore, names: Iterable[str]
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of a model's initializers: int8 [K, N] and scales for quantised linears, float32 for the rest."""
+    """The arrays of a model's initializers: what a scheme makes of linears, float32 for the rest."""
     quantized = linear_weights(plan) if scheme.weight_bits else set()
     values: dict[str, NDArray[Any]] = {}
     for name in names:
-        if name in quantized:
+        if name in quantized and scheme.is_static:
+            values |= qdq_values(name, scheme, weights)
+        elif name in quantized:
             values[name], values[name + SCALE_SUFFIX] = weights.linear(name)
-        elif name not in values:
-            values[name] = weights.array(name).astype(np.float32, copy=False)
-    return values
+    return values | {name: weights.array(name).astype(np.float32, copy=False) for name in names if name not in values}
 
 
 def save_subgraphs(

@@ -1,6 +1,7 @@
 """Quantisation schemes, as data: how weights and activations of linears are stored and computed.
 
-Linears are the MatMul nodes whose right operand is a weight. Everything else stays in float32.
+Linears are the MatMul nodes whose right operand is a weight. Their products are sums of integers, exact on every
+backend. What lies between them stays in float32, and in float16 on an NPU.
 """
 
 from __future__ import annotations
@@ -11,38 +12,85 @@ from typing import Literal
 
 from chunkrt.errors import unknown_name
 
+BLOCK_LENGTH = 32
+"""Depth of a block of 4-bit weights that share a multiplier."""
+
+LEVELS = {8: 127, 16: 127 * 257}
+"""Steps of an activation grid on each side of zero. 127 * 257 = 32639 is the largest number of two int8 digits to the
+base 256; a 16-bit integer product can therefore be had from two of 8 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """One named way to quantise the linears.
+    """One named way to quantise the linears. Patterns match the names of their weights.
 
-    `weight_bits` 8: symmetric int8 per output channel, w ~ q * scale with q in [-127, 127]. None: float32.
-    `activations` "dynamic": int8 per row (token), scale = max|x| / 127 measured as the row passes. None: float32.
-    `two_digits`: patterns of the weights whose linears take their activations in two int8 rows, x ~ q1 * s1 + q2 * s2,
-    where the second quantises what the first leaves. For the few linears that 8 bits hurt most.
+    weight_bits: 8, symmetric int8 per output channel, w ~ q * scale with q in [-127, 127]. 4, blocks of BLOCK_LENGTH
+        along the depth: w ~ q * multiplier * scale, q in [-7, 7], a whole multiplier of 1 to 16 for each block and a
+        scale for each output channel; q * multiplier fits int8, and is what is stored. None: float32.
+    activations: "dynamic", a scale for each row (token), max|x| / 127, measured as the row passes; "static", one grid
+        for a linear's input and one for its output, calibrated beforehand; None, float32.
+    activation_bits: of the linears that `wide` does not name.
+    wide: the linears that 8 bits hurt most; their activations take 16 bits. Dynamic ones take them in two int8 rows,
+        x ~ q1 * s1 + q2 * s2, where the second quantises what the first leaves.
+    column_grids: static only: linears whose every output column has a grid of its own.
+    weights_of_8_bits: linears that keep 8-bit weights where others have 4.
     """
 
     name: str
-    weight_bits: Literal[8] | None
-    activations: Literal["dynamic"] | None
-    two_digits: tuple[str, ...] = ()
+    weight_bits: Literal[4, 8] | None
+    activations: Literal["dynamic", "static"] | None
+    activation_bits: Literal[8, 16] = 8
+    wide: tuple[str, ...] = ()
+    column_grids: tuple[str, ...] = ()
+    weights_of_8_bits: tuple[str, ...] = ()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether activations have calibrated grids."""
+        return self.activations == "static"
+
+    def activation_bits_of(self, weight: str) -> Literal[8, 16]:
+        """Bits of a linear's activations, by its weight's name."""
+        return 16 if _matches(weight, self.wide) else self.activation_bits
 
     def num_digits(self, weight: str) -> int:
-        """How many int8 rows the activations of a linear take, by its weight's name: 1 or 2."""
-        return 2 if any(fnmatchcase(weight, pattern) for pattern in self.two_digits) else 1
+        """How many int8 digits the activations of a linear take: 1 or 2."""
+        return self.activation_bits_of(weight) // 8
 
+    def weight_bits_of(self, weight: str) -> Literal[4, 8] | None:
+        """Bits of one linear's weight."""
+        return 8 if self.weight_bits == 4 and _matches(weight, self.weights_of_8_bits) else self.weight_bits
+
+    def has_column_grids(self, weight: str) -> bool:
+        """Whether the columns of a linear's output have grids of their own."""
+        return _matches(weight, self.column_grids)
+
+
+def _matches(weight: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(weight, pattern) for pattern in patterns)
+
+
+DOWN_PROJ, QKV_PROJ, HEAD = "*.down_proj.weight", "*.qkv_proj.weight", "lm_head.weight"
+SENSITIVE = (DOWN_PROJ, QKV_PROJ, HEAD)
+"""down_proj's inputs have single channels thousands of times the median, errors in q and k are magnified by the
+softmax, and the head decides the token; docs/architecture.md has the figures."""
 
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
         Scheme(name="float", weight_bits=None, activations=None),
+        Scheme(name="w8a8-dynamic", weight_bits=8, activations="dynamic", wide=SENSITIVE),
+        # down_proj writes the massive values of the residual stream: they sit in a few columns, and one grid for all
+        # would be theirs.
+        Scheme(name="w8a16", weight_bits=8, activations="static", activation_bits=16, column_grids=(DOWN_PROJ,)),
+        Scheme(name="w8a8", weight_bits=8, activations="static", wide=SENSITIVE, column_grids=("*",)),
         Scheme(
-            name="w8a8-dynamic",
-            weight_bits=8,
-            activations="dynamic",
-            # down_proj's inputs have single channels thousands of times the median, errors in q and k are magnified
-            # by the softmax, and the head decides the token; docs/architecture.md has the figures.
-            two_digits=("*.down_proj.weight", "*.qkv_proj.weight", "lm_head.weight"),
+            name="w4a16",
+            weight_bits=4,
+            activations="static",
+            activation_bits=16,
+            column_grids=(DOWN_PROJ,),
+            weights_of_8_bits=(HEAD,),
         ),
     )
 }

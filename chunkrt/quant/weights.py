@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import QuantizationError
-from chunkrt.graph.plan import Plan, Tensor
-from chunkrt.quant.scheme import Scheme
+from chunkrt.graph.plan import Node, Plan, Tensor
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.grid import grids_of
+from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme
 from chunkrt.weights.layout import pack, packed_shape
-from chunkrt.weights.store import SCALE_SUFFIX, Entry, WeightWriter
+from chunkrt.weights.store import (
+    INPUT_STEP_SUFFIX,
+    MULTIPLIER_SUFFIX,
+    OUTPUT_STEP_SUFFIX,
+    SCALE_SUFFIX,
+    Entry,
+    WeightWriter,
+)
 
 Float32 = NDArray[np.float32]
 ORDER = {"int8": 0, "float32": 1, "float16": 2}
 COLUMNS_AT_ONCE = 1024
 """Output channels quantised together: bounds the temporary copies of a large head."""
+
+MOST_4_BIT, MOST_MULTIPLIER = 7, 16
 
 
 def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[np.int8], Float32]:
@@ -39,9 +50,7 @@ def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[n
     scale = np.empty(columns, np.float32)
     for begin in range(0, columns, COLUMNS_AT_ONCE):
         part = weight[:, begin : begin + COLUMNS_AT_ONCE]
-        limit = np.abs(part).max(axis=0)
-        if not np.isfinite(limit).all():
-            raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
+        limit = _column_limits(part, name)
         part_scale = (limit / np.float32(127)).astype(np.float32)
         divisor = np.where(part_scale > 0, part_scale, np.float32(1))
         quantized[:, begin : begin + COLUMNS_AT_ONCE] = np.rint(part / divisor).clip(-127, 127)
@@ -49,14 +58,70 @@ def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[n
     return quantized, scale
 
 
-def linear_weights(plan: Plan) -> set[str]:
-    """The right operands of every MatMul with a weight: what a scheme quantises."""
+def quantize_weight_in_blocks(
+    weight: Float32, *, name: str = "weight"
+) -> tuple[NDArray[np.int8], Float32, NDArray[np.int8]]:
+    """4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are whole multiples of their column's.
+
+    A block takes the multiplier that leaves the least square error; the block with a column's largest weight always
+    takes 16. Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
+
+    Args:
+        weight: float32 [K, N], as in `X @ W`; any strides.
+
+    Returns:
+        int8 [K, N], the products q * multiplier, at most 112 in magnitude; float32 scales [N], weight ~ product *
+        scale; and the multipliers, int8 [ceil(K / BLOCK_LENGTH), N] in 1..16.
+
+    Raises:
+        QuantizationError: a weight is infinite or not a number.
+    """
+    depth, columns = weight.shape
+    num_blocks = -(-depth // BLOCK_LENGTH)
+    products = np.empty((num_blocks, BLOCK_LENGTH, columns), np.int8)
+    multipliers = np.ones((num_blocks, columns), np.int8)
+    scale = np.empty(columns, np.float32)
+    for begin in range(0, columns, COLUMNS_AT_ONCE):
+        part = slice(begin, begin + COLUMNS_AT_ONCE)
+        limit = _column_limits(weight[:, part], name)
+        scale[part] = limit / np.float32(MOST_4_BIT * MOST_MULTIPLIER)
+        padded = np.zeros((num_blocks * BLOCK_LENGTH, len(limit)), np.float32)
+        padded[:depth] = weight[:, part] / np.where(scale[part] > 0, scale[part], np.float32(1))
+        blocks = padded.reshape(num_blocks, BLOCK_LENGTH, -1)
+        widest = np.abs(blocks).max(axis=1)
+        least = np.full(widest.shape, np.inf, np.float32)
+        for multiplier in range(1, MOST_MULTIPLIER + 1):
+            rounded = np.rint(blocks / np.float32(multiplier)).clip(-MOST_4_BIT, MOST_4_BIT) * np.float32(multiplier)
+            error = np.square(rounded - blocks).sum(axis=1)
+            if multiplier == MOST_MULTIPLIER:
+                error[widest == widest.max(axis=0)] = -1
+            better = error < least
+            least[better] = error[better]
+            multipliers[:, part][better] = multiplier
+            products[:, :, part] = np.where(better[:, None], rounded, products[:, :, part])
+    return products.reshape(-1, columns)[:depth], scale, multipliers
+
+
+def _column_limits(weight: Float32, name: str) -> Float32:
+    limit: Float32 = np.abs(weight).max(axis=0)
+    if not np.isfinite(limit).all():
+        raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
+    return limit
+
+
+def linear_nodes(plan: Plan) -> dict[str, Node]:
+    """Every MatMul with a weight, by that weight's name: what a scheme quantises."""
     return {
-        node.inputs[1]
+        node.inputs[1]: node
         for subgraph in plan.subgraphs
         for node in subgraph.nodes
         if node.op == "MatMul" and plan.tensors[node.inputs[1]].kind == "weight"
     }
+
+
+def linear_weights(plan: Plan) -> set[str]:
+    """The names of the weights of all linears."""
+    return set(linear_nodes(plan))
 
 
 def write_weights(
@@ -65,6 +130,7 @@ def write_weights(
     load: Callable[[str], Float32],
     path: Path,
     *,
+    calibration: Calibration | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Load every weight of the plan, quantise what the scheme says, and write the store.
@@ -72,29 +138,39 @@ def write_weights(
     Args:
         load: a weight's values by its plan name; called once a weight, results are dropped at once.
         path: written in full or not at all is the caller's business (write aside, rename).
+        calibration: of this decoder; a static scheme needs one.
         progress: told (weights done, weights in all).
 
     Raises:
-        ModelError, QuantizationError: as `load` and `quantize_weight`.
+        ModelError, QuantizationError: as `load` and `quantize_weight`; a calibration is missing, or is another
+            decoder's.
     """
     stored = stored_entries(plan, scheme)
+    linears = linear_nodes(plan)
     # Packed weights need 64-byte alignment, float32 4-byte: the wider they must be aligned, the earlier they come.
-    entries = {name: stored[name] for name in sorted(stored, key=lambda name: ORDER[stored[name][0].dtype])}
-    scales: list[Float32] = []
+    names = sorted(stored, key=lambda name: ORDER[stored[name][0].dtype])
+    beside = sorted((e for parts in stored.values() for e in parts[1:]), key=lambda e: e.dtype == "int8")
+    later: dict[str, NDArray[Any]] = {}
     with path.open("wb") as file:
-        writer = WeightWriter(file, _scales_last(entries))
-        for done, (name, parts) in enumerate(entries.items()):
-            progress(done, len(entries))
+        writer = WeightWriter(file, [*(stored[name][0] for name in names), *beside])
+        for done, name in enumerate(names):
+            progress(done, len(names))
             values = load(name)
-            if len(parts) > 1:
-                quantized, scale = quantize_weight(values, name=name)
-                scales.append(scale)
-                writer.write(pack(quantized))
+            if len(stored[name]) == 1:
+                writer.write(_as_dtype(values, stored[name][0].dtype, name=name))
+                continue
+            if scheme.weight_bits_of(name) == 4:
+                quantized, scale, later[name + MULTIPLIER_SUFFIX] = quantize_weight_in_blocks(values, name=name)
             else:
-                writer.write(_as_dtype(values, parts[0].dtype, name=name))
-        for scale in scales:
-            writer.write(scale)
-    progress(len(entries), len(entries))
+                quantized, scale = quantize_weight(values, name=name)
+            writer.write(pack(quantized))
+            later[name + SCALE_SUFFIX] = scale
+            if scheme.is_static:
+                grids = grids_of(linears[name], scheme, calibration)
+                later[name + INPUT_STEP_SUFFIX], later[name + OUTPUT_STEP_SUFFIX] = grids.input_step, grids.output_step
+        for entry in beside:
+            writer.write(later[entry.name])
+    progress(len(names), len(names))
 
 
 def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[Any]]:
@@ -116,24 +192,27 @@ def embedding_tables(plan: Plan) -> set[str]:
 
 
 def stored_entries(plan: Plan, scheme: Scheme) -> dict[str, list[Entry]]:
-    """How a scheme stores each weight of a plan: one array, and for a quantised linear its scales."""
-    is_int8 = scheme.weight_bits == 8
-    linears = linear_weights(plan) if is_int8 else set()
-    tables = embedding_tables(plan) if is_int8 else set()
-    return {t.name: _entries(t, linears, tables) for t in plan.tensors.values() if t.kind == "weight"}
+    """How a scheme stores each weight of a plan: the weight itself, then what a quantised linear needs beside it."""
+    linears = linear_weights(plan) if scheme.weight_bits else set()
+    tables = embedding_tables(plan) if scheme.weight_bits else set()
+    weights = [t for t in plan.tensors.values() if t.kind == "weight"]
+    return {t.name: _linear_entries(t, scheme) if t.name in linears else [_entry(t, tables)] for t in weights}
 
 
-def _entries(tensor: Tensor, linears: set[str], tables: set[str]) -> list[Entry]:
+def _entry(tensor: Tensor, tables: set[str]) -> Entry:
     shape = tuple(int(d) for d in tensor.shape)
-    if tensor.name in linears:
-        packed, columns = packed_shape(shape[0], shape[1]), (shape[1],)
-        return [
-            Entry(name=tensor.name, dtype="int8", shape=packed, logical_shape=shape),
-            Entry(name=tensor.name + SCALE_SUFFIX, dtype="float32", shape=columns, logical_shape=columns),
-        ]
     dtype = "float16" if tensor.name in tables else "float32"
-    return [Entry(name=tensor.name, dtype=dtype, shape=shape, logical_shape=shape)]
+    return Entry(name=tensor.name, dtype=dtype, shape=shape, logical_shape=shape)
 
 
-def _scales_last(entries: Mapping[str, list[Entry]]) -> list[Entry]:
-    return [e[0] for e in entries.values()] + [e[1] for e in entries.values() if len(e) > 1]
+def _linear_entries(tensor: Tensor, scheme: Scheme) -> list[Entry]:
+    name = tensor.name
+    depth, columns = (int(d) for d in tensor.shape)
+    beside: dict[str, tuple[str, tuple[int, ...]]] = {SCALE_SUFFIX: ("float32", (columns,))}
+    if scheme.weight_bits_of(name) == 4:
+        beside[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // BLOCK_LENGTH), columns))
+    if scheme.is_static:
+        beside[INPUT_STEP_SUFFIX] = ("float32", (1,))
+        beside[OUTPUT_STEP_SUFFIX] = ("float32", (columns,) if scheme.has_column_grids(name) else (1,))
+    packed = Entry(name=name, dtype="int8", shape=packed_shape(depth, columns), logical_shape=(depth, columns))
+    return [packed, *(Entry(name=name + s, dtype=d, shape=n, logical_shape=n) for s, (d, n) in beside.items())]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.calibrate import calibrate
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
@@ -86,11 +87,13 @@ def random_decoder(schemes: Sequence[Scheme], config: Mapping[str, Any] = CONFIG
     decoder = build_decoder(source)
     plan = partition(trace(decoder), family=source.architecture)
     parameters = {parameter.name: parameter for parameter in decoder.parameters()}
+    token_ids = np.random.default_rng(0).integers(0, plan.vocab_size, plan.context_length)
+    calibration = calibrate(plan, lambda name: parameters[name].load(source), token_ids, model="random")
     weights = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for scheme in schemes:
             path = Path(folder) / f"{scheme.name}.safetensors"
-            write_weights(plan, scheme, lambda name: parameters[name].load(source), path)
+            write_weights(plan, scheme, lambda name: parameters[name].load(source), path, calibration=calibration)
             weights[scheme.name] = WeightStore.open(path)  # stays mapped when the file is gone
     return RandomDecoder(plan=plan, weights=weights)
 

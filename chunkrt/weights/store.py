@@ -1,8 +1,8 @@
 """The weights of an engine: prepared once when a model is compiled, memory-mapped ever after.
 
-One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A linear's
-weight under an 8-bit scheme is stored packed for the CPU kernels (`weights/layout.py`) under its own name, its scales
-under "<name>.scale"; `linear` unpacks it for the others.
+One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
+linear's weight is stored packed for the CPU kernels (`weights/layout.py`) under its own name; `linear` unpacks it for
+the others. Beside it, under its name and a suffix, is what else the scheme needs: see the suffixes below.
 """
 
 from __future__ import annotations
@@ -22,6 +22,17 @@ from chunkrt.errors import ModelError
 from chunkrt.weights.layout import unpack
 
 SCALE_SUFFIX = ".scale"
+"""float32 [N]: a quantised linear's scales, w ~ q * scale."""
+
+MULTIPLIER_SUFFIX = ".multiplier"
+"""int8 [ceil(K / block length), N], of a 4-bit linear: what its 4-bit integers were multiplied by, block by block."""
+
+INPUT_STEP_SUFFIX = ".input_step"
+"""float32 [1], under a static scheme: the step of the grid of the linear's input, x ~ q * step."""
+
+OUTPUT_STEP_SUFFIX = ".output_step"
+"""float32 [1] or [N]: the step of the grid of the linear's output, one for all columns or one for each."""
+
 ALIGNMENT_BYTES = 64
 _CODES = {"float32": "F32", "float16": "F16", "int8": "I8"}
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}

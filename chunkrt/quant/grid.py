@@ -1,0 +1,67 @@
+"""Grids: the evenly spaced values that the inputs and outputs of a linear take under a static scheme.
+
+    x ~ q * step, q = round-half-even(x / step), saturating at the grid's levels; step = limit / levels
+
+Symmetric around zero, so that a grid is one number. Zero is on it, and a product of two grids needs no correction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.errors import QuantizationError
+from chunkrt.graph.plan import Node
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.scheme import LEVELS, Scheme
+
+Float32 = NDArray[np.float32]
+
+OUTPUT_HEADROOM = {8: 1.0, 16: 2.0}
+"""How far beyond the largest output seen in calibration an output's grid reaches. A 16-bit one can afford to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearGrids:
+    """The steps of one linear: of its input float32 [1], of its output float32 [1] or, by column, [N]."""
+
+    input_step: Float32
+    output_step: Float32
+
+
+def round_to_grid(x: Float32, step: Float32, bits: int) -> Float32:
+    """The integers q of x on a grid, as float32; x [T, N], step [1] or [N]."""
+    levels = np.float32(LEVELS[bits])
+    quotient: Float32 = np.rint(x / step).clip(-levels, levels)
+    return quotient
+
+
+def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None) -> LinearGrids:
+    """The grids of a linear (a MatMul node with a weight) under a static scheme.
+
+    Raises:
+        QuantizationError: there is no calibration, or it does not know the linear's values.
+    """
+    if calibration is None:
+        raise QuantizationError(f"the scheme {scheme.name!r} needs a calibration; run `chunkrt calibrate` on the model")
+    (source, weight), result = linear.inputs, linear.outputs[0]
+    missing = [n for n in (source, result) if n not in calibration.limits] or [
+        n for n in (result,) if n not in calibration.column_limits
+    ]
+    if missing:
+        raise QuantizationError(f"the calibration knows nothing of {missing[0]!r}; calibrate this model anew")
+    bits = scheme.activation_bits_of(weight)
+    seen = calibration.column_limits[result] if scheme.has_column_grids(weight) else calibration.limits[result]
+    return LinearGrids(
+        input_step=_steps(calibration.limits[source], bits),
+        output_step=_steps(np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(seen, np.float32), bits),
+    )
+
+
+def _steps(limits: Float32 | float, bits: int) -> Float32:
+    """A value that was always zero gets steps as if its limit were 1."""
+    known = np.atleast_1d(np.asarray(limits, np.float32))
+    steps: Float32 = np.where(known > 0, known, np.float32(1)).astype(np.float32) / np.float32(LEVELS[bits])
+    return steps
