@@ -2,95 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from native_cases import VOCABULARY, W8A8, Case, make_case, node, random_rows, run, tensor
 
 from chunkrt.backends.native import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.errors import BackendError, ConfigError, PartitionError
-from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import find_scheme
-from chunkrt.weights.layout import pack
-from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
 
-W8A8 = find_scheme("w8a8-dynamic")
-HIDDEN, INNER, VOCABULARY = 24, 40, 30
-Case = tuple[Subgraph, Plan, WeightStore]
-
-
-def tensor(name: str, *shape: int | str, kind: Any = "value", dtype: str = "float32") -> Tensor:
-    return Tensor(name=name, dtype=dtype, shape=shape, kind=kind)
-
-
-def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> Node:
-    """Names separated by blanks; the node is named after its first output."""
-    names = outputs.split()
-    return Node(
-        name=names[0],
-        op=op,
-        domain=domain,
-        inputs=tuple(inputs.split()),
-        outputs=tuple(names),
-        attributes=attributes,
-    )
-
-
-def make_case(nodes: Sequence[Node], tensors: Sequence[Tensor], outputs: str, *, seed: int = 0) -> Case:
-    """One subgraph with random weights; its inputs are what is read and not made."""
-    by_name = {t.name: t for t in tensors}
-    made = {name for n in nodes for name in n.outputs}
-    read = list(dict.fromkeys(name for n in nodes for name in n.inputs if name not in made))
-    subgraph = Subgraph(
-        name="static.0",
-        device="npu",
-        is_static=True,
-        rows="T",
-        nodes=tuple(nodes),
-        inputs=tuple(n for n in read if by_name[n].kind == "value"),
-        outputs=tuple(outputs.split()),
-        weights=tuple(n for n in read if by_name[n].kind == "weight"),
-        state=tuple(n for n in read if by_name[n].kind == "state"),
-    )
-    plan = Plan(
-        family="test",
-        subgraphs=(subgraph,),
-        tensors=by_name,
-        inputs=subgraph.inputs,
-        output=outputs.split()[-1],
-        vocab_size=VOCABULARY,
-        context_length=64,
-    )
-    return subgraph, plan, random_weights(subgraph, plan, seed)
-
-
-def random_weights(subgraph: Subgraph, plan: Plan, seed: int) -> WeightStore:
-    rng = np.random.default_rng(seed)
-    linears = {n.inputs[1] for n in subgraph.nodes if n.op == "MatMul"}
-    tables = {n.inputs[0] for n in subgraph.nodes if n.op == "Gather"}
-    arrays: dict[str, np.ndarray] = {}
-    for name in subgraph.weights:
-        shape = tuple(int(d) for d in plan.tensors[name].shape)
-        if name in linears:
-            arrays[name] = pack(rng.integers(-127, 128, shape).astype(np.int8))
-            arrays[name + SCALE_SUFFIX] = rng.random(shape[1], np.float32) * np.float32(2e-3)
-        else:
-            arrays[name] = rng.standard_normal(shape).astype(np.float16 if name in tables else np.float32)
-    return WeightStore(arrays, {name: tuple(plan.tensors[name].shape) for name in linears})  # type: ignore[misc]
-
-
-def run(backend: Any, case: Case, inputs: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    subgraph, plan, weights = case
-    outputs = {name: np.full((rows, *plan.tensors[name].shape[1:]), np.nan, np.float32) for name in subgraph.outputs}
-    backend.compile(subgraph, plan, 33, W8A8, weights).run(inputs, outputs)
-    return outputs
-
-
-def random_rows(rows: int, width: int = HIDDEN, seed: int = 9) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+HIDDEN, INNER = 24, 40
 
 
 def linear_case(outputs: str = "y") -> Case:
@@ -130,7 +54,7 @@ def mlp_case(outputs: str = "y") -> Case:
 @pytest.mark.parametrize("rows", [1, 31, 32, 33])
 def test_linear_equals_numpy_exactly(rows: int) -> None:
     case = linear_case()
-    inputs = {"x": random_rows(rows), "residual": random_rows(rows, INNER, seed=1)}
+    inputs = {"x": random_rows(rows, HIDDEN), "residual": random_rows(rows, INNER, seed=1)}
     found = run(NativeBackend(2), case, inputs, rows)["y"]
 
     weight, scales = case[2].linear("w")
@@ -146,8 +70,8 @@ def test_linear_equals_numpy_exactly(rows: int) -> None:
 )
 def test_fusion_changes_no_bit(make: Callable[[str], Case], op: str, inner: str) -> None:
     fused, unfused = make("y"), make(f"{inner} y")  # what somebody wants to see cannot be fused away
-    assert [n.op for n in fuse(*fused[:2])] == [op]
-    assert fuse(*unfused[:2]) == list(unfused[0].nodes)
+    assert [n.op for n in fuse(*fused[:2], W8A8)] == [op]
+    assert fuse(*unfused[:2], W8A8) == list(unfused[0].nodes)
     inputs = {name: random_rows(5, int(fused[1].tensors[name].shape[1])) for name in fused[0].inputs}
     backend = NativeBackend(2)
     np.testing.assert_array_equal(run(backend, fused, inputs, 5)["y"], run(backend, unfused, inputs, 5)["y"])
@@ -172,8 +96,8 @@ def test_two_products_that_one_add_joins() -> None:
         ],
         "y",
     )
-    assert [n.op for n in fuse(case[0], case[1])] == ["MatMul", "Linear"]
-    inputs = {"x": random_rows(4)}
+    assert [n.op for n in fuse(case[0], case[1], W8A8)] == ["MatMul", "Linear"]
+    inputs = {"x": random_rows(4, HIDDEN)}
     found, truth = (run(b, case, inputs, 4)["y"] for b in (NativeBackend(1), ReferenceBackend()))
     np.testing.assert_array_equal(found, truth)
 
@@ -251,7 +175,7 @@ def test_a_table_for_rows_of_a_value() -> None:
         ],
         "logits",
     )
-    inputs = {"hidden": random_rows(6), "logit_rows": np.array([5, 0])}
+    inputs = {"hidden": random_rows(6, HIDDEN), "logit_rows": np.array([5, 0])}
     found, truth = (run(b, case, inputs, 2)["logits"] for b in (NativeBackend(2), ReferenceBackend()))
     np.testing.assert_array_equal(found, truth)
 
@@ -270,7 +194,7 @@ def refusal(case: Case, scheme: str = "w8a8-dynamic") -> str:
 def test_refusals_name_the_node_and_the_way_out() -> None:
     reason = refusal(linear_case(), "float")
     assert reason.startswith("product: under the scheme 'float' this linear is not int8 by int8")
-    assert "use the scheme 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'" in reason
+    assert "use a quantised scheme such as 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'" in reason
 
     values = [tensor("x", "T", 8), tensor("y", "T", 8), tensor("z", "T", 4)]
     assert "native has no operator Tanh; it has: Add, Gather" in refusal(
@@ -294,7 +218,7 @@ def test_operands_that_do_not_fit_are_a_partition_error() -> None:
 
 def test_run_errors_are_backend_errors() -> None:
     case, backend = linear_case(), NativeBackend(2)
-    inputs = {"x": random_rows(3), "residual": random_rows(3, INNER)}
+    inputs = {"x": random_rows(3, HIDDEN), "residual": random_rows(3, INNER)}
     with pytest.raises(BackendError, match=r"native, static.0: no array was given for 'residual'"):
         run(backend, case, {"x": inputs["x"]}, 3)
     with pytest.raises(
@@ -302,7 +226,7 @@ def test_run_errors_are_backend_errors() -> None:
     ):
         run(backend, case, inputs | {"residual": inputs["x"]}, 3)
     with pytest.raises(BackendError, match="T = 34 rows, but the program was compiled for at most 33"):
-        run(backend, case, {"x": random_rows(34), "residual": random_rows(34, INNER)}, 34)
+        run(backend, case, {"x": random_rows(34, HIDDEN), "residual": random_rows(34, INNER)}, 34)
 
 
 def test_threads_are_counted_from_one() -> None:

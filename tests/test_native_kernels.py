@@ -84,6 +84,42 @@ def test_quantize_odd_rows(isa: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("num_digits", "levels"), [(1, 127), (2, 32639)])
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 5), width=st.sampled_from(WIDTHS))
+@settings(max_examples=40, deadline=None)
+def test_quantize_on_a_grid_equals_numpy_exactly(
+    isa: str, num_digits: int, levels: int, seed: int, rows: int, width: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    step = np.float32(rng.random() + 0.1)
+    # Halves of a step, so that many are near a tie; some beyond the grid.
+    x = rng.integers(-3 * levels, 3 * levels, (rows, width)).astype(np.float32) * (step / np.float32(2))
+    whole, values = guarded((num_digits, rows, -(-width // 4) * 4), np.int8)
+    scales, sums = np.empty((num_digits, rows), np.float32), np.empty((num_digits, rows), np.int32)
+    _native.kernels.quantize_on_grid(x, values, scales, sums, step=step, isa=isa)
+    assert intact(whole)
+    assert (values[:, :, width:] == 0).all()
+    np.testing.assert_array_equal(sums, values.sum(axis=2, dtype=np.int32))
+    np.testing.assert_array_equal(scales, np.float32([[1], [256]])[:num_digits].repeat(rows, axis=1))
+    found = (values.astype(np.int64) * scales[:, :, None].astype(np.int64)).sum(axis=0)[:, :width]
+    np.testing.assert_array_equal(found, np.clip(np.rint(x / step), -levels, levels))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(seed=st.integers(0, 2**32 - 1), count=st.sampled_from(WIDTHS), levels=st.sampled_from([127, 32639]))
+@settings(max_examples=60, deadline=None)
+def test_round_to_grid_is_numpys(isa: str, seed: int, count: int, levels: int) -> None:
+    rng = np.random.default_rng(seed)
+    steps = rng.random(count, np.float32) + np.float32(0.1)
+    x = rng.integers(-3 * levels, 3 * levels, count).astype(np.float32) * (steps / np.float32(2))
+    x[rng.random(count) < 0.1] = rng.choice([np.inf, -np.inf, np.nan])
+    whole, out = guarded((count,), np.float32)
+    _native.kernels.round_to_grid(x, steps, out, levels=levels, isa=isa)
+    assert intact(whole)
+    np.testing.assert_array_equal(out, np.clip(np.rint(x / steps), -levels, levels) * steps)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 4), width=st.sampled_from(WIDTHS))
 @settings(max_examples=40, deadline=None)
 def test_rms_norm(isa: str, seed: int, rows: int, width: int) -> None:

@@ -223,6 +223,13 @@ def test_the_builder_checks_operands() -> None:
         builder.columns(x, 4, 3)
     with pytest.raises(ValueError, match=r"linear's packed weight: expected a constant int8 \[1, 2, 16, 4\]"):
         builder.linear(x, builder.constant(pack(np.ones((9, 5), np.int8))), weight)
+    packed = builder.constant(pack(np.ones((6, 5), np.int8)))
+    with pytest.raises(ValueError, match="on a grid the bias and the residual are added afterwards; use add"):
+        builder.linear(x, packed, weight, weight, input_step=0.1)
+    with pytest.raises(ValueError, match=r"round_to_grid's step: expected a constant float32 \[6\], got float32 \[5\]"):
+        builder.round_to_grid(x, weight, 127)
+    with pytest.raises(ValueError, match="round_to_grid: expected 1 to 8388608 levels, got 0"):
+        builder.round_to_grid(x, builder.constant(np.ones(1, np.float32)), 0)
     with pytest.raises(ValueError, match="there is no value 99"):
         builder.sigmoid(99)
     with pytest.raises(ValueError, match="output 'y' is not the result of an operator"):

@@ -25,11 +25,13 @@ std::map<std::string, std::string> selected_kernels() {
   };
   add("gemm_f32_s8row_s8col", gemm_f32_s8row_s8col_table());
   add("quantize_s8row_f32", quantize_s8row_f32_table());
+  add("quantize_s8grid_f32", quantize_s8grid_f32_table());
   add("rms_norm_f32_f32", rms_norm_f32_f32_table());
   add("add_f32_f32_f32", add_f32_f32_f32_table());
   add("mul_f32_f32_f32", mul_f32_f32_f32_table());
   add("sigmoid_f32_f32", sigmoid_f32_f32_table());
   add("silu_mul_f32_f32_f32", silu_mul_f32_f32_f32_table());
+  add("round_to_grid_f32_f32_f32", round_to_grid_f32_f32_f32_table());
   add("widen_f32_f16", widen_f32_f16_table());
   add("append_cache_f32", append_cache_f32_table());
   add("attend_f32_f32_cache", attend_f32_f32_cache_table());

@@ -89,6 +89,30 @@ void quantize(const Array<float>& input, Array<std::int8_t>& values, Array<float
                                                0, rows);
 }
 
+// The lowest digit first.
+void quantize_on_grid(const Array<float>& input, Array<std::int8_t>& values, Array<float>& scales,
+                      Array<std::int32_t>& sums, float step, const std::string& isa) {
+  require(input.ndim() == 2 && values.ndim() == 3, "quantize_on_grid: input is 2-D, values 3-D");
+  const std::size_t rows = size(input, 0), width = size(input, 1), num_digits = size(values, 0);
+  const std::size_t padded_width = (width + kGemmDepthPerGroup - 1) / kGemmDepthPerGroup * kGemmDepthPerGroup;
+  require((num_digits == 1 || num_digits == 2) && has_shape(values, {num_digits, rows, padded_width}) &&
+              has_shape(scales, {num_digits, rows}) && has_shape(sums, {num_digits, rows}),
+          "quantize_on_grid: the shapes do not fit together");
+  GridDigit digits[2] = {};
+  for (std::size_t i = 0; i < num_digits; ++i) {
+    digits[i] = {.values = values.mutable_data() + i * rows * padded_width,
+                 .scales = scales.mutable_data() + i * rows,
+                 .sums = sums.mutable_data() + i * rows};
+  }
+  function_of(quantize_s8grid_f32_table(), isa)({.input = input.data(),
+                                                 .step = step,
+                                                 .low = digits[0],
+                                                 .high = digits[1],
+                                                 .width = width,
+                                                 .padded_width = padded_width},
+                                                0, rows);
+}
+
 void rms_norm(const Array<float>& input, const Array<float>& weight, Array<float>& out, float epsilon,
               const std::string& isa) {
   require(input.ndim() == 2, "rms_norm: input is 2-D");
@@ -117,6 +141,15 @@ void sigmoid(const Array<float>& input, Array<float>& out, const std::string& is
   function_of(sigmoid_f32_f32_table(), isa)(input.data(), out.mutable_data(), count);
 }
 
+void round_to_grid(const Array<float>& input, const Array<float>& steps, Array<float>& out, float levels,
+                   const std::string& isa) {
+  const std::size_t count = static_cast<std::size_t>(input.size());
+  require(has_shape(input, {count}) && has_shape(steps, {count}) && has_shape(out, {count}),
+          "expected three 1-D arrays of one size");
+  function_of(round_to_grid_f32_f32_f32_table(), isa)(input.data(), steps.data(), levels, out.mutable_data(),
+                                                      count);
+}
+
 void widen(const Array<std::uint16_t>& input, Array<float>& out, const std::string& isa) {
   const std::size_t count = static_cast<std::size_t>(input.size());
   require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
@@ -142,12 +175,16 @@ void bind_kernels(py::module_& module) {
               "block_end"_a, "isa"_a);
   kernels.def("quantize", quantize, "input"_a.noconvert(), "values"_a.noconvert(), "scales"_a.noconvert(),
               "sums"_a.noconvert(), py::kw_only(), "isa"_a);
+  kernels.def("quantize_on_grid", quantize_on_grid, "input"_a.noconvert(), "values"_a.noconvert(),
+              "scales"_a.noconvert(), "sums"_a.noconvert(), py::kw_only(), "step"_a, "isa"_a);
   kernels.def("rms_norm", rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert(),
               py::kw_only(), "epsilon"_a, "isa"_a);
   define_binary(kernels, "add", add_f32_f32_f32_table);
   define_binary(kernels, "mul", mul_f32_f32_f32_table);
   define_binary(kernels, "silu_mul", silu_mul_f32_f32_f32_table);
   kernels.def("sigmoid", sigmoid, "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
+  kernels.def("round_to_grid", round_to_grid, "input"_a.noconvert(), "steps"_a.noconvert(),
+              "out"_a.noconvert(), py::kw_only(), "levels"_a, "isa"_a);
   kernels.def("widen", widen, "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
 }
 

@@ -89,10 +89,11 @@ void bind_program(py::module_& module) {
       .def("gather", &ProgramBuilder::gather, "table"_a, "indices"_a)
       .def("rms_norm", &ProgramBuilder::rms_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("linear", &ProgramBuilder::linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
-           "residual"_a = py::none(), "num_digits"_a = 1)
+           "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none())
       .def("add", &ProgramBuilder::add, "left"_a, "right"_a)
       .def("mul", &ProgramBuilder::mul, "left"_a, "right"_a)
       .def("sigmoid", &ProgramBuilder::sigmoid, "input"_a)
+      .def("round_to_grid", &ProgramBuilder::round_to_grid, "input"_a, "step"_a, "levels"_a)
       .def("silu_mul", &ProgramBuilder::silu_mul, "input"_a)
       .def("columns", &ProgramBuilder::columns, "input"_a, "begin"_a, "width"_a)
       .def(

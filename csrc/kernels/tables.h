@@ -12,11 +12,13 @@ namespace chunkrt {
 
 KernelTable<GemmFunction> gemm_f32_s8row_s8col_table();
 KernelTable<QuantizeFunction> quantize_s8row_f32_table();
+KernelTable<GridQuantizeFunction> quantize_s8grid_f32_table();
 KernelTable<RmsNormFunction> rms_norm_f32_f32_table();
 KernelTable<BinaryFunction> add_f32_f32_f32_table();
 KernelTable<BinaryFunction> mul_f32_f32_f32_table();
 KernelTable<UnaryFunction> sigmoid_f32_f32_table();
 KernelTable<SiluMulFunction> silu_mul_f32_f32_f32_table();
+KernelTable<RoundToGridFunction> round_to_grid_f32_f32_f32_table();
 KernelTable<WidenFunction> widen_f32_f16_table();
 KernelTable<AttentionFunction> append_cache_f32_table();
 KernelTable<AttentionFunction> attend_f32_f32_cache_table();

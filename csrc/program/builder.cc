@@ -1,6 +1,7 @@
 #include "program/builder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -36,7 +37,6 @@ ValueId ProgramBuilder::constant(const void* data, Dtype dtype, const std::vecto
   Shape dimensions;
   for (const std::size_t size : shape) dimensions.push_back({.symbol = {}, .size = size});
   return add_value({.kind = ValueKind::constant,
-
                     .dtype = dtype,
                     .shape = std::move(dimensions),
                     .data = data,
@@ -70,6 +70,11 @@ ValueId ProgramBuilder::add_value(Value value) {
   return definition_.values.size() - 1;
 }
 
+ValueId ProgramBuilder::floats(std::vector<float> values) {
+  const auto owner = std::make_shared<const std::vector<float>>(std::move(values));
+  return constant(owner->data(), Dtype::float32, {owner->size()}, owner);
+}
+
 ValueId ProgramBuilder::temporary(Dtype dtype, Shape shape) {
   const ValueId id = add_value({.kind = ValueKind::temporary, .dtype = dtype, .shape = std::move(shape)});
   definition_.values[id].first_stage = definition_.stages.size() + 1;  // until its first use
@@ -95,6 +100,11 @@ void ProgramBuilder::require_constant(ValueId id, Dtype dtype, const Shape& shap
   require(operand.kind == ValueKind::constant && operand.dtype == dtype && operand.shape == shape,
           std::string(what) + ": expected a constant " + describe(dtype, shape) + ", got " +
               describe(operand.dtype, operand.shape));
+}
+
+void ProgramBuilder::require_step(float step, const char* what) const {
+  require(std::isfinite(step) && step > 0.0f,
+          std::string(what) + ": expected a finite number above 0, got " + std::to_string(step));
 }
 
 void ProgramBuilder::use(const std::vector<ValueId>& values) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "program/program.h"
@@ -44,12 +45,18 @@ class ProgramBuilder {
   // input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
   // [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N].
   // With two digits, what the first int8 row leaves of the input is quantised as a second.
+  // With an input step (finite, above 0) the activations of all rows are on its grid instead, as integers q
+  // of 8 bits or, in two digits, 16: the result is float(q @ weight) * (input_step * scales), without bias or
+  // residual. Each operation rounds once; q @ weight does so where each digit's part of it is within 2^24.
   ValueId linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
-                 std::optional<ValueId> residual, std::size_t num_digits);
+                 std::optional<ValueId> residual, std::size_t num_digits,
+                 std::optional<float> input_step = {});
   // left + right, left * right; right has left's shape or is a constant float32 [width].
   ValueId add(ValueId left, ValueId right);
   ValueId mul(ValueId left, ValueId right);
   ValueId sigmoid(ValueId input);
+  // clip(round_half_to_even(input / step), -levels, levels) * step, constant step float32 [1] or [width].
+  ValueId round_to_grid(ValueId input, ValueId step, std::size_t levels);
   // input [rows, 2 * I] holds gate | up: silu(gate) * up, [rows, I].
   ValueId silu_mul(ValueId input);
   // Columns [begin, begin + width), copied.
@@ -72,12 +79,15 @@ class ProgramBuilder {
 
   const Value& value(ValueId id) const;
   ValueId add_value(Value value);
+  // A constant float32 [size] that the program owns.
+  ValueId floats(std::vector<float> values);
   ValueId temporary(Dtype dtype, Shape shape);
   // The symbol and the width of a value float32 [symbol, width].
   Symbol rows_of(ValueId id, const char* what) const;
   std::size_t width_of(ValueId id) const { return value(id).shape.back().size; }
   void require(bool condition, const std::string& message) const;
   void require_constant(ValueId id, Dtype dtype, const Shape& shape, const char* what) const;
+  void require_step(float step, const char* what) const;
 
   void use(const std::vector<ValueId>& values);
   // Appends a step over rows to the last stage if that runs over the same rows, else to a new stage.
@@ -86,13 +96,17 @@ class ProgramBuilder {
                  const std::vector<ValueId>& uses, Step step);
   ValueId binary(ValueId left, ValueId right, const char* what,
                  void (*kernel)(const float*, const float*, float*, std::size_t));
+  Quantized quantized_rows(ValueId input);
   Quantized quantize(ValueId input);
   // input - values * scales: what quantisation has left.
   ValueId remainder(ValueId input, const Quantized& quantized);
+  std::vector<Quantized> quantize_on_grid(ValueId input, float step, std::size_t num_digits);
+  // The int8 rows that stand for a value, each made once; on the grid of a step if there is one.
+  std::vector<Quantized> digits_of(ValueId input, std::size_t num_digits, std::optional<float> step);
 
   std::shared_ptr<ThreadPool> pool_;
   ProgramDefinition definition_;
-  std::map<ValueId, Quantized> quantized_;
+  std::map<std::tuple<ValueId, std::size_t, std::optional<float>>, std::vector<Quantized>> digits_;
   bool is_built_ = false;
 };
 

@@ -1,6 +1,7 @@
-// The operators of ProgramBuilder: what each requires of its operands, and the kernels it calls.
+// The operators of ProgramBuilder but linear: what each requires of its operands, and the kernels it calls.
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -10,14 +11,7 @@
 namespace chunkrt {
 namespace {
 
-// Panels of three blocks are what the widest gemm kernel likes best; the others do not mind.
-constexpr std::size_t kGemmBlocksPerPiece = 3;
-
-std::size_t ceil_divide(std::size_t value, std::size_t divisor) { return (value + divisor - 1) / divisor; }
-
-Dimension fixed(std::size_t size) { return {.symbol = {}, .size = size}; }
-
-Dimension rows_dimension(Symbol symbol) { return {.symbol = symbol, .size = 0}; }
+constexpr std::size_t kMostLevels = std::size_t{1} << 23;  // up to here float32 has every integer and half
 
 void check_indices(const std::string& name, const std::int64_t* indices, std::size_t count,
                    std::size_t limit) {
@@ -93,117 +87,6 @@ ValueId ProgramBuilder::rms_norm(ValueId input, ValueId weight, float epsilon) {
   return out;
 }
 
-ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input) {
-  if (const auto found = quantized_.find(input); found != quantized_.end()) return found->second;
-  const Symbol symbol = rows_of(input, "linear's input");
-  const std::size_t width = width_of(input);
-  const std::size_t padded_width = ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup;
-  const Quantized out = {
-      .values = temporary(Dtype::int8, {rows_dimension(symbol), fixed(padded_width)}),
-      .scales = temporary(Dtype::float32, {rows_dimension(symbol)}),
-      .sums = temporary(Dtype::int32, {rows_dimension(symbol)}),
-  };
-  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
-  add_row_step(symbol, {input, out.values, out.scales, out.sums},
-               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-                 kernel({.input = frame.get<const float>(input),
-                         .values = frame.get<std::int8_t>(out.values),
-                         .scales = frame.get<float>(out.scales),
-                         .sums = frame.get<std::int32_t>(out.sums),
-                         .width = width,
-                         .padded_width = padded_width},
-                        begin, end);
-               });
-  quantized_[input] = out;
-  return out;
-}
-
-ValueId ProgramBuilder::remainder(ValueId input, const Quantized& quantized) {
-  const Symbol symbol = rows_of(input, "linear's input");
-  const std::size_t width = width_of(input);
-  const std::size_t padded_width = ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup;
-  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  add_row_step(symbol, {input, quantized.values, quantized.scales, out},
-               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-                 for (std::size_t row = begin; row < end; ++row) {
-                   const float scale = frame.get<const float>(quantized.scales)[row];
-                   const std::int8_t* values =
-                       frame.get<const std::int8_t>(quantized.values) + row * padded_width;
-                   const float* source = frame.get<const float>(input) + row * width;
-                   float* target = frame.get<float>(out) + row * width;
-                   for (std::size_t i = 0; i < width; ++i) {
-                     target[i] = source[i] - static_cast<float>(values[i]) * scale;
-                   }
-                 }
-               });
-  return out;
-}
-
-ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
-                               std::optional<ValueId> residual, std::size_t num_digits) {
-  require(num_digits == 1 || num_digits == 2,
-          "linear: activations take 1 or 2 digits, not " + std::to_string(num_digits));
-  const Symbol symbol = rows_of(input, "linear's input");
-  const std::size_t depth = width_of(input);
-  require(depth <= kGemmMaxDepth, "linear: " + std::to_string(depth) +
-                                      " inputs are too many to sum in int32; at most " +
-                                      std::to_string(kGemmMaxDepth) + " are");
-  require(value(scales).shape.size() == 1,
-          "linear: expected scales float32 [N], got " + describe(value(scales).dtype, value(scales).shape));
-  const std::size_t columns = value(scales).shape[0].size;
-  const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
-  const std::size_t blocks = ceil_divide(columns, kGemmColumnsPerBlock);
-  require_constant(scales, Dtype::float32, {fixed(columns)}, "linear's scales");
-  require_constant(packed, Dtype::int8,
-                   {fixed(blocks), fixed(groups), fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
-                   "linear's packed weight");
-  if (bias) require_constant(*bias, Dtype::float32, {fixed(columns)}, "linear's bias");
-  if (residual) {
-    require(rows_of(*residual, "linear's residual") == symbol && width_of(*residual) == columns,
-            "linear: the residual's shape is not the result's");
-  }
-
-  std::vector<Quantized> digits = {quantize(input)};
-  if (num_digits == 2) digits.push_back(quantize(remainder(input, digits.front())));
-  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
-  std::vector<ValueId> uses = {packed, scales, out};
-  for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
-  if (bias) uses.push_back(*bias);
-  if (residual) uses.push_back(*residual);
-  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
-  add_stage([blocks](const Frame&) { return blocks; }, kGemmBlocksPerPiece, uses,
-            [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-              GemmArgs args = {.left = nullptr,
-                               .left_scales = nullptr,
-                               .left_sums = nullptr,
-                               .right = frame.get<const std::int8_t>(packed),
-                               .right_scales = frame.get<const float>(scales),
-                               .bias = nullptr,
-                               .residual = nullptr,
-                               .out = frame.get<float>(out),
-                               .rows = frame.size_of(symbol),
-                               .columns = columns,
-                               .groups = groups,
-                               .residual_stride = columns,
-                               .out_stride = columns};
-              // Panel by panel, so that the second digit finds the weights in the cache.
-              const std::size_t panel = digits.size() == 1 ? end - begin : kGemmBlocksPerPiece;
-              for (std::size_t block = begin; block < end; block += panel) {
-                args.bias = bias ? frame.get<const float>(*bias) : nullptr;
-                args.residual = residual ? frame.get<const float>(*residual) : nullptr;
-                for (const Quantized& digit : digits) {
-                  args.left = frame.get<const std::int8_t>(digit.values);
-                  args.left_scales = frame.get<const float>(digit.scales);
-                  args.left_sums = frame.get<const std::int32_t>(digit.sums);
-                  kernel(args, block, std::min(block + panel, end));
-                  args.bias = nullptr;
-                  args.residual = args.out;
-                }
-              }
-            });
-  return out;
-}
-
 ValueId ProgramBuilder::binary(ValueId left, ValueId right, const char* what, BinaryFunction* kernel) {
   const Symbol symbol = rows_of(left, what);
   const std::size_t width = width_of(left);
@@ -243,6 +126,29 @@ ValueId ProgramBuilder::sigmoid(ValueId input) {
     kernel(frame.get<const float>(input) + begin * width, frame.get<float>(out) + begin * width,
            (end - begin) * width);
   });
+  return out;
+}
+
+ValueId ProgramBuilder::round_to_grid(ValueId input, ValueId step, std::size_t levels) {
+  const Symbol symbol = rows_of(input, "round_to_grid");
+  const std::size_t width = width_of(input);
+  require(levels >= 1 && levels <= kMostLevels, "round_to_grid: expected 1 to " +
+                                                    std::to_string(kMostLevels) + " levels, got " +
+                                                    std::to_string(levels));
+  const bool is_one = value(step).shape == Shape{fixed(1)};
+  require_constant(step, Dtype::float32, {fixed(is_one ? 1 : width)}, "round_to_grid's step");
+  const std::span given(static_cast<const float*>(value(step).data), is_one ? 1 : width);
+  for (const float one : given) require_step(one, "round_to_grid's step");
+  const ValueId steps = is_one ? floats(std::vector<float>(width, given[0])) : step;
+  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
+  RoundToGridFunction* kernel = select_kernel(round_to_grid_f32_f32_f32_table()).function;
+  add_row_step(symbol, {input, steps, out},
+               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                 for (std::size_t row = begin; row < end; ++row) {
+                   kernel(frame.get<const float>(input) + row * width, frame.get<const float>(steps),
+                          static_cast<float>(levels), frame.get<float>(out) + row * width, width);
+                 }
+               });
   return out;
 }
 

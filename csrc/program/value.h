@@ -33,6 +33,9 @@ struct Dimension {
   friend bool operator==(const Dimension&, const Dimension&) = default;
 };
 
+inline Dimension fixed(std::size_t size) { return {.symbol = {}, .size = size}; }
+inline Dimension rows_dimension(Symbol symbol) { return {.symbol = symbol, .size = 0}; }
+
 using Shape = std::vector<Dimension>;
 
 // The symbols' values in one run, as far as its tensors have told them.

@@ -67,11 +67,13 @@ void check_selection(KernelTable<Function> table, Isa limit) {
 void check_all_selections(Isa limit) {
   check_selection(gemm_f32_s8row_s8col_table(), limit);
   check_selection(quantize_s8row_f32_table(), limit);
+  check_selection(quantize_s8grid_f32_table(), limit);
   check_selection(rms_norm_f32_f32_table(), limit);
   check_selection(add_f32_f32_f32_table(), limit);
   check_selection(mul_f32_f32_f32_table(), limit);
   check_selection(sigmoid_f32_f32_table(), limit);
   check_selection(silu_mul_f32_f32_f32_table(), limit);
+  check_selection(round_to_grid_f32_f32_f32_table(), limit);
   check_selection(widen_f32_f16_table(), limit);
   check_selection(append_cache_f32_table(), limit);
   check_selection(attend_f32_f32_cache_table(), limit);

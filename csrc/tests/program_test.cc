@@ -15,8 +15,6 @@ constexpr std::size_t kLength = 95, kMaxRows = 40;
 constexpr std::size_t kQkvWidth = (kHeads + 2 * kKvHeads) * kHeadDim;
 constexpr Dimension kRows = {Symbol::T}, kLogitRows = {Symbol::R}, kPositions = {Symbol::P};
 
-Dimension fixed(std::size_t size) { return {std::nullopt, size}; }
-
 // Random constants, owned by the program that uses them.
 class Constants {
  public:
@@ -30,15 +28,31 @@ class Constants {
 
   ValueId linear(ValueId input, std::size_t depth, std::size_t columns, std::optional<ValueId> residual,
                  std::size_t num_digits = 1) {
-    const std::size_t blocks = (columns + 15) / 16, groups = (depth + 3) / 4;
-    // Every depth here is whole; what the last columns are padded with reaches no result.
-    const auto packed = std::make_shared<std::vector<std::int8_t>>(random_.int8s(blocks * groups * 64));
-    const ValueId weight = builder_.constant(packed->data(), Dtype::int8, {blocks, groups, 16, 4}, packed);
-    return builder_.linear(input, weight, floats({columns}, 2e-3f), floats({columns}, 0.1f), residual,
-                           num_digits);
+    return builder_.linear(input, packed(depth, columns), floats({columns}, 2e-3f), floats({columns}, 0.1f),
+                           residual, num_digits);
+  }
+
+  // On a static grid, of 8 or 16 bits.
+  ValueId grid_linear(ValueId input, std::size_t depth, std::size_t columns, std::size_t num_digits) {
+    const float step = num_digits == 2 ? 1e-4f : 0.03f;
+    const ValueId sums =
+        builder_.linear(input, packed(depth, columns), floats({columns}, 2e-3f), {}, {}, num_digits, step);
+    return builder_.round_to_grid(sums, constant({step}), num_digits == 2 ? 32639 : 127);
+  }
+
+  ValueId constant(std::vector<float> values) {
+    const auto data = std::make_shared<std::vector<float>>(std::move(values));
+    return builder_.constant(data->data(), Dtype::float32, {data->size()}, data);
   }
 
  private:
+  ValueId packed(std::size_t depth, std::size_t columns) {
+    const std::size_t blocks = (columns + 15) / 16, groups = (depth + 3) / 4;
+    // Every depth here is whole; what the last columns are padded with reaches no result.
+    const auto data = std::make_shared<std::vector<std::int8_t>>(random_.int8s(blocks * groups * 64));
+    return builder_.constant(data->data(), Dtype::int8, {blocks, groups, 16, 4}, data);
+  }
+
   ProgramBuilder& builder_;
   Random random_{1};
 };
@@ -68,7 +82,10 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   const ValueId gate = builder.columns(gate_up, 0, kInner), up = builder.columns(gate_up, kInner, kInner);
   const ValueId apart = builder.mul(builder.mul(gate, builder.sigmoid(gate)), up);
   const ValueId inner = builder.add(builder.silu_mul(gate_up), apart);
-  const ValueId out = constants.linear(inner, kInner, kHidden, residual, 2);
+  const ValueId dynamic = constants.linear(inner, kInner, kHidden, residual, 2);
+  const ValueId grids = builder.add(constants.grid_linear(inner, kInner, kHidden, 1),
+                                    constants.grid_linear(inner, kInner, kHidden, 2));
+  const ValueId out = builder.add(dynamic, grids);
   builder.output("logits",
                  constants.linear(builder.gather(out, logit_rows), kHidden, kVocabulary, std::nullopt));
   return builder.build();
@@ -127,11 +144,62 @@ void test_callers_together() {
   }
 }
 
+// A linear on a grid against sums of 64 bits, at depths whose digits' sums stay exact in float32.
+void test_static_linear() {
+  constexpr std::size_t kMaxDepth = 1032;  // 128 * 127 * 1032 < 2^24
+  for (const std::size_t depth : {1u, 3u, 4u, 31u, 33u, 576u, 1032u}) {
+    for (const std::size_t columns : {1u, 15u, 16u, 17u, 49u}) {
+      for (const std::size_t num_digits : {1u, 2u}) {
+        const std::size_t rows = depth % 7 + 1, groups = (depth + 3) / 4, blocks = (columns + 15) / 16;
+        const std::int64_t levels = num_digits == 2 ? 32639 : 127;
+        const bool at_the_ends = depth == kMaxDepth;
+        Random random(static_cast<std::uint32_t>(depth * 64 + columns));
+        std::vector<std::int8_t> weight = random.int8s(depth * columns), packed(blocks * groups * 64);
+        for (std::int8_t& w : weight) w = at_the_ends ? std::int8_t{127} : std::max(w, std::int8_t{-127});
+        for (std::size_t k = 0; k < depth; ++k) {
+          for (std::size_t n = 0; n < columns; ++n) {
+            packed[((n / 16 * groups + k / 4) * 16 + n % 16) * 4 + k % 4] = weight[k * columns + n];
+          }
+        }
+        std::vector<float> x = random.floats(rows * depth, 1.2f), scales = random.floats(columns, 1e-3f);
+        if (at_the_ends) std::fill(x.begin(), x.end(), -9.0f);
+        const float step = 1.0f / static_cast<float>(levels);
+
+        ProgramBuilder builder(std::make_shared<ThreadPool>(2), rows);
+        const ValueId input = builder.input("x", Dtype::float32, {kRows, fixed(depth)});
+        const ValueId weights =
+            builder.constant(packed.data(), Dtype::int8, {blocks, groups, 16, 4}, nullptr);
+        const ValueId column_scales = builder.constant(scales.data(), Dtype::float32, {columns}, nullptr);
+        builder.output("y", builder.linear(input, weights, column_scales, {}, {}, num_digits, step));
+        std::vector<float> found(rows * columns), expected(rows * columns);
+        const TensorView inputs[] = {{x.data(), "float32", {rows, depth}, true, false}};
+        const TensorView outputs[] = {{found.data(), "float32", {rows, columns}, true, true}};
+        builder.build()->run(inputs, outputs);
+
+        for (std::size_t m = 0; m < rows; ++m) {
+          for (std::size_t n = 0; n < columns; ++n) {
+            std::int64_t sum = 0;
+            for (std::size_t k = 0; k < depth; ++k) {
+              const auto q = static_cast<std::int64_t>(std::nearbyint(x[m * depth + k] / step));
+              sum += std::clamp(q, -levels, levels) * weight[k * columns + n];
+            }
+            expected[m * columns + n] = static_cast<float>(sum) * (step * scales[n]);
+          }
+        }
+        check_same(found.data(), expected.data(), found.size(),
+                   std::to_string(depth) + " x " + std::to_string(columns) + ", " +
+                       std::to_string(num_digits) + " digits");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void test_program(Suite& suite) {
   suite.run("program: any thread budget, any chunks", test_budgets_and_chunks);
   suite.run("program: callers together", test_callers_together);
+  suite.run("program: a linear on a static grid", test_static_linear);
 }
 
 }  // namespace chunkrt::testing

@@ -1,5 +1,5 @@
-// quantize against its definition, evaluated with exact rational steps in double precision where that is
-// possible.
+// quantize by row against its definition, evaluated with exact rational steps in double precision where that
+// is possible.
 #include <limits>
 #include <vector>
 

@@ -57,7 +57,7 @@ class NativeBackend:
         if not support:
             raise _refusal(subgraph, support.node, support.reason)
         lowering = Lowering(self._pool, chunk_length, subgraph, plan, scheme, weights)
-        for node in fuse(subgraph, plan):
+        for node in fuse(subgraph, plan, scheme):
             try:
                 lowering.lower(node)
             except ValueError as error:

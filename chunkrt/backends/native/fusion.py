@@ -3,15 +3,17 @@
     MatMul -> Add(bias) -> Add(residual)                   Linear(x, weight, bias, residual)
     Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
 
-Requires: nodes in execution order. Ensures: the same bits as without fusion, except where a scheme gives a
-linear's activations two digits: its bias and residual are then added before the second, in another order of
-rounding. Nothing is fused whose inner results are needed elsewhere. A fused node stands where its last part
-stood: its operands are all there then.
+Requires: nodes in execution order. Ensures: the same bits as without fusion, except where a dynamic scheme gives a
+linear's activations two digits: its bias and residual are then added before the second, in another order of rounding.
+Under a static scheme a linear's result is rounded to a grid before anything is added, so no linear takes part. Nothing
+is fused whose inner results are needed elsewhere. A fused node stands where its last part stood: its operands are all
+there then.
 """
 
 from __future__ import annotations
 
 from chunkrt.graph.plan import Node, Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
 
 DOMAIN = "chunkrt.native"
 
@@ -19,10 +21,10 @@ Match = tuple[list[Node], Node]
 """The nodes that are replaced, the last one last, and the node that replaces them."""
 
 
-def fuse(subgraph: Subgraph, plan: Plan) -> list[Node]:
+def fuse(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> list[Node]:
     """The subgraph's nodes, fused where that is possible."""
     matches: dict[str, Match] = {}
-    for match in _Matcher(subgraph, plan).matches():
+    for match in _Matcher(subgraph, plan, scheme).matches():
         # Of two products that one Add joins, the later takes it and the earlier stays as it is.
         matches[match[1].name] = match
     inner = {part.name for parts, _ in matches.values() for part in parts[:-1]}
@@ -30,17 +32,18 @@ def fuse(subgraph: Subgraph, plan: Plan) -> list[Node]:
 
 
 class _Matcher:
-    def __init__(self, subgraph: Subgraph, plan: Plan) -> None:
+    def __init__(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> None:
         self._nodes = subgraph.nodes
         self._outputs = set(subgraph.outputs)
         self._tensors = plan.tensors
+        self._is_static = scheme.is_static
         self._users: dict[str, list[Node]] = {}
         for node in subgraph.nodes:
             for name in node.inputs:
                 self._users.setdefault(name, []).append(node)
 
     def matches(self) -> list[Match]:
-        patterns = {"MatMul": self._linear, "Split": self._silu_mul}
+        patterns = {"Split": self._silu_mul} if self._is_static else {"MatMul": self._linear, "Split": self._silu_mul}
         found = [patterns[node.op](node) for node in self._nodes if node.op in patterns]
         return [match for match in found if match]
 

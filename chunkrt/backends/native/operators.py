@@ -8,8 +8,8 @@ from chunkrt._native import Program, ProgramBuilder, ThreadPool
 from chunkrt.backends.native.fusion import DOMAIN
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
-from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
+from chunkrt.quant.scheme import LEVELS, Scheme
+from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Emitter = Callable[["Lowering", Node], list[int]]
 operators: OperatorRegistry[Emitter] = OperatorRegistry("native")
@@ -80,10 +80,10 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
     if node.op == "MatMul":
         if plan.tensors[node.inputs[1]].kind != "weight":
             return f"native multiplies by weights; {node.inputs[1]!r} is computed"
-        if (scheme.weight_bits, scheme.activations) != (8, "dynamic"):
+        if scheme.weight_bits is None:
             return (
                 f"under the scheme {scheme.name!r} this linear is not int8 by int8, which is all that native "
-                "has; use the scheme 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'"
+                "has; use a quantised scheme such as 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'"
             )
     return ""
 
@@ -111,10 +111,15 @@ def _linear(lowering: Lowering, node: Node) -> list[int]:
 
 
 def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, residual: str) -> list[int]:
-    packed, scales = (lowering.builder.constant(array) for array in lowering.weights.packed_linear(weight))
+    builder, scheme = lowering.builder, lowering.scheme
+    packed, scales = (builder.constant(array) for array in lowering.weights.packed_linear(weight))
     biases, residuals = lowering.optional_value(bias), lowering.optional_value(residual)
-    digits = lowering.scheme.num_digits(weight)
-    return [lowering.builder.linear(lowering.value(left), packed, scales, biases, residuals, digits)]
+    operands = (lowering.value(left), packed, scales, biases, residuals, scheme.num_digits(weight))
+    if not scheme.is_static:
+        return [builder.linear(*operands)]
+    result = builder.linear(*operands, input_step=float(lowering.weights.array(weight + INPUT_STEP_SUFFIX)[0]))
+    output_step = builder.constant(lowering.weights.array(weight + OUTPUT_STEP_SUFFIX))
+    return [builder.round_to_grid(result, output_step, LEVELS[scheme.activation_bits_of(weight)])]
 
 
 @operators.register("Add")

@@ -67,6 +67,19 @@ void silu_mul_f32_f32_f32_avx2(const float* gate, const float* up, float* out, s
   }
 }
 
+void round_to_grid_f32_f32_f32_avx2(const float* input, const float* steps, float levels, float* out,
+                                    std::size_t count) {
+  const __m256 most = _mm256_set1_ps(levels), least = _mm256_set1_ps(-levels);
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    const __m256 x = _mm256_maskload_ps(input + i, mask), step = _mm256_maskload_ps(steps + i, mask);
+    const __m256 q = _mm256_round_ps(_mm256_div_ps(x, step), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    // min and max return their second operand if one is NaN, which keeps it.
+    const __m256 bounded = _mm256_max_ps(least, _mm256_min_ps(most, q));
+    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(bounded, step));
+  }
+}
+
 void widen_f32_f16_avx2(const std::uint16_t* input, float* out, std::size_t count) {
   std::size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {

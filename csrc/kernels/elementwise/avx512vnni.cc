@@ -66,6 +66,20 @@ void silu_mul_f32_f32_f32_avx512vnni(const float* gate, const float* up, float* 
   }
 }
 
+void round_to_grid_f32_f32_f32_avx512vnni(const float* input, const float* steps, float levels, float* out,
+                                          std::size_t count) {
+  const __m512 most = _mm512_set1_ps(levels), least = _mm512_set1_ps(-levels);
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    const __m512 x = _mm512_maskz_loadu_ps(mask, input + i), step = _mm512_maskz_loadu_ps(mask, steps + i);
+    const __m512 q =
+        _mm512_roundscale_ps(_mm512_div_ps(x, step), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    // min and max return their second operand if one is NaN, which keeps it.
+    const __m512 bounded = _mm512_max_ps(least, _mm512_min_ps(most, q));
+    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(bounded, step));
+  }
+}
+
 void widen_f32_f16_avx512vnni(const std::uint16_t* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);

@@ -51,6 +51,20 @@ KernelTable<SiluMulFunction> silu_mul_f32_f32_f32_table() {
   return rows;
 }
 
+KernelTable<RoundToGridFunction> round_to_grid_f32_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<RoundToGridFunction>{Isa::avx512vnni, "round_to_grid_f32_f32_f32_avx512vnni",
+                                     CHUNKRT_ON_X86(round_to_grid_f32_f32_f32_avx512vnni)},
+      KernelRow<RoundToGridFunction>{Isa::avx2, "round_to_grid_f32_f32_f32_avx2",
+                                     CHUNKRT_ON_X86(round_to_grid_f32_f32_f32_avx2)},
+      KernelRow<RoundToGridFunction>{Isa::neon, "round_to_grid_f32_f32_f32_neon",
+                                     CHUNKRT_ON_ARM(round_to_grid_f32_f32_f32_neon)},
+      KernelRow<RoundToGridFunction>{Isa::reference, "round_to_grid_f32_f32_f32_reference",
+                                     round_to_grid_f32_f32_f32_reference},
+  };
+  return rows;
+}
+
 KernelTable<WidenFunction> widen_f32_f16_table() {
   static constexpr std::array rows = {
       KernelRow<WidenFunction>{Isa::avx512vnni, "widen_f32_f16_avx512vnni",

@@ -28,6 +28,10 @@ using BinaryFunction = void(const float* left, const float* right, float* out, s
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
 // out = (gate * sigmoid(gate)) * up; out may be gate or up.
 using SiluMulFunction = BinaryFunction;
+// out = q * step, q = round_half_to_even(input / step) in [-levels, levels], with a step for each element;
+// quotient and product are rounded to float32. Infinities saturate, a NaN stays a NaN. out may be input.
+using RoundToGridFunction = void(const float* input, const float* steps, float levels, float* out,
+                                 std::size_t count);
 // out = input, IEEE 754 binary16 (as uint16) to float32: exact; infinities and quiet NaNs stay what they are.
 using WidenFunction = void(const std::uint16_t* input, float* out, std::size_t count);
 
@@ -50,6 +54,11 @@ SiluMulFunction silu_mul_f32_f32_f32_reference;
 SiluMulFunction silu_mul_f32_f32_f32_avx2;
 SiluMulFunction silu_mul_f32_f32_f32_avx512vnni;
 SiluMulFunction silu_mul_f32_f32_f32_neon;
+
+RoundToGridFunction round_to_grid_f32_f32_f32_reference;
+RoundToGridFunction round_to_grid_f32_f32_f32_avx2;
+RoundToGridFunction round_to_grid_f32_f32_f32_avx512vnni;
+RoundToGridFunction round_to_grid_f32_f32_f32_neon;
 
 WidenFunction widen_f32_f16_reference;
 WidenFunction widen_f32_f16_avx2;

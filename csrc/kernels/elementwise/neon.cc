@@ -69,6 +69,18 @@ void silu_mul_f32_f32_f32_neon(const float* gate, const float* up, float* out, s
   }
 }
 
+void round_to_grid_f32_f32_f32_neon(const float* input, const float* steps, float levels, float* out,
+                                    std::size_t count) {
+  const float32x4_t most = vdupq_n_f32(levels), least = vdupq_n_f32(-levels);
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const float32x4_t step = load(steps + i, count - i);
+    const float32x4_t q = vrndnq_f32(vdivq_f32(load(input + i, count - i), step));
+    // min and max give a NaN if either operand is one.
+    const float32x4_t bounded = vmaxq_f32(least, vminq_f32(most, q));
+    store(out + i, count - i, vmulq_f32(bounded, step));
+  }
+}
+
 void widen_f32_f16_neon(const std::uint16_t* input, float* out, std::size_t count) {
   std::size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {

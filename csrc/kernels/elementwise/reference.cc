@@ -37,6 +37,14 @@ void silu_mul_f32_f32_f32_reference(const float* gate, const float* up, float* o
   for (std::size_t i = 0; i < count; ++i) out[i] = (gate[i] * sigmoid(gate[i])) * up[i];
 }
 
+void round_to_grid_f32_f32_f32_reference(const float* input, const float* steps, float levels, float* out,
+                                         std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const float q = std::nearbyint(input[i] / steps[i]);
+    out[i] = (q > levels ? levels : q < -levels ? -levels : q) * steps[i];
+  }
+}
+
 void widen_f32_f16_reference(const std::uint16_t* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t sign = (input[i] & 0x8000u) << 16;

@@ -46,10 +46,49 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   if (!is_finite) args.scales[row] = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(kNanBits)));
 }
 
+void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {
+  const float* input = args.input + row * args.width;
+  const std::size_t target = row * args.padded_width;
+  const bool has_high = args.high.values != nullptr;
+  const __m512 levels = _mm512_set1_ps(static_cast<float>(has_high ? kTwoDigitLevels : kOneDigitLevels));
+  const __m512 negative_levels = _mm512_sub_ps(_mm512_setzero_ps(), levels);
+  const __m512 step = _mm512_set1_ps(args.step);
+  bool has_nan = false;
+  __m512i low_sums = _mm512_setzero_si512(), high_sums = _mm512_setzero_si512();
+  for (std::size_t i = 0; i < args.padded_width; i += kLanes) {
+    const __mmask16 inside = i >= args.width ? __mmask16{0} : first_lanes(args.width - i);
+    const __m512 quotient = _mm512_div_ps(_mm512_maskz_loadu_ps(inside, input + i), step);
+    const __mmask16 is_number = _mm512_cmp_ps_mask(quotient, quotient, _CMP_ORD_Q);
+    has_nan = has_nan || is_number != 0xffff;
+    const __m512 bounded = _mm512_max_ps(negative_levels, _mm512_min_ps(levels, quotient));
+    const __m512i q =
+        _mm512_maskz_cvt_roundps_epi32(is_number, bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+    const __m512i low = _mm512_sub_epi32(q, _mm512_slli_epi32(high, 8));
+    const __mmask16 stored = first_lanes(args.padded_width - i);
+    _mm512_mask_cvtepi32_storeu_epi8(args.low.values + target + i, stored, low);
+    if (has_high) _mm512_mask_cvtepi32_storeu_epi8(args.high.values + target + i, stored, high);
+    low_sums = _mm512_add_epi32(low_sums, low);
+    high_sums = _mm512_add_epi32(high_sums, high);
+  }
+  const float unit = has_nan ? _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(kNanBits))) : 1.0f;
+  args.low.scales[row] = unit;
+  args.low.sums[row] = _mm512_reduce_add_epi32(low_sums);
+  if (has_high) {
+    args.high.scales[row] = unit * 256.0f;
+    args.high.sums[row] = _mm512_reduce_add_epi32(high_sums);
+  }
+}
+
 }  // namespace
 
 void quantize_s8row_f32_avx512vnni(const QuantizeArgs& args, std::size_t row_begin, std::size_t row_end) {
   for (std::size_t row = row_begin; row < row_end; ++row) quantize_row(args, row);
+}
+
+void quantize_s8grid_f32_avx512vnni(const GridQuantizeArgs& args, std::size_t row_begin,
+                                    std::size_t row_end) {
+  for (std::size_t row = row_begin; row < row_end; ++row) quantize_row_on_grid(args, row);
 }
 
 }  // namespace chunkrt

@@ -55,10 +55,70 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   if (!is_finite) args.scales[row] = float_from_bits(kNanBits);
 }
 
+// What two registers of integers are in int8; they fit.
+int8x8_t narrow(int32x4_t first, int32x4_t second) {
+  return vmovn_s16(vcombine_s16(vmovn_s32(first), vmovn_s32(second)));
+}
+
+struct Digits {
+  int32x4_t low, high;
+};
+
+Digits digits_on_grid(float32x4_t x, float step, std::int32_t levels) {
+  // The conversion rounds half to even, saturates, and makes 0 of a NaN.
+  const int32x4_t rounded = vcvtnq_s32_f32(vdivq_f32(x, vdupq_n_f32(step)));
+  const int32x4_t q = vmaxq_s32(vdupq_n_s32(-levels), vminq_s32(vdupq_n_s32(levels), rounded));
+  const int32x4_t high = vshrq_n_s32(vaddq_s32(q, vdupq_n_s32(128)), 8);
+  return {vsubq_s32(q, vshlq_n_s32(high, 8)), high};
+}
+
+void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {
+  const float* input = args.input + row * args.width;
+  const bool has_high = args.high.values != nullptr;
+  const std::int32_t levels = has_high ? kTwoDigitLevels : kOneDigitLevels;
+  std::int8_t* low_values = args.low.values + row * args.padded_width;
+  std::int8_t* high_values = has_high ? args.high.values + row * args.padded_width : nullptr;
+  uint32x4_t numbers = vdupq_n_u32(0xffffffffu);
+  int32x4_t low_sums = vdupq_n_s32(0), high_sums = vdupq_n_s32(0);
+  std::int32_t rest_low_sum = 0, rest_high_sum = 0;
+  std::size_t i = 0;
+  for (; i + kLanes <= args.width; i += kLanes) {
+    const float32x4_t x = vld1q_f32(input + i), next_x = vld1q_f32(input + i + 4);
+    const Digits here = digits_on_grid(x, args.step, levels),
+                 next = digits_on_grid(next_x, args.step, levels);
+    numbers = vandq_u32(numbers, vandq_u32(vceqq_f32(x, x), vceqq_f32(next_x, next_x)));
+    low_sums = vaddq_s32(low_sums, vaddq_s32(here.low, next.low));
+    high_sums = vaddq_s32(high_sums, vaddq_s32(here.high, next.high));
+    vst1_s8(low_values + i, narrow(here.low, next.low));
+    if (has_high) vst1_s8(high_values + i, narrow(here.high, next.high));
+  }
+  for (; i < args.padded_width; ++i) {
+    const float32x4_t x = vdupq_n_f32(i < args.width ? input[i] : 0.0f);
+    const Digits here = digits_on_grid(x, args.step, levels);
+    numbers = vandq_u32(numbers, vceqq_f32(x, x));
+    const std::int32_t low = vgetq_lane_s32(here.low, 0), high = vgetq_lane_s32(here.high, 0);
+    rest_low_sum += low;
+    rest_high_sum += high;
+    low_values[i] = static_cast<std::int8_t>(low);
+    if (has_high) high_values[i] = static_cast<std::int8_t>(high);
+  }
+  const float unit = vminvq_u32(numbers) == 0 ? float_from_bits(kNanBits) : 1.0f;
+  args.low.scales[row] = unit;
+  args.low.sums[row] = vaddvq_s32(low_sums) + rest_low_sum;
+  if (has_high) {
+    args.high.scales[row] = unit * 256.0f;
+    args.high.sums[row] = vaddvq_s32(high_sums) + rest_high_sum;
+  }
+}
+
 }  // namespace
 
 void quantize_s8row_f32_neon(const QuantizeArgs& args, std::size_t row_begin, std::size_t row_end) {
   for (std::size_t row = row_begin; row < row_end; ++row) quantize_row(args, row);
+}
+
+void quantize_s8grid_f32_neon(const GridQuantizeArgs& args, std::size_t row_begin, std::size_t row_end) {
+  for (std::size_t row = row_begin; row < row_end; ++row) quantize_row_on_grid(args, row);
 }
 
 }  // namespace chunkrt
