@@ -1,8 +1,9 @@
 """chunkrt: a heterogeneous CPU/NPU chunked-prefill runtime for decoder language models."""
 
 from chunkrt.cpu import cpu_info
-from chunkrt.engine import Engine, EngineOptions, load
+from chunkrt.engine import Engine, load
 from chunkrt.errors import ChunkrtError
+from chunkrt.options import EngineOptions
 from chunkrt.sampling import SamplingOptions
 from chunkrt.session import Piece, PrefillResult, Session
 

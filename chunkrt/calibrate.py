@@ -1,27 +1,39 @@
-"""Calibration: run a decoder in float over some text and note how large its values get.
+"""Calibration: run a decoder in float over some text, note how large its values get, and keep what was found.
 
 Subgraph after subgraph, each over the whole text before the next: every weight is read once, and a model of any size
-needs the memory of its largest subgraph.
+needs the memory of its largest subgraph, beside what a token carries from one subgraph to the next.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt import catalogue
 from chunkrt.backends.reference import operators
-from chunkrt.errors import ConfigError, QuantizationError
-from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.quant.calibration import Calibration
+from chunkrt.engine_directory import cache_key
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.graph.plan import Plan, Subgraph, resolve
+from chunkrt.quant.calibration import FORMAT, Calibration
 from chunkrt.quant.ranges import Method, Range
 from chunkrt.quant.weights import linear_nodes
+from chunkrt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from chunkrt.compiler import Planned
 
 Float32 = NDArray[np.float32]
+TokenIds = NDArray[np.int64]
 Progress = Callable[[int, int], None]
+log = logging.getLogger(__name__)
 
 WINDOW_LENGTH = 512
 """Tokens that attend to one another; each window starts at position 0."""
@@ -29,18 +41,102 @@ WINDOW_LENGTH = 512
 DEFAULT_NUM_TOKENS = 2048
 
 
+def cached_calibration(
+    planned: Planned,
+    checkpoint: Path,
+    *,
+    model: str,
+    text: str | None = None,
+    method: Method = "mse",
+    num_tokens: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Calibration, Path]:
+    """The calibration of a checkpoint on a text, from the cache, or made and put there.
+
+    Args:
+        planned: the checkpoint, opened and planned.
+        model: what it is called.
+        text: by default one that comes with chunkrt.
+        num_tokens: how many tokens of the text to use; by default DEFAULT_NUM_TOKENS, or as many as it has.
+        progress: told (subgraphs done, subgraphs in all), if there is anything to do.
+
+    Returns:
+        The calibration, and the file that holds it.
+
+    Raises:
+        ConfigError: the text is empty, or has fewer tokens than asked for.
+        ModelError: the checkpoint has no tokenizer or is damaged; the file cannot be written.
+        QuantizationError: a value is not finite.
+    """
+    token_ids = calibration_tokens(planned, shipped_text() if text is None else text, num_tokens)
+    key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), method=method)
+    path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
+    if path.exists():
+        try:
+            return replace(Calibration.load(path), model=model), path
+        except ModelError as error:
+            log.warning("%s; doing so", error)
+    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
+    calibration = calibrate(
+        planned.plan,
+        lambda name: parameters[name].load(planned.source),
+        token_ids,
+        model=model,
+        method=method,
+        progress=progress,
+    )
+    calibration.save(path)
+    return calibration, path
+
+
 def shipped_text() -> str:
     """The text that comes with chunkrt, for those who have none at hand."""
     return resources.files("chunkrt").joinpath("calibration_text.txt").read_text("utf-8")
 
 
+def calibration_tokens(planned: Planned, text: str, num_tokens: int | None) -> TokenIds:
+    """The first tokens of a text, int64 [n].
+
+    A model that was tuned for chat gets the text's paragraphs as the turns of a conversation: the tokens between turns
+    make some of its values larger than any word does.
+
+    Raises:
+        ConfigError, ModelError: see `cached_calibration`.
+    """
+    if num_tokens is not None and num_tokens < 1:
+        raise ConfigError(f"the number of calibration tokens is {num_tokens}, expected at least 1")
+    if not (paragraphs := [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]):
+        raise ConfigError("the calibration text is empty")
+    if not (tokenizer := Tokenizer.from_source(planned.source)):
+        raise ModelError(f"{planned.source.path} has no tokenizer, which calibration needs; add its tokenizer.json")
+    found = _conversation(tokenizer, paragraphs) or tokenizer.encode(text, add_special=True, parse_special=False)
+    if num_tokens is not None and len(found) < num_tokens:
+        raise ConfigError(f"the calibration text has {len(found)} tokens, fewer than the {num_tokens} asked for")
+    return np.array(found[: num_tokens or DEFAULT_NUM_TOKENS], np.int64)
+
+
+def _conversation(tokenizer: Tokenizer, paragraphs: list[str]) -> list[int]:
+    """The tokens of a user and an assistant taking turns; none if the model does not chat."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(paragraphs)]
+    try:
+        return tokenizer.encode_chat(turns, add_generation_prompt=False) if tokenizer.has_chat_template else []
+    except ModelError as error:
+        log.warning("calibrating on plain text: %s", error)
+        return []
+
+
+def text_digest(token_ids: TokenIds) -> str:
+    """What a calibration notes of its text: SHA-256 of the tokens, in hexadecimal."""
+    return hashlib.sha256(token_ids.astype("<i8").tobytes()).hexdigest()
+
+
 def calibrate(
     plan: Plan,
     load: Callable[[str], Float32],
-    token_ids: NDArray[np.int64],
+    token_ids: TokenIds,
     *,
     model: str,
-    method: Method = "absmax",
+    method: Method = "mse",
     progress: Progress = lambda done, total: None,
 ) -> Calibration:
     """Run a decoder over tokens and keep the limits of its values.
@@ -52,79 +148,90 @@ def calibrate(
         progress: told (subgraphs done, subgraphs in all).
 
     Raises:
-        ConfigError: there are no tokens.
+        ConfigError: there are no tokens, or one is outside the vocabulary.
         QuantizationError: a value is not finite.
     """
     if not token_ids.size:
         raise ConfigError("the calibration text has no tokens; give a longer one")
+    if token_ids.max() >= plan.vocab_size:
+        raise ConfigError(f"token id {token_ids.max()} is outside the vocabulary of {plan.vocab_size}")
     length = min(WINDOW_LENGTH, plan.context_length)
     windows = [_Window(plan, token_ids[start : start + length]) for start in range(0, token_ids.size, length)]
     observer = _Observer(plan, method)
+    weights: dict[str, Float32] = {}
     for done, subgraph in enumerate(plan.subgraphs):
         progress(done, len(plan.subgraphs))
-        constants = {name: load(name) for name in subgraph.weights}
+        weights |= {name: load(name) for name in subgraph.weights if name not in weights}
         for window in windows:
-            window.run(subgraph, constants, observer)
+            window.run(subgraph, weights, observer)
+        observer.finish()
+        later = {name for s in plan.subgraphs[done + 1 :] for name in (*s.inputs, *s.weights)}
+        for values in (weights, *(window.values for window in windows)):
+            for name in values.keys() - later:
+                del values[name]
     progress(len(plan.subgraphs), len(plan.subgraphs))
     return Calibration(
         model=model,
-        text=hashlib.sha256(token_ids.tobytes()).hexdigest(),
+        text=text_digest(token_ids),
         method=method,
         num_tokens=token_ids.size,
-        limits={name: found.limit for name, found in observer.ranges.items()},
-        column_limits=observer.column_limits,
+        peaks=observer.peaks,
+        limits=observer.limits,
+        column_peaks=observer.column_peaks,
     )
 
 
 class _Observer:
-    """Notes every float value that a node computes."""
+    """Notes every value that a node computes."""
 
     def __init__(self, plan: Plan, method: Method) -> None:
-        self.ranges: dict[str, Range] = {}
-        self.column_limits: dict[str, Float32] = {}
-        self._method = method
-        self._linear_outputs = {node.outputs[0] for node in linear_nodes(plan).values()}
+        self.peaks: dict[str, float] = {}
+        self.limits: dict[str, float] = {}
+        self.column_peaks: dict[str, Float32] = {}
+        linears = linear_nodes(plan).values()
+        self._methods: dict[str, Method] = {node.inputs[0]: method for node in linears}
+        self._linear_outputs = {node.outputs[0] for node in linears}
+        self._ranges: dict[str, Range] = {}
 
-    def see(self, name: str, values: NDArray[np.float32]) -> None:
-        largest = np.abs(values).max(axis=0)
-        if not np.isfinite(largest).all():
+    def see(self, name: str, values: Float32) -> None:
+        """Take more rows of a value. Raises QuantizationError if one is not finite."""
+        found = self._ranges.setdefault(name, Range(self._methods.get(name, "absmax")))
+        found.update(values)
+        if not np.isfinite(found.largest):
             raise QuantizationError(f"{name} is not finite on the calibration text; is the checkpoint damaged?")
-        self.ranges.setdefault(name, Range(self._method)).update(values)
         if name in self._linear_outputs:
-            self.column_limits[name] = np.maximum(self.column_limits.get(name, np.float32(0)), largest)
+            largest = np.maximum(values.max(axis=0), -values.min(axis=0))
+            self.column_peaks[name] = np.maximum(self.column_peaks.get(name, np.float32(0)), largest)
+
+    def finish(self) -> None:
+        """Nothing more comes of what was seen: keep its peaks and limits, and drop the rest."""
+        self.peaks |= {name: float(found.largest) for name, found in self._ranges.items()}
+        self.limits |= {name: found.limit for name, found in self._ranges.items() if name in self._methods}
+        self._ranges.clear()
 
 
 class _Window:
     """Some consecutive tokens on their way through the decoder: the values that later subgraphs read."""
 
-    def __init__(self, plan: Plan, token_ids: NDArray[np.int64]) -> None:
-        self._plan = plan
-        self._length = len(token_ids)
-        self._values: dict[str, NDArray[np.generic]] = {
+    def __init__(self, plan: Plan, token_ids: TokenIds) -> None:
+        self.values: dict[str, NDArray[Any]] = {
             "input_ids": token_ids,
             "position": np.zeros(1, np.int64),
             "logit_rows": np.arange(len(token_ids)),
         }
-        self._last_use = {name: s.name for s in plan.subgraphs for name in s.inputs}
+        self._tensors = plan.tensors
+        self._symbols = {"P": len(token_ids)}
 
-    def run(self, subgraph: Subgraph, constants: dict[str, Float32], observer: _Observer) -> None:
-        shapes = {name: self._plan.tensors[name].shape for name in subgraph.state}
-        caches = {n: np.zeros([self._length if d == "P" else int(d) for d in s], np.float32) for n, s in shapes.items()}
-        values = {**self._values, **constants, **caches}
-        for node in subgraph.nodes:
-            results = operators.find(node)(*(values[name] for name in node.inputs), **node.attributes)
-            results = results if isinstance(results, tuple) else (results,)
-            for name, result in zip(node.outputs, results, strict=True):
-                observer.see(name, result)
-                values[name] = result
-        self._values |= {name: values[name] for name in subgraph.outputs}
-        for name in subgraph.inputs:
-            if self._last_use[name] == subgraph.name and name not in self._plan.inputs:
-                del self._values[name]
-
-
-def calibration_tokens(token_ids: Sequence[int], num_tokens: int | None) -> NDArray[np.int64]:
-    """The first tokens of a text. Raises ConfigError if fewer than asked for are there."""
-    if num_tokens is not None and len(token_ids) < num_tokens:
-        raise ConfigError(f"the calibration text has {len(token_ids)} tokens, fewer than the {num_tokens} asked for")
-    return np.array(token_ids[: num_tokens or DEFAULT_NUM_TOKENS], np.int64)
+    def run(self, subgraph: Subgraph, weights: dict[str, Float32], observer: _Observer) -> None:
+        caches = {
+            name: np.zeros(resolve(self._tensors[name].shape, self._symbols), np.float32) for name in subgraph.state
+        }
+        values = {**self.values, **weights, **caches}
+        with np.errstate(over="ignore", invalid="ignore"):  # the observer finds what is not finite
+            for node in subgraph.nodes:
+                results = operators.find(node)(*(values[name] for name in node.inputs), **node.attributes)
+                results = results if isinstance(results, tuple) else (results,)
+                for name, result in zip(node.outputs, results, strict=True):
+                    observer.see(name, result)
+                    values[name] = result
+        self.values |= {name: values[name] for name in subgraph.outputs}

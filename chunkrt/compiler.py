@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from chunkrt.calibrate import cached_calibration
 from chunkrt.engine_directory import PLAN, WEIGHTS, is_engine_directory, write_manifest
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
@@ -22,13 +23,14 @@ from chunkrt.graph.partition import partition
 from chunkrt.graph.placement import Placement, place
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.tracing import trace
+from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import write_weights
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.weights.checkpoint import open_checkpoint
 from chunkrt.weights.source import TensorSource
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
 log = logging.getLogger(__name__)
 
 
@@ -62,13 +64,15 @@ def compile_checkpoint(
     folder: Path,
     *,
     model: str,
-    progress: Progress = lambda done, total: None,
+    calibration: Path | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """Write the engine directory of a checkpoint, aside and then renamed.
 
     Args:
         folder: where it shall be; another process that gets there first wins, and its result is as good.
-        progress: told (weights done, weights in all).
+        calibration: for a static scheme; by default one is made from the text that comes with chunkrt.
+        progress: told (what is being done, how much is done, how much there is).
 
     Raises:
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
@@ -76,6 +80,7 @@ def compile_checkpoint(
     """
     planned = plan_checkpoint(checkpoint, placement)
     parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
+    ranges = _calibration(planned, checkpoint, scheme, calibration, model, progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -86,7 +91,8 @@ def compile_checkpoint(
                 scheme,
                 lambda name: parameters[name].load(planned.source),
                 aside / WEIGHTS,
-                progress=progress,
+                calibration=ranges,
+                progress=lambda done, total: progress("compiling", done, total),
             )
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
@@ -100,6 +106,19 @@ def compile_checkpoint(
         raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
     log.info("compiled %s into %s", checkpoint, folder)
     return planned.plan
+
+
+def _calibration(
+    planned: Planned, checkpoint: Path, scheme: Scheme, path: Path | None, model: str, progress: Progress
+) -> Calibration | None:
+    if not scheme.is_static:
+        return None
+    if path is not None:
+        return Calibration.load(path)
+    made, _ = cached_calibration(
+        planned, checkpoint, model=model, progress=lambda done, total: progress("calibrating", done, total)
+    )
+    return made
 
 
 def _rename(aside: Path, folder: Path) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt import catalogue
-from chunkrt.backends import BACKENDS, Backend, Executable, make_backend
-from chunkrt.engine_directory import cached_folder, is_engine_directory, open_weights, read_manifest, read_plan
-from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError, unknown_name
-from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
+from chunkrt.backends import Backend, Executable, make_backend
+from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
+from chunkrt.engine_directory import open_weights, read_manifest, read_plan
+from chunkrt.errors import (
+    ClosedError,
+    CompileError,
+    ConfigError,
+    DeviceLostError,
+    ModelError,
+    PartitionError,
+    unknown_name,
+)
 from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.model import Progress, engine_folder
+from chunkrt.npu import open_npu
+from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import Scheme, find_scheme
 from chunkrt.quant.weights import stored_entries
 from chunkrt.runtime.executor import Executor, RunResult
@@ -28,64 +36,7 @@ from chunkrt.runtime.state import CacheDtype, State
 from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
 
-NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
-DEFAULT_CHUNK_LENGTH = 32
-MOST_THREADS = 256
-DEFAULT_SCHEME = "w8a8-dynamic"
-DEFAULT_POLICY = "in_order"
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How an engine runs a model.
-
-    npu: who plays the NPU: "auto" (an NPU if there is one, else "native"), "native", "onnxrt", "reference", "qnn", or
-        "off": the whole decoder is one subgraph on the CPU.
-    chunk_length: tokens of a chunk, 1 to the context length.
-    scheme: how linears are quantised; by default what an engine directory was compiled with, else the catalogue's,
-        else "w8a8-dynamic".
-    policy: the order of tasks: "in_order" or "sequential".
-    threads: the budget for workers and kernel threads together; by default the processor's cores.
-    context_length: positions a session can hold; by default the model's.
-    cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere.
-    placement: a TOML file that places modules; see `graph/placement.py`.
-    """
-
-    npu: str = "auto"
-    chunk_length: int = DEFAULT_CHUNK_LENGTH
-    scheme: str | None = None
-    policy: str = DEFAULT_POLICY
-    threads: int | None = None
-    context_length: int | None = None
-    cache_dtype: CacheDtype | None = None
-    placement: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.npu not in NPU_CHOICES:
-            raise unknown_name("NPU choice", self.npu, NPU_CHOICES)
-        if self.npu == "qnn":
-            raise BackendUnavailableError("this version of chunkrt has no qnn backend yet; use --npu auto")
-        if self.npu == "off" and self.placement is not None:
-            raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
-        for name in ("chunk_length", "threads", "context_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, expected at least 1")
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise ConfigError(f"threads is {self.threads}, expected at most {MOST_THREADS}")
-        find_policy(self.policy)
-        if self.scheme is not None:
-            find_scheme(self.scheme)
-
-    @property
-    def num_threads(self) -> int:
-        """The thread budget."""
-        return self.threads or available_cores()
-
-
-Progress = Callable[[str, int, int], None]
-"""Told (what is being done, how much is done, how much there is)."""
 
 
 def load(model: str | Path, *, progress: Progress | None = None, **options: object) -> Engine:
@@ -93,99 +44,53 @@ def load(model: str | Path, *, progress: Progress | None = None, **options: obje
 
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
-        progress: told about downloads and compilation.
+        progress: told about downloads, calibration and compilation.
         options: the fields of `EngineOptions`.
 
     Raises:
         ConfigError: an unknown option or model name, or a value out of range.
         ModelError: the checkpoint is missing, damaged or unsupported.
         BackendError: a backend is not available or cannot compile the model.
+        PartitionError: a backend does not run what was placed on it.
     """
     known = EngineOptions.__dataclass_fields__
     for name in options:
         if name not in known:
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
-    folder = engine_folder(str(model), chosen, progress or (lambda what, done, total: None))
-    return Engine(folder, chosen)
+    tell = progress or _ignore
+    return Engine(engine_folder(str(model), chosen, tell), chosen, progress=tell)
 
 
-def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Path:
-    """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
-
-    Raises:
-        ConfigError, ModelError: as `load`.
-    """
-    path = Path(model)
-    if is_engine_directory(path):
-        check_compiled(path, options)
-        return path
-    checkpoint, default_scheme = find_checkpoint(model, progress)
-    scheme = find_scheme(options.scheme or default_scheme)
-    placement = options_placement(options)
-    folder = cached_folder(catalogue.home() / "engines", checkpoint, scheme=scheme.name, placement=placement)
-    if not is_engine_directory(folder):
-        from chunkrt.compiler import compile_checkpoint
-
-        compile_checkpoint(
-            checkpoint,
-            scheme,
-            placement,
-            folder,
-            model=model,
-            progress=lambda done, total: progress("compiling", done, total),
-        )
-    return folder
-
-
-def check_compiled(folder: Path, options: EngineOptions) -> None:
-    """Refuse options that a compiled model cannot follow any more.
-
-    Raises:
-        ConfigError: another scheme, a placement, or npu "off".
-        ModelError: the folder is not an engine directory of this format.
-    """
-    manifest = read_manifest(folder)
-    if options.scheme not in (None, manifest.scheme):
-        raise ConfigError(f"{folder} was compiled under {manifest.scheme!r}, not {options.scheme!r}; compile it again")
-    if options.placement is not None or options.npu == "off":
-        raise ConfigError(f"{folder} is compiled, its placement is fixed; give the checkpoint to place it anew")
-
-
-def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
-    """A model's checkpoint on disk and its default scheme; a catalogue entry is pulled if it is not there.
-
-    Raises:
-        ConfigError: neither a file nor a name of the catalogue.
-    """
-    if Path(model).exists():
-        return Path(model), DEFAULT_SCHEME
-    if Path(model).name != model or model.endswith(".gguf"):
-        raise ModelError(f"there is no file or folder {model}")
-    entry = catalogue.find(model)
-    path = catalogue.pull(entry, lambda done, total: progress(f"downloading {model}", done, total))
-    return path, entry.scheme
+def _ignore(what: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
 
 
 class Engine:
-    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it."""
+    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it.
 
-    def __init__(self, folder: Path, options: EngineOptions) -> None:
+    With an NPU there are two executors: prompts stream through the NPU and the CPU, and single tokens, which an NPU
+    compiled for whole chunks would pad, run on the CPU alone.
+    """
+
+    def __init__(self, folder: Path, options: EngineOptions, *, progress: Progress = _ignore) -> None:
         self.folder = folder
         self.options = options
         self.manifest = read_manifest(folder)
         self.plan: Plan = read_plan(folder)
         self.scheme: Scheme = find_scheme(self.manifest.scheme)
         self.context_length = _context_length(self.plan, options)
-        self.chunk_length = _chunk_length(self.context_length, options)
+        compiled_for = self.manifest.npu[0].chunk_length if self.manifest.npu else DEFAULT_CHUNK_LENGTH
+        self.chunk_length = _chunk_length(self.context_length, options.chunk_length or compiled_for)
         self.weights = open_weights(folder)
         self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
         self._lock = threading.Lock()
-        name = "native" if options.npu in ("auto", "off") else options.npu
-        self.npu_backend = self.cpu_backend = make_backend(name, threads=options.num_threads)
-        self._executor = self._build()
+        cpu = "native" if options.npu in ("auto", "qnn", "off") else options.npu
+        self.cpu_backend = make_backend(cpu, threads=options.num_threads)
+        self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
+        self._executor, self._decoder = self._build(progress)
 
     def session(self) -> Session:
         """A new, empty session.
@@ -208,7 +113,8 @@ class Engine:
         """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn."""
         with self._lock:
             self._check_open()
-            return self._executor.run(token_ids, state, logits=logits, cancel=cancel)
+            executor = self._decoder if token_ids.size == 1 else self._executor
+            return executor.run(token_ids, state, logits=logits, cancel=cancel)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -228,7 +134,7 @@ class Engine:
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
-                del self._executor
+                del self._executor, self._decoder
 
     def __enter__(self) -> Engine:
         return self
@@ -236,18 +142,50 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _build(self) -> Executor:
-        backends = {"npu": self.npu_backend, "cpu": self.cpu_backend}
-        executables = {s.name: self._compile(s, backends[s.device]) for s in self.plan.subgraphs}
+    def _build(self, progress: Progress) -> tuple[Executor, Executor]:
+        """The executors of prompts and of single tokens; without an NPU one is both."""
+        on_cpu = {s.name: self._compile(s, self.cpu_backend) for s in self.plan.subgraphs}
+        cpu_only = make_processors(self.cpu_backend, self.options.num_threads)
+        on_npu = self._compile_for_npu(on_cpu, progress) if self.npu_backend is not self.cpu_backend else {}
+        if not on_npu:
+            executor = self._make_executor(on_cpu, cpu_only, self.chunk_length)
+            return executor, executor
         processors = make_processors(self.npu_backend, self.options.num_threads)
+        prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length)
+        return prompts, self._make_executor(on_cpu, cpu_only, 1)
+
+    def _make_executor(
+        self, executables: Mapping[str, Executable], processors: tuple[Processor, ...], chunk_length: int
+    ) -> Executor:
         return Executor(
             self.plan,
             executables,
-            chunk_length=self.chunk_length,
+            chunk_length=chunk_length,
             processors=processors,
             policy=find_policy(self.options.policy),
             chunks_in_flight=1 + sum(p.workers for p in processors),
         )
+
+    def _compile_for_npu(self, on_cpu: Mapping[str, Executable], progress: Progress) -> dict[str, Executable]:
+        """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
+        subgraphs = [s for s in self.plan.subgraphs if s.device == "npu"]
+        health = NpuHealth()
+        on_npu: dict[str, Executable] = {}
+        for done, subgraph in enumerate(subgraphs):
+            progress("compiling for the NPU", done, len(subgraphs))
+            try:
+                executable = self._compile(subgraph, self.npu_backend)
+            except (CompileError, DeviceLostError) as error:
+                if not self.options.falls_back:
+                    raise
+                health.report(error)
+                self.npu_backend = self.cpu_backend
+                return {}
+            if self.options.falls_back:
+                executable = FallbackExecutable(executable, on_cpu[subgraph.name], health)
+            on_npu[subgraph.name] = executable
+        progress("compiling for the NPU", len(subgraphs), len(subgraphs))
+        return on_npu
 
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
         if not (support := backend.supports(subgraph, self.plan, self.scheme)):
@@ -280,20 +218,6 @@ def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]
     )
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def options_placement(options: EngineOptions) -> Placement:
-    """Where the options place modules. Raises ConfigError if the placement file is wrong."""
-    if options.npu == "off":
-        return ALL_ON_CPU
-    return read_placement(options.placement) if options.placement else {}
-
-
 def _context_length(plan: Plan, options: EngineOptions) -> int:
     wanted = options.context_length or plan.context_length
     if wanted > plan.context_length:
@@ -301,9 +225,9 @@ def _context_length(plan: Plan, options: EngineOptions) -> int:
     return wanted
 
 
-def _chunk_length(context_length: int, options: EngineOptions) -> int:
-    if options.chunk_length > context_length:
+def _chunk_length(context_length: int, wanted: int) -> int:
+    if wanted > context_length:
         raise ConfigError(
-            f"chunk_length is {options.chunk_length}, longer than the context of {context_length}; choose a shorter one"
+            f"chunk_length is {wanted}, longer than the context of {context_length}; choose a shorter one"
         )
-    return options.chunk_length
+    return wanted

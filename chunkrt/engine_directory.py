@@ -1,9 +1,10 @@
 """The engine directory: a compiled model on disk, everything that the run half needs and nothing else.
 
-    engine.json          format, model, scheme
+    engine.json          what it is, and what every file was when it was written
     plan.json            the plan
     weights.safetensors  weights prepared under the scheme
     tokenizer.json, text.json   the tokenizer and chat template, where the checkpoint has them
+    npu/                 compiled contexts, by what they were compiled from (`backends/qnn/contexts.py`)
 
 It may be copied to a device and run there.
 """
@@ -12,25 +13,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from chunkrt.errors import ModelError
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.weights.store import WeightStore
 
-FORMAT = 1
-MANIFEST, PLAN, WEIGHTS = "engine.json", "plan.json", "weights.safetensors"
+FORMAT = 2
+MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
+HASHED_WHEN_READ = 32 * 2**20
+"""Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NpuTarget:
+    """What the static subgraphs were compiled for: a SoC and a chunk length, by a version of onnxruntime-qnn."""
+
+    soc: str
+    chunk_length: int
+    library: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an engine directory says of itself."""
+    """What an engine directory says of itself. `files`: bytes and SHA-256 of each, contexts excepted."""
 
     format: int
+    chunkrt: str
     model: str
     scheme: str
+    files: Mapping[str, tuple[int, str]]
+    npu: Sequence[NpuTarget] = ()
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -38,38 +54,78 @@ def is_engine_directory(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def cached_folder(cache: Path, checkpoint: Path, *, scheme: str, placement: Mapping[str, str]) -> Path:
+def cached_folder(
+    cache: Path, checkpoint: Path, *, scheme: str, placement: Mapping[str, str], calibration: Path | None = None
+) -> Path:
     """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
 
-    The name covers the checkpoint's files (path, size, time of change), the scheme, the placement and the format.
+    The name covers the checkpoint's files (path, size, time of change), the scheme, the placement, the calibration's
+    content and the format.
+
+    Raises:
+        ConfigError: the calibration cannot be read.
     """
+    try:
+        grids = hashlib.sha256(calibration.read_bytes()).hexdigest() if calibration else ""
+    except OSError as error:
+        raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
+    key = cache_key(checkpoint, format=FORMAT, scheme=scheme, placement=list(placement.items()), grids=grids)
+    return cache / f"{checkpoint.stem}-{scheme}-{key}"
+
+
+def cache_key(checkpoint: Path, **made_with: object) -> str:
+    """16 hexadecimal digits for what is made of a checkpoint's files (path, size, time of change) and some settings."""
     files = sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
     stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    what = json.dumps({"format": FORMAT, "files": stats, "scheme": scheme, "placement": list(placement.items())})
-    return cache / f"{checkpoint.stem}-{scheme}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    return hashlib.sha256(json.dumps({"files": stats, **made_with}).encode()).hexdigest()[:16]
 
 
-def write_manifest(folder: Path, *, model: str, scheme: str) -> None:
+def write_manifest(folder: Path, *, model: str, scheme: str, npu: Sequence[NpuTarget] = ()) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
-    manifest = Manifest(format=FORMAT, model=model, scheme=scheme)
+    files = {p.name: _fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
+    manifest = Manifest(
+        format=FORMAT, chunkrt=version("chunkrt"), model=model, scheme=scheme, files=files, npu=tuple(npu)
+    )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `engine.json`.
+    """Read `engine.json`, and compare the files with it.
 
     Raises:
-        ModelError: it is missing, damaged, or of another format.
+        ModelError: it is missing, damaged, or of another format; or a file is not what was written.
     """
     try:
-        manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if (found := data["format"]) != FORMAT:
+            raise ModelError(
+                f"{folder} has engine format {found}, this chunkrt reads {FORMAT}; compile the model again"
+            )
+        data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
+        data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
+        manifest = Manifest(**data)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
-    if manifest.format != FORMAT:
-        raise ModelError(
-            f"{folder} has engine format {manifest.format}, this chunkrt reads {FORMAT}; compile the model again"
-        )
+    for name in (PLAN, WEIGHTS, *manifest.files):
+        _check_file(folder, name, manifest.files.get(name))
     return manifest
+
+
+def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> None:
+    path = folder / Path(name).name
+    try:
+        size = path.stat().st_size
+        is_small = size <= HASHED_WHEN_READ
+        is_whole = expected is not None and size == expected[0] and (not is_small or _fingerprint(path) == expected)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
+    if not is_whole:
+        raise ModelError(f"{path} is not what was written when the model was compiled; compile it again")
+
+
+def _fingerprint(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_plan(folder: Path) -> Plan:

@@ -89,6 +89,15 @@ def test_plan_for_people(command):
     assert "a chunk of 8 tokens moves" in finished.out
 
 
+def test_plan_shows_what_an_npu_converts(command):
+    static, dynamic = (command("plan", GGUF, "--chunk", 8, "--scheme", name) for name in ("w8a16", "w8a8-dynamic"))
+    found = json.loads(command("plan", GGUF, "--chunk", 8, "--scheme", "w8a16", "--json").out)
+    converted = [subgraph["converted_bytes"] for subgraph in found["subgraphs"]]
+    assert [num_bytes > 0 for num_bytes in converted] == [s["device"] == "npu" for s in found["subgraphs"]]
+    assert f"an NPU converts {sum(converted) / 1e6:.2f} MB of float16 from and to float32 a chunk\n" in static.out
+    assert "converts" not in dynamic.out
+
+
 def test_plan_of_an_engine_directory(command, home):
     command("run", GGUF, "-p", "x", "-n", 1)
     with chunkrt.load(GGUF) as engine:

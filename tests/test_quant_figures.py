@@ -34,6 +34,29 @@ def test_bytes_that_cross_are_those_of_values_between_devices():
     assert found["head"].crossing_bytes == row * HIDDEN
 
 
+def test_an_npu_converts_all_that_it_takes_and_gives():
+    found = figures("w8a16", 8)
+    row = 8 * 2  # float16
+    assert {name: f.converted_bytes for name, f in found.items() if f.converted_bytes} == {
+        "static.0": row * (HIDDEN + QKV),
+        "static.1": row * (HIDDEN + ATTENDED + HIDDEN + QKV),  # the residual stream passes from NPU to NPU
+        "static.2": row * (HIDDEN + ATTENDED + HIDDEN),
+    }
+    assert not any(f.converted_bytes for scheme in ("float", "w8a8-dynamic") for f in figures(scheme).values())
+
+
+def test_bytes_of_weights_under_static_schemes():
+    columns = HIDDEN, 2 * INNER, HIDDEN, QKV  # of o_proj, gate_up_proj, down_proj, the next qkv_proj
+    depths = ATTENDED, HIDDEN, INNER, HIDDEN
+    packed = sum(-(-n // 16) * 16 * -(-k // 4) * 4 for k, n in zip(depths, columns, strict=True))
+    norms_and_biases = 4 * (2 * HIDDEN + HIDDEN + QKV)  # o_proj and qkv_proj have biases
+    beside = 4 * sum(columns) + norms_and_biases
+    found = {scheme: figures(scheme)["static.1"].weight_bytes for scheme in ("w8a16", "w8a8", "w4a16")}
+    assert found["w8a16"] == packed + beside + 4 * (4 + 3 + HIDDEN)
+    assert found["w8a8"] == packed + beside + 4 * (4 + sum(columns))
+    assert found["w4a16"] == found["w8a16"] + sum(-(-k // 32) * n for k, n in zip(depths, columns, strict=True))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bytes_of_weights_are_those_of_the_store(scheme):
     stored = weight_bytes(DECODER.plan, SCHEMES[scheme])

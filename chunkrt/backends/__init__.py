@@ -8,6 +8,7 @@ from chunkrt.errors import BackendUnavailableError, unknown_name
 __all__ = ["BACKENDS", "Backend", "Executable", "Support", "make_backend"]
 
 BACKENDS = ("native", "onnxrt", "reference")
+"""Those on CPU threads. The NPU has `chunkrt.backends.qnn.QnnBackend`, which needs to know more to be made."""
 
 
 def make_backend(name: str, *, threads: int) -> Backend:

@@ -22,6 +22,9 @@ COMMANDS = {
     "chat": "Talk with a model.",
     "bench": "Measure prefill and decode speed.",
     "plan": "Show how a model is cut into subgraphs.",
+    "calibrate": "Measure activation ranges on some text.",
+    "fit": "Tell whether a model fits a device, before it is compiled.",
+    "compile": "Write an engine directory, for one or several NPUs.",
     "models": "List the catalogue.",
     "pull": "Download a model of the catalogue.",
     "doctor": "Tell what this machine can run, and what is missing.",
@@ -62,10 +65,9 @@ def main() -> None:
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
-        cli.main(prog_name="chunkrt", standalone_mode=False)
+        status = cli.main(prog_name="chunkrt", standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        sys.exit(status if isinstance(status, int) else 0)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 import click
 
 from chunkrt import catalogue
+from chunkrt.backends import qnn
 from chunkrt.cli.options import verbose_option
-from chunkrt.engine import available_cores
+from chunkrt.errors import ChunkrtError
+from chunkrt.options import available_cores
 
 PARTS = {
     "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
@@ -80,12 +82,23 @@ def _kernels() -> list[Finding]:
 
 
 def _npu() -> Finding:
-    return Finding(
-        what="npu",
-        ok=False,
-        found="none is used: this version has no NPU backend yet",
-        advice="the native backend plays the NPU's role on the CPU (--npu auto)",
-    )
+    if not qnn.is_installed():
+        advice = f"{qnn.INSTALL} for Qualcomm's NPU or, on x86-64, its emulator; without it the CPU does the NPU's work"
+        return Finding(what="npu", ok=False, found="onnxruntime-qnn is not installed", advice=advice)
+    try:
+        htp = qnn.open_htp()
+        if htp.is_emulated:
+            found = f"none on {platform.machine()}; onnxruntime-qnn {htp.version} compiles for it and emulates it"
+            advice = f"--npu auto uses the CPU, --npu qnn the emulator; SoCs: {', '.join(qnn.SOCS)}"
+            return Finding(what="npu", ok=False, found=found, advice=advice)
+        if not qnn.has_npu():
+            found = f"onnxruntime-qnn {htp.version} finds no Hexagon NPU on this {platform.machine()} machine"
+            advice = "is its driver installed, and may this user open it? On Linux it is a /dev/fastrpc-* device"
+            return Finding(what="npu", ok=False, found=found, advice=advice)
+        soc = qnn.this_soc()
+    except ChunkrtError as error:
+        return Finding(what="npu", ok=False, found=str(error))
+    return Finding(what="npu", ok=True, found=f"Hexagon of {soc.name if soc else '?'}, onnxruntime-qnn {htp.version}")
 
 
 def _part(module: str) -> Finding:

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from chunkrt.engine import DEFAULT_CHUNK_LENGTH, DEFAULT_POLICY, NPU_CHOICES, Engine, load
+from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.engine import Engine, load
+from chunkrt.options import DEFAULT_POLICY, NPU_CHOICES, ON_NPU_FAILURE
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.policy import POLICIES
 
@@ -21,17 +23,11 @@ _ENGINE_OPTIONS = (
         type=click.Choice(NPU_CHOICES),
         default="auto",
         show_default=True,
-        help="Who plays the NPU; off: no partition, all on the CPU.",
+        help="Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
+        "off: no partition, all on the CPU.",
     ),
     click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: the model's]"),
-    click.option(
-        "--chunk",
-        "chunk_length",
-        type=int,
-        default=DEFAULT_CHUNK_LENGTH,
-        show_default=True,
-        help="Tokens of a chunk.",
-    ),
+    click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]"),
     click.option(
         "--policy",
         type=click.Choice(list(POLICIES)),
@@ -42,6 +38,22 @@ _ENGINE_OPTIONS = (
     click.option("--threads", type=int, help="Thread budget.  [default: the cores]"),
     click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]"),
     click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules."),
+    click.option(
+        "--calibration", type=click.Path(path_type=Path), help="What `chunkrt calibrate` wrote.  [default: made]"
+    ),
+    click.option("--soc", help="The SoC whose NPU is used or emulated.  [default: this one, or SM8650]"),
+    click.option(
+        "--on-npu-failure",
+        type=click.Choice(ON_NPU_FAILURE),
+        help="Go on on the CPU, or fail.  [default: fallback for auto, else fail]",
+    ),
+    click.option(
+        "--htp",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=lambda context, parameter, value: HtpOptions.parse(value),
+        help="A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
+    ),
 )
 _VERBOSE = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Logs and tracebacks.")
 

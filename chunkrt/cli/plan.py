@@ -10,12 +10,20 @@ from typing import Any
 import click
 
 from chunkrt.cli.options import engine_options, progress_bar
-from chunkrt.engine import EngineOptions, check_compiled, engine_folder, find_checkpoint, options_placement
 from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
+from chunkrt.model import (
+    DEFAULT_NPU_SCHEME,
+    check_compiled,
+    engine_folder,
+    find_checkpoint,
+    options_placement,
+    wants_npu,
+)
+from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
-from chunkrt.quant.scheme import find_scheme
+from chunkrt.quant.scheme import Scheme, find_scheme
 
 
 @click.command()
@@ -29,19 +37,15 @@ def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, 
     options = EngineOptions(**settings)
     if prompt_length < 1:
         raise ConfigError(f"--prompt-length is {prompt_length}, expected at least 1")
-    found, scheme_name = _read(model, options)
-    if options.chunk_length > found.context_length:
-        raise ConfigError(
-            f"--chunk is {options.chunk_length}, longer than the model's context of {found.context_length}"
-        )
-    figures = subgraph_figures(found, find_scheme(scheme_name), chunk_length=options.chunk_length)
-    attention = attention_figures(found, chunk_length=options.chunk_length, prompt_length=prompt_length)
+    found, scheme, chunk_length = read_model(model, options)
+    figures = subgraph_figures(found, scheme, chunk_length=chunk_length)
+    attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
     if save_onnx:
         _save_onnx(model, options, save_onnx)
     if as_json:
         summary = {
-            "chunk": options.chunk_length,
-            "scheme": scheme_name,
+            "chunk": chunk_length,
+            "scheme": scheme.name,
             "prompt_length": prompt_length,
             "subgraphs": [asdict(f) for f in figures],
             "attention": asdict(attention),
@@ -49,18 +53,33 @@ def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, 
         }
         click.echo(json.dumps(summary, indent=1))
     else:
-        _print(figures, attention, options.chunk_length, prompt_length)
+        _print(figures, attention, chunk_length, prompt_length)
 
 
-def _read(model: str, options: EngineOptions) -> tuple[Plan, str]:
+def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
+    """A model's plan, and the scheme and the chunk length that an engine would take; no weight is read.
+
+    Raises:
+        ConfigError, ModelError: as `chunkrt.load`.
+    """
+    compiled_for = DEFAULT_CHUNK_LENGTH
     if is_engine_directory(Path(model)):
         check_compiled(Path(model), options)
-        return read_plan(Path(model)), read_manifest(Path(model)).scheme
-    from chunkrt.compiler import plan_checkpoint
+        manifest = read_manifest(Path(model))
+        found, scheme = read_plan(Path(model)), manifest.scheme
+        if manifest.npu:
+            compiled_for = manifest.npu[0].chunk_length
+    else:
+        from chunkrt.compiler import plan_checkpoint
 
-    with progress_bar() as progress:
-        checkpoint, scheme = find_checkpoint(model, progress)
-    return plan_checkpoint(checkpoint, options_placement(options)).plan, options.scheme or scheme
+        with progress_bar() as progress:
+            checkpoint, default_scheme = find_checkpoint(model, progress)
+        found = plan_checkpoint(checkpoint, options_placement(options)).plan
+        scheme = options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default_scheme)
+    chunk_length = options.chunk_length or compiled_for
+    if chunk_length > found.context_length:
+        raise ConfigError(f"--chunk is {chunk_length}, longer than the model's context of {found.context_length}")
+    return found, find_scheme(scheme), chunk_length
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path) -> None:
@@ -92,8 +111,10 @@ def _print(figures: list[SubgraphFigures], attention: AttentionFigures, chunk_le
         )
     moved_bytes = sum(f.crossing_bytes for f in figures) // 2
     ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0
+    click.echo(f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices")
+    if converted_bytes := sum(f.converted_bytes for f in figures):
+        click.echo(f"an NPU converts {converted_bytes / 1e6:.2f} MB of float16 from and to float32 a chunk")
     click.echo(
-        f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices\n"
         f"attention over {prompt_length} tokens: {attention.chunked_flops / 1e9:.2f} GFLOP in chunks, "
         f"{attention.unchunked_flops / 1e9:.2f} GFLOP at once (ratio {ratio:.3f})"
     )

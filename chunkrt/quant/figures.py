@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
-from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
+from chunkrt.graph.plan import DTYPE_BYTES, Node, Plan, Subgraph, resolve
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
 
 FLOPS_PER_MULTIPLY_ADD = 2
+FLOAT16_BYTES = DTYPE_BYTES["float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ class SubgraphFigures:
 
     `linear_flops`: of its MatMuls, a multiply-add counted as two. `weight_bytes`: under the scheme, scales
     included; weights that several subgraphs read count at the first of them. `crossing_bytes`: values that it takes
-    from or gives to subgraphs on the other device, once each.
+    from or gives to subgraphs on the other device, once each. `converted_bytes`: what it would take and give as
+    float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static.
     """
 
     name: str
@@ -28,6 +31,7 @@ class SubgraphFigures:
     linear_flops: int
     weight_bytes: int
     crossing_bytes: int
+    converted_bytes: int
     state_slots: tuple[str, ...]
 
 
@@ -66,11 +70,22 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             num_nodes=len(s.nodes),
             linear_flops=sum(_matmul_flops(plan, node, symbols) for node in s.nodes),
             weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
-            crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in (*s.inputs, *s.outputs) if crosses(s, n)),
+            crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
+            converted_bytes=converted_bytes(plan, s, chunk_length) if s.device == "npu" and scheme.is_static else 0,
             state_slots=s.state,
         )
         for s in plan.subgraphs
     ]
+
+
+def converted_bytes(plan: Plan, subgraph: Subgraph, chunk_length: int) -> int:
+    """Bytes, as float16, of all values that an NPU subgraph takes and gives for one chunk.
+
+    Values are float32 between subgraphs and float16 on an NPU: each of these is converted once a chunk. Its chunks have
+    a fixed length, so even those with "R" rows count in full.
+    """
+    shapes = (resolve(plan.tensors[n].shape, {"T": chunk_length, "R": chunk_length}) for n in _edges(subgraph))
+    return FLOAT16_BYTES * sum(prod(shape) for shape in shapes)
 
 
 def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> AttentionFigures:
@@ -87,8 +102,12 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
 
 
 def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
-    """Bytes of every weight as the scheme stores it; an 8-bit linear has a float32 scale a column."""
+    """Bytes of every weight as the scheme stores it, with all that it keeps beside a linear's: scales, grids."""
     return {name: sum(e.num_bytes for e in entries) for name, entries in stored_entries(plan, scheme).items()}
+
+
+def _edges(subgraph: Subgraph) -> tuple[str, ...]:
+    return (*subgraph.inputs, *subgraph.outputs)
 
 
 def _matmul_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:

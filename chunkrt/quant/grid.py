@@ -47,15 +47,14 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None) -> L
     if calibration is None:
         raise QuantizationError(f"the scheme {scheme.name!r} needs a calibration; run `chunkrt calibrate` on the model")
     (source, weight), result = linear.inputs, linear.outputs[0]
-    missing = [n for n in (source, result) if n not in calibration.limits] or [
-        n for n in (result,) if n not in calibration.column_limits
-    ]
-    if missing:
-        raise QuantizationError(f"the calibration knows nothing of {missing[0]!r}; calibrate this model anew")
     bits = scheme.activation_bits_of(weight)
-    seen = calibration.column_limits[result] if scheme.has_column_grids(weight) else calibration.limits[result]
+    try:
+        reach = (calibration.peaks if bits == 16 else calibration.limits)[source]
+        seen = calibration.column_peaks[result] if scheme.has_column_grids(weight) else calibration.peaks[result]
+    except KeyError as error:
+        raise QuantizationError(f"the calibration knows nothing of {error}; calibrate this model anew") from error
     return LinearGrids(
-        input_step=_steps(calibration.limits[source], bits),
+        input_step=_steps(reach, bits),
         output_step=_steps(np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(seen, np.float32), bits),
     )
 

@@ -39,6 +39,9 @@ CONFIG: Mapping[str, Any] = {
 }
 """Sizes that no vector width divides; no sum has more than 64 products."""
 
+CONFIG_IN_BLOCKS: Mapping[str, Any] = {**CONFIG, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+"""Depths that blocks of 32 divide."""
+
 
 class RandomCheckpoint:
     """A `TensorSource` of the Llama family whose tensors are drawn from a seed when they are read.

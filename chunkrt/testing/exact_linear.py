@@ -1,52 +1,147 @@
-"""One 8-bit linear alone, on values whose quantisation is exact: there rounding and accumulation show plainly."""
+"""One quantised linear alone, on values whose quantisation is known: there rounding and accumulation show plainly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
-from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
+from chunkrt.quant.scheme import LEVELS, Scheme
+from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
+
+Float64 = NDArray[np.float64]
+
+SUM_TOLERANCE = 4 * 2.0**-23
+INPUT_TOLERANCE = 2.0**-10
+"""Of a product, where its input arrives in float16 and is brought to the grid from there."""
+OUTPUT_TOLERANCE = 2.0**-9
+"""Of the output grid's limit, where what leaves the grid becomes float16."""
+STEP_TOLERANCE = 1 + 2.0**-6
+"""One step, and what float32 rounds off a value at the end of a 16-bit grid."""
+
+INPUT_STEP = 2.0**-6
+"""A power of two: what lies on the grid, or half-way between two of its values, does so exactly."""
+
+FINE_REACH = {8: 3, 16: 1023}
+"""Steps on each side of zero: so few that one more shows in a result, and that float16 holds halves of them."""
+
+WIDE_UNIT = {8: 1, 16: 32}
+"""Steps between values over the whole grid, so few of them that float16 holds them."""
+
+
+class Bounds(NamedTuple):
+    """What an output lies between: float64 [T, N] each."""
+
+    least: Float64
+    most: Float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactLinear:
-    """A subgraph of one MatMul, its input float32 [T, K], and what must come out.
-
-    `expected`: float64 [T, N]. `magnitude`: float64 [T, N], the sum of the magnitudes of each value's products; where
-    it is 0, so is the result.
-    """
+    """A subgraph of one MatMul with its weights, its input float32 [T, K], and what must come out."""
 
     subgraph: Subgraph
     plan: Plan
+    weights: WeightStore
     values: NDArray[np.float32]
-    expected: NDArray[np.float64]
-    magnitude: NDArray[np.float64]
+    exact: Bounds
+    in_float16: Bounds
+    """The same, with values that arrive and leave in float16; then a tie may go either way."""
 
 
-def exact_linear(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, num_rows: int) -> ExactLinear:
-    """Random multiples of 1/2 with one 127 a row, so that a row's scale is 1 and half of them lie on a tie.
+def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, num_rows: int) -> list[ExactLinear]:
+    """What a linear is tried on under a scheme; the last row is zero.
 
-    The second digit, where the scheme has one, is left a half wherever the first rounded: it is exact as well. The
-    last row is zero.
+    Dynamic: random multiples of 1/2 with one 127 a row, so that a row's scale is 1 and half of them lie on a tie.
+
+    Static: steps near zero, in every other row half steps too, with an output grid that the results just fill; then
+    steps over the whole input grid, in every other row beyond its end, with results twice as wide as the output's.
     """
-    tensor = plan.tensors[linear.inputs[0]]
-    rng = np.random.default_rng(0)
-    values = (rng.integers(-253, 254, resolve(tensor.shape, {"T": num_rows, "R": num_rows})) / 2).astype(np.float32)
-    values[np.arange(num_rows), rng.integers(0, values.shape[1], num_rows)] = 127
-    values[-1] = 0
-    first = np.rint(values.astype(np.float64))
-    taken = first if scheme.num_digits(linear.inputs[1]) == 1 else values.astype(np.float64)
+    name = linear.inputs[1]
+    shape = (num_rows, *resolve(plan.tensors[name].shape, {})[:1])
+    rng, is_odd = np.random.default_rng(0), np.arange(num_rows)[:, None] % 2 == 1
+    if not scheme.is_static:
+        values = rng.integers(-253, 254, shape) / 2
+        values[np.arange(num_rows), rng.integers(0, shape[1], num_rows)] = 127
+        values[-1] = 0
+        return [_dynamic(linear, plan, scheme, weights, values)]
+    bits = scheme.activation_bits_of(name)
+    fine = rng.integers(-FINE_REACH[bits], FINE_REACH[bits] + 1, shape).astype(np.float64)
+    fine += rng.integers(0, 2, shape) * is_odd / 2
+    reach = np.where(is_odd, 160, 127) * 2 ** (bits - 8) // WIDE_UNIT[bits]
+    wide = rng.integers(-reach, reach + 1, shape).astype(np.float64) * WIDE_UNIT[bits]
+    fine[-1], wide[-1] = 0, 0
+    return [
+        _static(linear, plan, scheme, weights, fine, output_reach=1.0),
+        _static(linear, plan, scheme, weights, wide, output_reach=0.5),
+    ]
+
+
+def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, values: Float64) -> ExactLinear:
+    """The second digit, where the scheme has one, is left a half wherever the first rounded: it is exact as well."""
     integers, scale = weights.linear(linear.inputs[1])
     matrix = integers.astype(np.float64) * scale
+    taken = values if scheme.num_digits(linear.inputs[1]) == 2 else np.rint(values)
+    expected, off = taken @ matrix, SUM_TOLERANCE * (np.abs(taken) @ np.abs(matrix))
+    bounds = Bounds(expected - off, expected + off)
+    return _alone(linear, plan, weights, values=values, exact=bounds, in_float16=bounds)
+
+
+def _static(
+    linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, steps: Float64, *, output_reach: float
+) -> ExactLinear:
+    """An input of multiples of its step; the output's grid reaches as far as the results, times `output_reach`."""
+    name = linear.inputs[1]
+    bits = scheme.activation_bits_of(name)
+    integers, scale = weights.linear(name)
+    result_step = INPUT_STEP * scale.astype(np.float64)
+    quantized = _saturated(np.rint(steps), bits)
+    result = _products(quantized, integers)
+    limit = np.abs(np.stack(result) * result_step).max(axis=(0, 1) if scheme.has_column_grids(name) else None)
+    output_step = np.atleast_1d(np.where(limit > 0, limit, 1) * output_reach / LEVELS[bits]).astype(np.float32)
+
+    def output(result: Bounds, steps_off: float) -> Bounds:
+        least, most = (_saturated(np.rint(r * result_step / output_step), bits) for r in result)
+        return Bounds((least.least - steps_off) * output_step, (most.most + steps_off) * output_step)
+
+    off = INPUT_TOLERANCE * np.abs(steps) + (steps != np.rint(steps))
+    rounded_in = _products(Bounds(quantized.least - off, quantized.most + off), integers)
+    parts = dict(weights.parts(name))
+    parts |= {INPUT_STEP_SUFFIX: np.array([INPUT_STEP], np.float32), OUTPUT_STEP_SUFFIX: output_step}
+    store = WeightStore({name + suffix: array for suffix, array in parts.items()}, {name: integers.shape})
+    return _alone(
+        linear,
+        plan,
+        store,
+        values=steps * INPUT_STEP,
+        exact=output(result, STEP_TOLERANCE),
+        in_float16=output(rounded_in, STEP_TOLERANCE + OUTPUT_TOLERANCE * LEVELS[bits]),
+    )
+
+
+def _saturated(steps: Float64, bits: int) -> Bounds:
+    """Integers on a grid: what lies beyond its last level becomes that, or anything up to the end of the type."""
+    inner, outer = steps.clip(-LEVELS[bits], LEVELS[bits]), steps.clip(-(2 ** (bits - 1)), 2 ** (bits - 1))
+    return Bounds(np.minimum(inner, outer), np.maximum(inner, outer))
+
+
+def _products(left: Bounds, integers: NDArray[np.int8]) -> Bounds:
+    """The left operand [T, K] times integers [K, N]; sums are exact, for no product has more than 24 bits."""
+    positive, negative = np.maximum(integers, 0).astype(np.float64), np.minimum(integers, 0).astype(np.float64)
+    return Bounds(left.least @ positive + left.most @ negative, left.most @ positive + left.least @ negative)
+
+
+def _alone(
+    linear: Node, plan: Plan, weights: WeightStore, *, values: Float64, exact: Bounds, in_float16: Bounds
+) -> ExactLinear:
     subgraph = Subgraph(
         name=f"linear {linear.inputs[1]}",
         device="npu",
         is_static=True,
-        rows="T" if tensor.shape[0] == "T" else "R",
+        rows="T" if plan.tensors[linear.inputs[0]].shape[0] == "T" else "R",
         nodes=(linear,),
         inputs=linear.inputs[:1],
         outputs=linear.outputs,
@@ -56,7 +151,8 @@ def exact_linear(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore,
     return ExactLinear(
         subgraph=subgraph,
         plan=replace(plan, subgraphs=(subgraph,), inputs=subgraph.inputs, output=linear.outputs[0]),
-        values=values,
-        expected=taken @ matrix,
-        magnitude=np.abs(taken) @ np.abs(matrix),
+        weights=weights,
+        values=values.astype(np.float32),
+        exact=exact,
+        in_float16=in_float16,
     )

@@ -16,7 +16,6 @@ from chunkrt.graph.plan import Subgraph
 from chunkrt.testing.calls import Call, Recording
 from chunkrt.testing.error import ConformanceError
 
-CHUNK_LENGTH = 8
 START = 5
 """A position at which no chunk begins by itself."""
 ROUNDS = 16
@@ -24,16 +23,19 @@ ROUNDS = 16
 
 FLOAT_TOLERANCE = 16 * 64 * 2.0**-23
 HALF_TOLERANCE = 2.0**-10
-INT8_TOLERANCE = 1 / 256
+QUANTIZED_TOLERANCE = 1 / 256
+COARSE_TOLERANCE = 1 / 64
+"""Of linears whose outputs have an 8-bit grid, where a step more or less is seen, and on NPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledSubgraph:
-    """A subgraph under a recording's scheme, compiled for chunks of one and of two times CHUNK_LENGTH."""
+    """A subgraph under a recording's scheme, compiled for chunks of `chunk_length` and of twice as many rows."""
 
     backend: str
     subgraph: Subgraph
     recording: Recording
+    chunk_length: int
     executable: Executable
     of_two_chunks: Executable
 
@@ -43,19 +45,26 @@ class CompiledSubgraph:
         return ("float32", "float16") if self.subgraph.state else ("float32",)
 
     @property
-    def has_int8_linears(self) -> bool:
-        """Whether values pass through steps of 8 bits."""
-        return self.recording.scheme.weight_bits == 8 and any(node.op == "MatMul" for node in self.subgraph.nodes)
+    def has_quantized_linears(self) -> bool:
+        """Whether values pass through steps of integers."""
+        return self.recording.scheme.weight_bits is not None and any(n.op == "MatMul" for n in self.subgraph.nodes)
+
+    @property
+    def quantized_tolerance(self) -> float:
+        """How far off values may be by the root mean square, where they pass through steps of integers."""
+        scheme = self.recording.scheme
+        is_coarse = self.executable.fixed_length is not None or (scheme.is_static and scheme.activation_bits == 8)
+        return COARSE_TOLERANCE if is_coarse else QUANTIZED_TOLERANCE
 
     def calls(self, cache_dtype: str = "float32") -> list[Call]:
         """Every number of rows that it takes; tokens at position 0 and at one within a chunk, the fewest rows first."""
         fixed = self.executable.fixed_length
-        lengths = range(1, CHUNK_LENGTH + 1) if fixed is None else (fixed,)
+        lengths = range(1, self.chunk_length + 1) if fixed is None else (fixed,)
         call = partial(self.recording.call, self.subgraph)
         if self.subgraph.rows == "T":
             return [call(at, length, cache_dtype=cache_dtype) for length in lengths for at in (0, START)]
-        last_first = range(CHUNK_LENGTH)[::-1]
-        calls = [call(START, CHUNK_LENGTH, logit_rows=last_first[:length]) for length in lengths]
+        last_first = range(self.chunk_length)[::-1]
+        calls = [call(START, self.chunk_length, logit_rows=last_first[:length]) for length in lengths]
         if fixed is None:
             calls += [call(0, length, logit_rows=[length - 1]) for length in lengths]
         return calls
@@ -68,8 +77,8 @@ class CompiledSubgraph:
 
 def check_executable(subgraph: CompiledSubgraph) -> None:
     """Check the clauses length, rows, inputs, outputs, values, chunks, repetition and threads; see `check_backend`."""
-    for executable, chunk_length in ((subgraph.executable, CHUNK_LENGTH), (subgraph.of_two_chunks, 2 * CHUNK_LENGTH)):
-        _check_length(subgraph, executable.fixed_length, chunk_length)
+    _check_length(subgraph, subgraph.executable.fixed_length, subgraph.chunk_length)
+    _check_length(subgraph, subgraph.of_two_chunks.fixed_length, 2 * subgraph.chunk_length)
     for cache_dtype in subgraph.cache_dtypes:
         _check_values(subgraph, cache_dtype)
         _check_chunks(subgraph, cache_dtype)
@@ -100,17 +109,18 @@ def _check_values(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
 def _check_chunks(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
     if subgraph.subgraph.rows == "R":
         return
-    whole = _in_parts(subgraph, [2 * CHUNK_LENGTH], cache_dtype)
-    splits = [[CHUNK_LENGTH, CHUNK_LENGTH]]
+    length = subgraph.chunk_length
+    whole = _in_parts(subgraph, [2 * length], cache_dtype)
+    splits = [[length, length]]
     if subgraph.of_two_chunks.fixed_length is None:
-        splits.append([1, 2 * CHUNK_LENGTH - 1])
+        splits.append([1, 2 * length - 1])
     for split in splits:
         _compare("chunks", subgraph, _in_parts(subgraph, split, cache_dtype), whole, cache_dtype)
 
 
 def _in_parts(subgraph: CompiledSubgraph, lengths: Sequence[int], cache_dtype: str) -> list[Call]:
     """Consecutive calls, each of which finds the caches as the one before has left them."""
-    executable = subgraph.executable if max(lengths) <= CHUNK_LENGTH else subgraph.of_two_chunks
+    executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
     calls: list[Call] = []
     position = START
     for length in lengths:
@@ -168,9 +178,9 @@ def _compare(
     for name in expected[0].results():
         x, y = (np.concatenate([_by_row(call.results()[name]) for call in calls]) for calls in (found, expected))
         difference = np.abs(x - y)
-        if subgraph.has_int8_linears:
+        if subgraph.has_quantized_linears:
             kind, off = "by the root mean square", np.sqrt(np.mean(difference**2))
-            allowed = INT8_TOLERANCE * np.sqrt(np.mean(y**2))
+            allowed = subgraph.quantized_tolerance * np.sqrt(np.mean(y**2))
         else:
             kind, off = "at most", difference.max()
             allowed = (FLOAT_TOLERANCE + (HALF_TOLERANCE if cache_dtype == "float16" else 0)) * np.abs(y).max()

@@ -135,6 +135,12 @@ class WeightStore:
         """A weight that is not a quantised linear: float32, or float16 for an embedding table."""
         return self._arrays[name]
 
+    def parts(self, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+        """A weight and what is stored beside it, each with its suffix; the weight's own is empty."""
+        for suffix in ("", SCALE_SUFFIX, MULTIPLIER_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX):
+            if name + suffix in self._arrays:
+                yield suffix, self._arrays[name + suffix]
+
     def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """A quantised linear's packed int8 weight and its scales float32 [N]."""
         return self._arrays[name], self._arrays[name + SCALE_SUFFIX]

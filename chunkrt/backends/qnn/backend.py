@@ -1,0 +1,124 @@
+"""The qnn backend: static subgraphs on Qualcomm's Hexagon NPU, or on its emulator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from chunkrt.backends.base import Executable, Support
+from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
+from chunkrt.backends.qnn.executable import QnnExecutable
+from chunkrt.backends.qnn.library import open_htp, open_session
+from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.backends.qnn.socs import Soc
+from chunkrt.backends.qnn.support import npu_support
+from chunkrt.errors import CompileError, DeviceLostError, PartitionError
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+
+class QnnBackend:
+    """Compiles each static subgraph once for a chunk length and a SoC, and keeps what it compiled on disk.
+
+    Args:
+        soc: what to compile for, and to run on or to emulate.
+        contexts: a folder for compiled contexts, shared by all models; what is not there is compiled into it.
+        compiled: a folder that is looked into first, and never written: the contexts of an engine directory.
+        options: how the NPU shall run.
+
+    Raises:
+        BackendUnavailableError: onnxruntime-qnn is not installed or does not load.
+    """
+
+    name = "qnn"
+    concurrency: int | None = 1
+
+    def __init__(
+        self, soc: Soc, *, contexts: Path, compiled: Path | None = None, options: HtpOptions | None = None
+    ) -> None:
+        self.soc = soc
+        self.htp = open_htp()
+        self._contexts = ContextFolder(contexts)
+        self._compiled = ContextFolder(compiled) if compiled else None
+        self._options = options or HtpOptions()
+        self.num_compiled = 0
+        """Contexts that were compiled because they were not on disk."""
+
+    def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
+        """Yes, for static subgraphs under static schemes."""
+        return npu_support(subgraph, plan, scheme)
+
+    def compile(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
+    ) -> Executable:
+        """Open a context on the NPU, compiled now if it is not on disk.
+
+        Raises:
+            PartitionError: see `supports`.
+            CompileError: Qualcomm's compiler failed, or what compiling needs is not installed.
+            DeviceLostError: the NPU does not take the context.
+        """
+        wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
+        try:
+            session = open_session(self.htp, self.soc, wrapper, options=self._options.as_provider_options())
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise DeviceLostError(f"the NPU does not take the context of {subgraph.name}: {error}") from error
+        return QnnExecutable(subgraph, plan, chunk_length, session, self.htp)
+
+    def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
+        """The context of a subgraph on disk, compiled now if need be. Raises as `compile`."""
+        if not (support := self.supports(subgraph, plan, scheme)):
+            raise PartitionError(f"qnn cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        key = self.key(subgraph, plan, chunk_length, scheme, weights)
+        for folder in (f for f in (self._compiled, self._contexts) if f):
+            if wrapper := folder.find(key):
+                return wrapper
+        try:
+            from chunkrt.backends.qnn.model import npu_model
+        except ImportError as error:
+            where = f"{self._compiled.path} has" if self._compiled else "there is"
+            raise CompileError(
+                f"{where} no usable context of {subgraph.name} for {self.soc.name}, chunks of {chunk_length} and "
+                f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; pip install onnx-ir, or compile "
+                "the model again"
+            ) from error
+        model = npu_model(plan, subgraph, chunk_length, scheme, weights)
+
+        def write(wrapper: Path) -> None:
+            options = self._options.as_provider_options()
+            open_session(self.htp, self.soc, model, options=options, write_context=wrapper)
+            self.num_compiled += 1
+
+        try:
+            return self._contexts.make(key, write)
+        except OSError as error:
+            raise CompileError(f"cannot write the context of {subgraph.name}: {error}") from error
+        except Exception as error:  # ONNX Runtime's
+            raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
+
+    def key(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> str:
+        """The name of a context: readable, then a hash of all that it is compiled from."""
+        names = {name for node in subgraph.nodes for name in (*node.inputs, *node.outputs) if name}
+        compiled_from: dict[str, Any] = {
+            "format": FORMAT,
+            "library": self.htp.version,
+            "target": (self.soc.soc_model, self.soc.htp_arch),
+            "vtcm_mb": self._options.vtcm_mb,
+            "subgraph": asdict(subgraph),
+            "tensors": {name: asdict(plan.tensors[name]) for name in sorted(names)},
+            "chunk_length": chunk_length,
+            "scheme": asdict(scheme),
+        }
+        digest = hashlib.sha256(json.dumps(compiled_from, sort_keys=True).encode())
+        for name in subgraph.weights:
+            for suffix, array in weights.parts(name):
+                digest.update(f"{name}{suffix} {array.dtype} {array.shape}".encode())
+                digest.update(array.data)
+        return f"{self.soc.name}-{scheme.name}-c{chunk_length}-{subgraph.name}-{digest.hexdigest()[:16]}"

@@ -1,0 +1,70 @@
+"""Running a compiled context: buffers bound once, values converted at its edges."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends.base import Array
+from chunkrt.backends.qnn.library import Htp
+from chunkrt.errors import BackendError, DeviceLostError
+from chunkrt.graph.plan import Plan, Subgraph, resolve
+
+FLOAT16_SUFFIX = ".float16"
+"""Added to the names of a compiled subgraph's inputs and outputs."""
+
+
+class QnnExecutable:
+    """One context on the NPU. Inputs and outputs live in float16 buffers that are bound once and never move."""
+
+    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp) -> None:
+        self.fixed_length: int | None = chunk_length
+        self._name = subgraph.name
+        self._session = session
+        self._binding = session.io_binding()
+        self._values: list[Any] = []
+        symbols = {"T": chunk_length, "R": chunk_length}
+        self._buffers: dict[str, NDArray[np.float16]] = {}
+        for name in (*subgraph.inputs, *subgraph.outputs):
+            value, self._buffers[name] = _buffer(resolve(plan.tensors[name].shape, symbols), htp)
+            bind = self._binding.bind_ortvalue_input if name in subgraph.inputs else self._binding.bind_ortvalue_output
+            bind(name + FLOAT16_SUFFIX, value)
+            self._values.append(value)
+        self._is_finite = {name: np.empty(self._buffers[name].shape, np.bool_) for name in subgraph.outputs}
+        self._one_call = threading.Lock()
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `Executable.run`. Calls from several threads take turns, as they would on the NPU.
+
+        Raises:
+            DeviceLostError: the NPU failed.
+            BackendError: a value is beyond float16.
+        """
+        with self._one_call:
+            for name, array in inputs.items():
+                with np.errstate(over="ignore"):  # an infinity shows in the outputs
+                    np.copyto(self._buffers[name], array, casting="same_kind")
+            try:
+                self._session.run_with_iobinding(self._binding)
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
+            for name, array in outputs.items():
+                np.isfinite(self._buffers[name], out=self._is_finite[name])
+                if not self._is_finite[name].all():
+                    raise BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
+                np.copyto(array, self._buffers[name])
+
+
+def _buffer(shape: tuple[int, ...], htp: Htp) -> tuple[Any, NDArray[np.float16]]:
+    """A float16 buffer as ONNX Runtime and as NumPy see it: shared with the NPU where the machine has such memory."""
+    import onnxruntime as ort
+
+    if htp.memory is not None:
+        value = ort.OrtValue.ortvalue_from_shape_and_type(shape, np.float16, memory_info=htp.memory)
+        return value, value.numpy()
+    array = np.zeros(shape, np.float16)
+    return ort.OrtValue.ortvalue_from_numpy(array), array

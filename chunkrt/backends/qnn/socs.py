@@ -1,0 +1,125 @@
+"""The SoCs that can be compiled for: what Qualcomm's compiler calls them, and what bounds a model on them.
+
+Numbers are those of `Qnn_SocModel_t` in Qualcomm's QnnTypes.h, and of its compiler where that has newer SoCs. The
+compiler of onnxruntime-qnn 2.7.0 writes what it knows of its target into each context: name, least architecture, VTCM
+and memory limit are taken from there, and tests compare them again. Where other sources contradict it (some call SM8735
+a v79; it says v73, without float16), it is believed. Products, cores and RAM are public knowledge, not checked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkrt.errors import ConfigError, unknown_name
+
+MIB = 2**20
+GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soc:
+    """A system on a chip with a Hexagon NPU.
+
+    name: Qualcomm's, as in "SM8650". products: the names it is sold under, without "Snapdragon". marks: how the name
+        begins that operating systems give it, if it is another.
+    soc_model: its number in Qualcomm's headers. htp_arch: the version of its tensor processor, as in 75 for v75.
+    vtcm_bytes: the NPU's own fast memory.
+    npu_window_bytes: what one session on the NPU can address, all in all: the compiler's own limit.
+    num_cores: of its CPU.
+    typical_ram_bytes: of the devices built with it. A guess.
+    """
+
+    name: str
+    products: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    soc_model: int
+    htp_arch: int
+    npu_window_bytes: int = 3584 * MIB
+    vtcm_bytes: int = 8 * MIB
+    num_cores: int = 8
+    typical_ram_bytes: int = 12 * GB
+
+
+V69_WINDOW_BYTES = 2048 * MIB
+
+SOCS = {
+    soc.name: soc
+    for soc in (
+        Soc(
+            name="SM8450",
+            products=("8 Gen 1",),
+            soc_model=36,
+            htp_arch=69,
+            npu_window_bytes=V69_WINDOW_BYTES,
+            typical_ram_bytes=8 * GB,
+        ),
+        Soc(
+            name="SM8475",
+            products=("8+ Gen 1",),
+            soc_model=42,
+            htp_arch=69,
+            npu_window_bytes=V69_WINDOW_BYTES,
+            typical_ram_bytes=8 * GB,
+        ),
+        Soc(name="SM8550", products=("8 Gen 2",), soc_model=43, htp_arch=73),
+        Soc(name="SM8650", products=("8 Gen 3",), soc_model=57, htp_arch=75),
+        Soc(name="SM8750", products=("8 Elite",), soc_model=69, htp_arch=79),
+        Soc(name="SM8845", products=("8 Gen 5",), soc_model=97, htp_arch=81),
+        Soc(name="SM8850", products=("8 Elite Gen 5",), soc_model=87, htp_arch=81),
+        Soc(
+            name="SC8380XP",
+            products=("X Elite", "X Plus", "X"),
+            marks=("X1E", "X1P", "X126", "SC8340XP"),
+            soc_model=60,
+            htp_arch=73,
+            num_cores=12,
+            typical_ram_bytes=16 * GB,
+        ),
+        Soc(
+            name="SC8480XP",
+            products=("X2 Elite", "X2 Plus"),
+            marks=("X2E", "X2P"),
+            soc_model=88,
+            htp_arch=81,
+            num_cores=18,
+            typical_ram_bytes=32 * GB,
+        ),
+        Soc(name="QCS8550", products=(), soc_model=66, htp_arch=73),
+        Soc(name="QCS8300", products=("IQ-8275",), marks=("QCS8275",), soc_model=82, htp_arch=75),
+        Soc(
+            name="QCS9100",
+            products=("IQ-9075",),
+            marks=("QCS9075",),
+            soc_model=77,
+            htp_arch=73,
+            typical_ram_bytes=16 * GB,
+        ),
+    )
+}
+
+WITHOUT_FLOAT16 = {"SM8350": "888", "SM8635": "8s Gen 3", "SM8735": "8s Gen 4", "QCS6490": ""}
+"""SoCs whose NPU computes in integers alone, by name, and the product; values between linears need float16."""
+
+
+def find_soc(name: str) -> Soc:
+    """Look a SoC up by its name or a product's, whatever the case: "SM8650", "8gen3", "Snapdragon 8 Gen 3".
+
+    Raises:
+        ConfigError: there is none of that name, or its NPU has no float16; the message offers the nearest and lists
+            all.
+    """
+    known = {_plain(alias): soc for soc in SOCS.values() for alias in (soc.name, *soc.products, *soc.marks)}
+    if soc := known.get(_plain(name)):
+        return soc
+    for other, product in WITHOUT_FLOAT16.items():
+        if _plain(name) in (_plain(other), _plain(product)):
+            raise ConfigError(
+                f"the NPU of {other} has no float16, which models need between their linears; run with --npu native, "
+                f"or choose one of: {', '.join(SOCS)}"
+            )
+    raise unknown_name("SoC", name.upper(), SOCS)
+
+
+def _plain(name: str) -> str:
+    letters = "".join(c for c in name.lower() if c.isalnum() or c == "+")
+    return letters.removeprefix("qualcomm").removeprefix("snapdragon")

@@ -1,0 +1,128 @@
+"""`chunkrt calibrate`: how large a model's values get on some text, for the static schemes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from chunkrt.calibrate import DEFAULT_NUM_TOKENS, cached_calibration
+from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.compiler import plan_checkpoint
+from chunkrt.engine_directory import is_engine_directory
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Node, Plan
+from chunkrt.model import find_checkpoint
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.ranges import METHODS, Method
+from chunkrt.quant.weights import linear_nodes
+
+NUM_SHOWN = 5
+
+
+@click.command()
+@click.argument("model")
+@click.option("--text", "text_file", type=click.Path(path_type=Path), help="UTF-8 text.  [default: one that ships]")
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    default="mse",
+    show_default=True,
+    help="Where 8-bit grids end. absmax: at the largest magnitude; percentile: at what 99.99 % stay below; "
+    "mse: where the square error is least. 16-bit grids always hold the largest.",
+)
+@click.option("--tokens", "num_tokens", type=int, help=f"Tokens to use.  [default: up to {DEFAULT_NUM_TOKENS}]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a copy to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@verbose_option
+def calibrate(
+    model: str, text_file: Path | None, method: Method, num_tokens: int | None, output: Path | None, as_json: bool
+) -> None:
+    """Measure how large the values of MODEL get: a catalogue name, a GGUF file or a Hugging Face folder.
+
+    Static schemes take the grids of their activations from it. A model tuned for chat reads the text's paragraphs as
+    the turns of a conversation. The result is cached; the default one is made when a static scheme first needs it.
+
+    percentile is for models without massive values: many decoders keep single values thousands of times the median,
+    and stop working when these are cut off.
+    """
+    if num_tokens is not None and num_tokens < 1:
+        raise ConfigError(f"--tokens is {num_tokens}, expected at least 1")
+    if is_engine_directory(Path(model)):
+        raise ConfigError(f"{model} is compiled, its grids are fixed; give the checkpoint to calibrate it anew")
+    text = _read(text_file) if text_file else None
+    with progress_bar() as progress:
+        checkpoint, _ = find_checkpoint(model, progress)
+        planned = plan_checkpoint(checkpoint, {})
+        calibration, path = cached_calibration(
+            planned,
+            checkpoint,
+            model=model,
+            text=text,
+            method=method,
+            num_tokens=num_tokens,
+            progress=lambda done, total: progress("calibrating", done, total),
+        )
+    if output:
+        calibration.save(output)
+    summary = _summary(planned.plan, calibration, output or path)
+    if as_json:
+        click.echo(json.dumps(summary, indent=1, ensure_ascii=False))
+    else:
+        _print(summary)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the text from {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text in {path} is not UTF-8: {error}") from error
+
+
+def _summary(plan: Plan, calibration: Calibration, path: Path) -> dict[str, Any]:
+    widest = max(calibration.peaks, key=lambda name: calibration.peaks[name])
+    linears = [_linear(weight, node, calibration) for weight, node in linear_nodes(plan).items()]
+    linears.sort(key=lambda row: row["ratio"] or 0, reverse=True)
+    return {
+        "model": calibration.model,
+        "method": calibration.method,
+        "tokens": calibration.num_tokens,
+        "values": len(calibration.peaks),
+        "widest": {"name": widest, "peak": calibration.peaks[widest]},
+        "most_uneven": linears[:NUM_SHOWN],
+        "path": str(path),
+    }
+
+
+def _linear(weight: str, node: Node, calibration: Calibration) -> dict[str, Any]:
+    columns = calibration.column_peaks[node.outputs[0]]
+    largest, median = float(columns.max()), float(np.median(columns))
+    return {
+        "linear": weight.removesuffix(".weight"),
+        "input": calibration.peaks[node.inputs[0]],
+        "input_limit": calibration.limits[node.inputs[0]],
+        "largest_column": largest,
+        "median_column": median,
+        "ratio": largest / median if median else None,
+    }
+
+
+def _print(summary: dict[str, Any]) -> None:
+    widest = summary["widest"]
+    click.echo(
+        f"{summary['tokens']} tokens, {summary['values']} values, limits by {summary['method']}\n"
+        f"widest: {widest['name']}, {widest['peak']:.5g} (float16 ends at 65504)\n"
+    )
+    rows = [("linears with the most uneven outputs", "input", "8-bit limit", "largest column", "median", "ratio")]
+    for row in summary["most_uneven"]:
+        numbers = (row[key] for key in ("input", "input_limit", "largest_column", "median_column", "ratio"))
+        rows.append((row["linear"], *("-" if number is None else f"{number:.4g}" for number in numbers)))
+    width = max(len(name) for name, *_ in rows)
+    for name, *cells in rows:
+        click.echo("  ".join([name.ljust(width), *(cell.rjust(14) for cell in cells)]))
+    click.echo(f"\nsaved to {summary['path']}")

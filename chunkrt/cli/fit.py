@@ -1,0 +1,95 @@
+"""`chunkrt fit`: whether a model fits a device, told from its plan before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from chunkrt.backends.qnn.socs import GB, find_soc
+from chunkrt.cli.options import verbose_option
+from chunkrt.cli.plan import read_model
+from chunkrt.errors import ConfigError
+from chunkrt.fit import USABLE_RAM, Fit, find_remedy, fit_plan
+from chunkrt.options import EngineOptions
+from chunkrt.quant.scheme import SCHEMES
+
+STATIC_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.is_static]
+
+
+@click.command()
+@click.argument("model")
+@click.option("--soc", "soc_name", required=True, help="The device's SoC, as in SM8650 or 8gen3.")
+@click.option("--scheme", type=click.Choice(STATIC_SCHEMES), help="Quantisation.  [default: w8a16, or as compiled]")
+@click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]")
+@click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]")
+@click.option("--ram", "ram_gb", type=float, help="The device's RAM in GB.  [default: a guess by the SoC]")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@verbose_option
+def fit(
+    model: str,
+    soc_name: str,
+    scheme: str | None,
+    chunk_length: int | None,
+    context_length: int | None,
+    ram_gb: float | None,
+    as_json: bool,
+) -> None:
+    """Tell whether MODEL fits a device: its NPU's address space, and its RAM. Exits with 1 if not."""
+    soc = find_soc(soc_name)
+    if ram_gb is not None and not 0 < ram_gb < float("inf"):
+        raise ConfigError(f"--ram is {ram_gb:g}, expected a number of GB above 0")
+    options = EngineOptions(npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length)
+    plan, found_scheme, chunk_length = read_model(model, options)
+    context_length = context_length or plan.context_length
+    if not chunk_length <= context_length <= plan.context_length:
+        raise ConfigError(
+            f"--context is {context_length}, expected {chunk_length} (a chunk) to {plan.context_length} (the model's)"
+        )
+    result = fit_plan(
+        plan,
+        found_scheme,
+        soc,
+        chunk_length=chunk_length,
+        context_length=context_length,
+        ram_bytes=int(ram_gb * GB) if ram_gb else soc.typical_ram_bytes,
+    )
+    remedy = find_remedy(plan, result) if result.problems else ""
+    if as_json:
+        click.echo(json.dumps(result.to_dict() | {"remedy": remedy}, indent=1))
+    else:
+        _print(result, remedy, is_ram_guessed=ram_gb is None)
+    if result.problems:
+        raise click.exceptions.Exit(1)
+
+
+def _print(fit: Fit, remedy: str, *, is_ram_guessed: bool) -> None:
+    products = f" ({', '.join(fit.soc.products)})" if fit.soc.products else ""
+    click.echo(
+        f"{fit.soc.name}{products}, scheme {fit.scheme}, chunks of {fit.chunk_length}, context of {fit.context_length}"
+    )
+    weights = sum(c.weight_bytes for c in fit.contexts)
+    contexts = sum(c.context_bytes for c in fit.contexts)
+    ram = f"{fit.ram_bytes / GB:g} GB" + (", a guess" if is_ram_guessed else "")
+    rows = [
+        ("weights of the NPU's linears", weights, ""),
+        ("the rest of its contexts", contexts - weights, "estimated"),
+        ("what they spill from VTCM", sum(c.spill_bytes for c in fit.contexts), "estimated"),
+        ("their float16 inputs and outputs", sum(c.edge_bytes for c in fit.contexts), ""),
+        ("NPU", fit.npu_bytes, f"a session has {fit.soc.npu_window_bytes / 1e6:.0f}"),
+        ("weights for the CPU", fit.cpu_weight_bytes, "a mapped file"),
+        ("keys and values", fit.cache_bytes, "float16, one conversation"),
+        ("chunks in flight", fit.ring_bytes, f"on {fit.soc.num_cores} cores"),
+        ("RAM", fit.total_bytes, f"usable {fit.usable_ram_bytes / 1e6:.0f}: {USABLE_RAM:.0%} of {ram}"),
+    ]
+    click.echo(f"{'':32} {'MB':>10}")
+    for name, num_bytes, note in rows:
+        click.echo(f"{name:32} {num_bytes / 1e6:>10.1f}  {note}".rstrip())
+    sizes = {context.name: context.num_bytes for context in fit.contexts}
+    for number, names in enumerate(fit.sessions, 1):
+        num_bytes = sum(sizes[name] for name in names)
+        click.echo(f"NPU session {number}: {names[0]} to {names[-1]}, {num_bytes / 1e6:.1f} MB")
+    if fit.problems:
+        click.echo(f"does not fit: {'; '.join(fit.problems)}; try {remedy or 'a smaller model'}")
+    else:
+        click.echo("fits")

@@ -1,0 +1,100 @@
+"""From what a person calls a model to its engine directory: found, pulled, or compiled into the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from chunkrt import catalogue
+from chunkrt.backends import qnn
+from chunkrt.engine_directory import cached_folder, is_engine_directory, read_manifest
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
+from chunkrt.options import EngineOptions
+from chunkrt.quant.scheme import find_scheme
+
+DEFAULT_SCHEME = "w8a8-dynamic"
+DEFAULT_NPU_SCHEME = "w8a16"
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, how much is done, how much there is)."""
+
+
+def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Path:
+    """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
+
+    Raises:
+        ConfigError, ModelError: as `chunkrt.load`.
+    """
+    path = Path(model)
+    if is_engine_directory(path):
+        check_compiled(path, options)
+        return path
+    checkpoint, default_scheme = find_checkpoint(model, progress)
+    scheme = find_scheme(options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default_scheme))
+    if options.calibration and not scheme.is_static:
+        raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
+    placement = options_placement(options)
+    folder = cached_folder(
+        catalogue.home() / "engines",
+        checkpoint,
+        scheme=scheme.name,
+        placement=placement,
+        calibration=options.calibration,
+    )
+    if not is_engine_directory(folder):
+        from chunkrt.compiler import compile_checkpoint
+
+        compile_checkpoint(
+            checkpoint,
+            scheme,
+            placement,
+            folder,
+            model=model,
+            calibration=options.calibration,
+            progress=progress,
+        )
+    return folder
+
+
+def wants_npu(options: EngineOptions) -> bool:
+    """Whether Qualcomm's NPU, or its emulator, shall run the static subgraphs."""
+    return options.npu == "qnn" or (options.npu == "auto" and qnn.has_npu())
+
+
+def check_compiled(folder: Path, options: EngineOptions) -> None:
+    """Refuse options that a compiled model cannot follow any more.
+
+    Raises:
+        ConfigError: another scheme, a placement, a calibration, or npu "off".
+        ModelError: the folder is not an engine directory of this format.
+    """
+    manifest = read_manifest(folder)
+    if options.scheme not in (None, manifest.scheme):
+        raise ConfigError(f"{folder} was compiled under {manifest.scheme!r}, not {options.scheme!r}; compile it again")
+    if options.placement is not None or options.npu == "off":
+        raise ConfigError(f"{folder} is compiled, its placement is fixed; give the checkpoint to place it anew")
+    if options.calibration is not None:
+        raise ConfigError(f"{folder} is compiled, its grids are fixed; give the checkpoint to calibrate it anew")
+
+
+def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
+    """A model's checkpoint on disk and its default scheme; a catalogue entry is pulled if it is not there.
+
+    Raises:
+        ConfigError: neither a file nor a name of the catalogue.
+    """
+    if Path(model).exists():
+        return Path(model), DEFAULT_SCHEME
+    if Path(model).name != model or model.endswith(".gguf"):
+        raise ModelError(f"there is no file or folder {model}")
+    entry = catalogue.find(model)
+    path = catalogue.pull(entry, lambda done, total: progress(f"downloading {model}", done, total))
+    return path, entry.scheme
+
+
+def options_placement(options: EngineOptions) -> Placement:
+    """Where the options place modules. Raises ConfigError if the placement file is wrong."""
+    if options.npu == "off":
+        return ALL_ON_CPU
+    return read_placement(options.placement) if options.placement else {}

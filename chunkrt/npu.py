@@ -1,0 +1,59 @@
+"""Who plays the NPU: Qualcomm's, its emulator, or nobody."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+
+from chunkrt import catalogue
+from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
+from chunkrt.engine_directory import CONTEXTS, Manifest
+from chunkrt.options import EngineOptions
+from chunkrt.quant.scheme import find_scheme
+
+DEFAULT_EMULATED_SOC = "SM8650"
+log = logging.getLogger(__name__)
+
+
+def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBackend | None:
+    """The NPU's backend for an engine directory, or None where the CPU shall do its work.
+
+    Raises:
+        BackendUnavailableError: the NPU was asked for by name, and onnxruntime-qnn is not here.
+        ConfigError: nobody knows which SoC this is.
+    """
+    if options.npu not in ("auto", "qnn") or (options.npu == "auto" and not has_npu()):
+        return None
+    if options.npu == "auto" and not find_scheme(manifest.scheme).is_static:
+        log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme)
+        return None
+    compiled = folder / CONTEXTS
+    backend = QnnBackend(
+        choose_soc(options.soc, manifest),
+        contexts=contexts_folder(),
+        compiled=compiled if compiled.is_dir() else None,
+        options=options.htp,
+    )
+    if backend.htp.is_emulated:
+        _tell_of_emulation(backend.soc.name)
+    return backend
+
+
+def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:
+    """The SoC to run on or to emulate: the one named, this machine's, the one compiled for, or a common one."""
+    return (
+        find_soc(name)
+        if name
+        else this_soc() or find_soc(manifest.npu[0].soc if manifest and manifest.npu else DEFAULT_EMULATED_SOC)
+    )
+
+
+def contexts_folder() -> Path:
+    """Where compiled contexts of all models are kept."""
+    return catalogue.home() / "contexts"
+
+
+@cache
+def _tell_of_emulation(soc: str) -> None:
+    log.warning("there is no Hexagon NPU here: %s is emulated; its values are right, its speed means nothing", soc)

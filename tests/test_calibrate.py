@@ -1,0 +1,399 @@
+"""Calibration against a decoder written by hand; how it streams; and what the cache does."""
+
+import json
+import logging
+import shutil
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from fixture_checkpoints import checkpoint
+
+from chunkrt import calibrate as calibration_module
+from chunkrt.calibrate import (
+    DEFAULT_NUM_TOKENS,
+    WINDOW_LENGTH,
+    cached_calibration,
+    calibrate,
+    calibration_tokens,
+    shipped_text,
+)
+from chunkrt.catalogue import find, pulled
+from chunkrt.compiler import plan_checkpoint
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.ranges import METHODS
+from chunkrt.quant.weights import linear_nodes
+from chunkrt.tokenizer import Tokenizer
+from chunkrt.weights.checkpoint import open_checkpoint
+
+FOLDER, GGUF = checkpoint("llama_gqa"), checkpoint("llama_biased_gguf")
+TEXT = "A short text.\n\nIn three parts, two of which\nare short.\n\nAnd an end."
+REAL_NAME = "smollm2-135m-instruct"
+REAL_MODEL = pulled(find(REAL_NAME))
+TOKENS = np.random.default_rng(3).integers(0, 128, 300)
+
+
+def loader(planned):
+    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
+    return lambda name: parameters[name].load(planned.source)
+
+
+def run(planned, tokens, **options):
+    return calibrate(planned.plan, loader(planned), np.asarray(tokens, np.int64), model="toy", **options)
+
+
+def by_hand(folder, tokens):
+    """Every value of a window of llama_gqa, float32 [T, N], by the name it has in a plan."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim, num_rows = config["hidden_size"] // num_heads, len(tokens)
+    angles = np.outer(np.arange(num_rows), config["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim))[:, None]
+    seen = {}
+
+    def keep(name, values):
+        seen[name] = values
+        return values
+
+    def linear(x, *names):
+        return np.concatenate([x @ tensors[f"{name}.weight"].T for name in names], axis=1)
+
+    def norm(name, x):
+        root = np.sqrt(np.square(x).mean(axis=1, keepdims=True) + config["rms_norm_eps"])
+        return keep(f"{name}.output", x / root * tensors[f"{name}.weight"])
+
+    def rope(x):
+        a, b = np.split(x, 2, axis=2)
+        return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], 2)
+
+    hidden = keep("model.embed_tokens.output", tensors["model.embed_tokens.weight"][tokens])
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}"
+        names = (f"{p}.self_attn.{n}_proj" for n in "qkv")
+        qkv = keep(f"{p}.self_attn.qkv_proj.output", linear(norm(f"{p}.input_layernorm", hidden), *names))
+        heads = qkv.reshape(num_rows, -1, head_dim)
+        q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+        q, k = rope(q), rope(k)
+        attended = np.empty_like(q)
+        for head in range(num_heads):
+            group = head // (num_heads // num_kv_heads)
+            for row in range(num_rows):
+                scores = np.exp(k[: row + 1, group] @ q[row, head] / np.sqrt(head_dim))
+                attended[row, head] = scores / scores.sum() @ v[: row + 1, group]
+        attended = keep(f"{p}.self_attn.attention", attended.reshape(num_rows, -1))
+        projected = keep(f"{p}.self_attn.o_proj.output", linear(attended, f"{p}.self_attn.o_proj"))
+        hidden = keep(f"{p}.attention_residual", hidden + projected)
+        normed = norm(f"{p}.post_attention_layernorm", hidden)
+        both = keep(f"{p}.mlp.gate_up_proj.output", linear(normed, f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj"))
+        gate, up = (
+            keep(f"{p}.mlp.{name}", half) for name, half in zip(("gate", "up"), np.split(both, 2, 1), strict=True)
+        )
+        silu = keep(f"{p}.mlp.silu", gate * keep(f"{p}.mlp.sigmoid", 1 / (1 + np.exp(-gate))))
+        down = keep(f"{p}.mlp.down_proj.output", linear(keep(f"{p}.mlp.gated", silu * up), f"{p}.mlp.down_proj"))
+        hidden = keep(f"{p}.output", hidden + down)
+    keep("lm_head.output", linear(keep("last_hidden", norm("model.norm", hidden)), "lm_head"))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan_checkpoint(FOLDER, {})
+
+
+@pytest.fixture(scope="module")
+def planned_gguf():
+    return plan_checkpoint(GGUF, {})
+
+
+@pytest.fixture
+def long_context(tmp_path):
+    """The same decoder with a context longer than a window."""
+    folder = shutil.copytree(FOLDER, tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2 * WINDOW_LENGTH}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache; the folder of its calibrations, which may not be there yet."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "calibrations"
+
+
+def check_against_hand(calibration, folder, windows, planned):
+    seen = [by_hand(folder, window) for window in windows]
+    linears = linear_nodes(planned.plan).values()
+    assert calibration.peaks.keys() == seen[0].keys()
+    for name, peak in calibration.peaks.items():
+        assert peak == pytest.approx(max(np.abs(values[name]).max() for values in seen), rel=1e-4), name
+    assert calibration.limits == {node.inputs[0]: calibration.peaks[node.inputs[0]] for node in linears}
+    assert calibration.column_peaks.keys() == {node.outputs[0] for node in linears}
+    for name, limits in calibration.column_peaks.items():
+        expected = np.max([np.abs(values[name]).max(axis=0) for values in seen], axis=0)
+        np.testing.assert_allclose(limits, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert limits.dtype == np.float32
+        assert limits.max() == calibration.peaks[name]
+
+
+def test_windows_no_longer_than_the_context(planned):
+    assert planned.plan.context_length == 128
+    check_against_hand(
+        run(planned, TOKENS, method="absmax"), FOLDER, [TOKENS[:128], TOKENS[128:256], TOKENS[256:]], planned
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_a_text_shorter_than_a_window(planned, num_tokens):
+    check_against_hand(run(planned, TOKENS[:num_tokens], method="absmax"), FOLDER, [TOKENS[:num_tokens]], planned)
+
+
+def test_a_text_that_windows_do_not_divide(long_context):
+    planned = plan_checkpoint(long_context, {})
+    tokens = np.resize(TOKENS, WINDOW_LENGTH + 9)
+    windows = [tokens[:WINDOW_LENGTH], tokens[WINDOW_LENGTH:]]
+    check_against_hand(run(planned, tokens, method="absmax"), long_context, windows, planned)
+
+
+def test_what_it_says_of_itself(planned):
+    found = run(planned, TOKENS[:9], method="mse")
+    assert (found.model, found.method, found.num_tokens) == ("toy", "mse", 9)
+    assert found.text == run(planned, TOKENS[:9]).text != run(planned, TOKENS[:8]).text
+
+
+def test_methods_narrow_limits_and_leave_columns(planned):
+    widest = run(planned, TOKENS, method="absmax")
+    for method in ("percentile", "mse"):
+        found = run(planned, TOKENS, method=method)
+        assert all(0 < limit <= widest.limits[name] for name, limit in found.limits.items())
+        assert sum(limit < widest.limits[name] for name, limit in found.limits.items()) > 4
+        assert found.peaks == widest.peaks
+        assert all((peaks == widest.column_peaks[name]).all() for name, peaks in found.column_peaks.items())
+
+
+def test_weights_are_loaded_once_and_dropped_after_their_last_subgraph(planned):
+    load, plan, alive, loaded = loader(planned), planned.plan, weakref.WeakValueDictionary(), []
+
+    def watch(name):
+        index = next(i for i, subgraph in enumerate(plan.subgraphs) if name in subgraph.weights)
+        needed = {weight for subgraph in plan.subgraphs[index:] for weight in subgraph.weights}
+        assert set(alive) <= needed
+        loaded.append(name)
+        alive[name] = values = load(name).copy()
+        return values
+
+    calibrate(plan, watch, TOKENS, model="toy")
+    assert sorted(loaded) == sorted(tensor.name for tensor in plan.tensors.values() if tensor.kind == "weight")
+    assert not alive
+
+
+def test_progress_counts_subgraphs(planned):
+    steps = []
+    run(planned, TOKENS[:3], progress=lambda done, total: steps.append((done, total)))
+    count = len(planned.plan.subgraphs)
+    assert steps == [(done, count) for done in range(count + 1)]
+
+
+@pytest.mark.parametrize(("tokens", "message"), [([], "has no tokens"), ([5, 128], "token id 128 is outside")])
+def test_tokens_that_do_not_fit(planned, tokens, message):
+    with pytest.raises(ConfigError, match=message):
+        run(planned, tokens)
+
+
+@pytest.mark.parametrize("wrong", [np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_value_that_is_not_finite(planned, wrong, method):
+    def load(name):
+        values = loader(planned)(name)
+        return np.full_like(values, wrong) if name == "model.layers.1.mlp.down_proj.weight" else values
+
+    with pytest.raises(QuantizationError, match=r"layers\.1\.mlp\.down_proj\.output is not finite"):
+        calibrate(planned.plan, load, TOKENS, model="toy", method=method)
+
+
+def same(left, right):
+    return (
+        {name: vars(left)[name] for name in vars(left) if name != "column_peaks"}
+        == {name: vars(right)[name] for name in vars(right) if name != "column_peaks"}
+        and left.column_peaks.keys() == right.column_peaks.keys()
+        and all(np.array_equal(limits, right.column_peaks[name]) for name, limits in left.column_peaks.items())
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_saved_is_loaded(planned, tmp_path, method):
+    made = run(planned, TOKENS, method=method)
+    made.save(tmp_path / "deep" / "file.npz")
+    assert same(Calibration.load(tmp_path / "deep" / "file.npz"), made)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file.npz"]
+
+
+def test_damage_never_loads_wrongly(planned, tmp_path):
+    path = tmp_path / "file.npz"
+    made = run(planned, TOKENS[:9])
+    made.save(path)
+    content = path.read_bytes()
+    rng = np.random.default_rng(0)
+    damaged = [content[:length] for length in (0, 1, 100, len(content) // 2, len(content) - 1)]
+    for position in (*range(40), *rng.integers(0, len(content), 150), *range(len(content) - 100, len(content))):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << rng.integers(8)
+        damaged.append(bytes(flipped))
+    refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            found = Calibration.load(path)
+        except ModelError:
+            refused += 1
+        else:
+            assert same(found, made)
+    assert refused > len(damaged) / 2
+
+
+def test_files_that_are_none(tmp_path):
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    np.savez(tmp_path / "other.npz", about=np.array('{"format": 0}'))
+    (tmp_path / "text.npz").write_text("not at all")
+    for path in (*tmp_path.iterdir(), tmp_path, tmp_path / "missing.npz"):
+        with pytest.raises(ModelError, match="is not a calibration"):
+            Calibration.load(path)
+
+
+def test_a_place_that_cannot_be_written(planned, tmp_path):
+    (tmp_path / "file").write_text("")
+    made = run(planned, TOKENS[:2])
+    for path in (tmp_path / "file" / "deeper.npz", tmp_path):
+        with pytest.raises(ModelError, match="cannot write the calibration"):
+            made.save(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_second_time_nothing_is_computed(planned_gguf, cache, monkeypatch):
+    made, path = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    assert list(cache.iterdir()) == [path]
+    monkeypatch.setattr(calibration_module, "calibrate", lambda *_, **__: pytest.fail("computed again"))
+    found, again = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    assert again == path
+    assert same(found, made)
+    renamed, _ = cached_calibration(planned_gguf, GGUF, model="another name", text=TEXT)
+    assert renamed.model == "another name"
+
+
+def test_what_the_cache_tells_apart(cache, tmp_path):
+    copy = Path(shutil.copy(GGUF, tmp_path / GGUF.name))
+    planned = plan_checkpoint(copy, {})
+
+    def path_of(**options):
+        return cached_calibration(planned, copy, model="toy", **{"text": TEXT} | options)[1]
+
+    paths = [
+        path_of(),
+        path_of(text=TEXT + "!"),
+        path_of(num_tokens=5),
+        *(path_of(method=m) for m in METHODS if m != "mse"),
+    ]
+    copy.touch()
+    paths.append(path_of())
+    assert len(set(paths)) == len(paths) == len(list(cache.iterdir()))
+    assert path_of(num_tokens=calibration_tokens(planned, TEXT, None).size) == paths[-1]
+
+
+def test_a_damaged_cache_is_made_anew(planned_gguf, cache, caplog):
+    made, path = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    path.write_bytes(path.read_bytes()[:-30])
+    found, _ = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    assert same(found, made)
+    assert same(Calibration.load(path), made)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert path.name in record.getMessage()
+
+
+def test_two_at_once(planned_gguf, cache):
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(cached_calibration, planned_gguf, GGUF, model="toy", text=TEXT) for _ in range(2)]
+    (first, path), (second, _) = (future.result() for future in both)
+    assert same(first, second)
+    assert list(cache.iterdir()) == [path]
+
+
+def test_an_interruption_leaves_nothing(planned_gguf, cache, monkeypatch):
+    def interrupt(done, total):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT, progress=interrupt)
+    assert not cache.exists()
+
+    def interrupt_writing(file, **arrays):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", interrupt_writing)
+    with pytest.raises(KeyboardInterrupt):
+        cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    assert not any(cache.iterdir())
+
+
+def test_plain_text_is_tokenised_as_it_is(planned_gguf):
+    expected = Tokenizer.from_source(planned_gguf.source).encode(TEXT, add_special=True, parse_special=False)
+    assert calibration_tokens(planned_gguf, TEXT, None).tolist() == expected
+    assert calibration_tokens(planned_gguf, TEXT, 4).tolist() == expected[:4]
+
+
+def chatting(planned, template):
+    metadata = {**planned.source.metadata, "tokenizer.chat_template": template}
+    return SimpleNamespace(source=SimpleNamespace(path=GGUF, metadata=metadata, config=planned.source.config))
+
+
+def test_a_model_that_chats_gets_a_conversation(planned_gguf):
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    first, second, third = TEXT.split("\n\n")
+    turns = f"u:{first};a:{second};u:{third};"
+    expected = Tokenizer.from_source(planned_gguf.source).encode(turns, add_special=False, parse_special=True)
+    assert calibration_tokens(chatting(planned_gguf, template), TEXT, None).tolist() == expected
+
+
+def test_a_template_that_fails_is_said_and_left_away(planned_gguf, caplog):
+    planned = chatting(planned_gguf, "{{ raise_exception('no') }}")
+    assert (calibration_tokens(planned, TEXT, None) == calibration_tokens(planned_gguf, TEXT, None)).all()
+    assert "calibrating on plain text" in caplog.text
+
+
+def test_the_text_that_ships(planned_gguf):
+    text = shipped_text()
+    assert 10_000 <= len(text.encode()) <= 14_000
+    assert calibration_tokens(planned_gguf, text, None).size == DEFAULT_NUM_TOKENS
+
+
+@pytest.mark.skipif(REAL_MODEL is None, reason=f"{REAL_NAME} is not here: chunkrt pull {REAL_NAME}")
+def test_the_text_that_ships_is_long_enough_for_a_real_vocabulary():
+    source = open_checkpoint(REAL_MODEL)
+    assert calibration_tokens(SimpleNamespace(source=source), shipped_text(), None).size == DEFAULT_NUM_TOKENS
+    plain = Tokenizer.from_source(source).encode(shipped_text(), add_special=True, parse_special=False)
+    assert len(plain) >= DEFAULT_NUM_TOKENS
+
+
+@pytest.mark.parametrize("text", ["", " \n\n\t\n"])
+def test_an_empty_text(planned_gguf, text):
+    with pytest.raises(ConfigError, match="the calibration text is empty"):
+        calibration_tokens(planned_gguf, text, None)
+
+
+def test_too_few_tokens(planned_gguf):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, fewer than the 500 asked for"):
+        calibration_tokens(planned_gguf, TEXT, 500)
+    with pytest.raises(ConfigError, match="is 0, expected at least 1"):
+        calibration_tokens(planned_gguf, TEXT, 0)
+
+
+def test_a_checkpoint_without_tokenizer(planned):
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        calibration_tokens(planned, TEXT, None)

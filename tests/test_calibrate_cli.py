@@ -1,0 +1,133 @@
+"""`chunkrt calibrate`: what it prints, what it writes, and what it refuses in one line."""
+
+import json
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt import calibrate as calibration_module
+from chunkrt.compiler import compile_checkpoint, plan_checkpoint
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.weights import linear_nodes
+
+GGUF, FOLDER = checkpoint("llama_biased_gguf"), checkpoint("llama_gqa")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "calibrations"
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Eine kleine Geschichte.\n\nUnd noch eine.", "utf-8")
+    return path
+
+
+def test_a_summary_and_a_file(command, cache, text):
+    finished = command("calibrate", GGUF, "--text", text)
+    assert (finished.status, finished.err) == (0, "")
+    (path,) = cache.iterdir()
+    made = Calibration.load(path)
+    assert finished.out.splitlines()[-1] == f"saved to {path}"
+    assert f"{made.num_tokens} tokens, {len(made.peaks)} values, limits by mse" in finished.out
+    assert f"widest: {max(made.peaks, key=made.peaks.get)}, " in finished.out
+
+
+def test_the_same_as_data(command, cache, text):
+    finished = command("calibrate", GGUF, "--text", text, "--method", "mse", "--tokens", 12, "--json")
+    assert (finished.status, finished.err) == (0, "")
+    (path,) = cache.iterdir()
+    made, summary = Calibration.load(path), json.loads(finished.out)
+    widest = max(made.peaks, key=made.peaks.get)
+    rows = summary.pop("most_uneven")
+    assert summary == {
+        "model": str(GGUF),
+        "method": "mse",
+        "tokens": 12,
+        "values": len(made.peaks),
+        "widest": {"name": widest, "peak": made.peaks[widest]},
+        "path": str(path),
+    }
+    ratios = {name: limits.max() / np.median(limits) for name, limits in made.column_peaks.items()}
+    assert [row["ratio"] for row in rows] == pytest.approx(sorted(ratios.values(), reverse=True)[:5])
+    linears = linear_nodes(plan_checkpoint(GGUF, {}).plan)
+    for row in rows:
+        node = linears[f"{row['linear']}.weight"]
+        limits = made.column_peaks[node.outputs[0]]
+        assert (row["input"], row["input_limit"]) == (made.peaks[node.inputs[0]], made.limits[node.inputs[0]])
+        assert row["largest_column"] == limits.max()
+        assert row["median_column"] == np.median(limits)
+
+
+def test_a_copy_where_one_wants_it(command, cache, text, tmp_path):
+    finished = command("calibrate", GGUF, "--text", text, "-o", tmp_path / "mine.npz")
+    assert finished.out.splitlines()[-1] == f"saved to {tmp_path / 'mine.npz'}"
+    (path,) = cache.iterdir()
+    assert Calibration.load(tmp_path / "mine.npz").limits == Calibration.load(path).limits
+
+
+def test_the_shipped_text_is_the_default(command, cache):
+    assert json.loads(command("calibrate", GGUF, "--json").out)["tokens"] == calibration_module.DEFAULT_NUM_TOKENS
+
+
+LINES = [
+    (("smollm2",), "no model is called 'smollm2'; did you mean smollm2-135m-instruct?"),
+    (("nowhere/model.gguf",), "there is no file or folder nowhere/model.gguf"),
+    ((GGUF, "--text", "nowhere.txt"), "cannot read the text from nowhere.txt: No such file"),
+    ((GGUF, "--text", "."), "cannot read the text from .: Is a directory"),
+    ((GGUF, "--text", GGUF), "is not UTF-8"),
+    ((GGUF, "--tokens", 0), "--tokens is 0, expected at least 1"),
+    ((GGUF, "--tokens", -5), "--tokens is -5, expected at least 1"),
+    ((GGUF, "--tokens", 100_000), "fewer than the 100000 asked for"),
+    ((GGUF, "-o", "."), "cannot write the calibration"),
+    ((FOLDER,), "has no tokenizer"),
+]
+USAGE = [
+    (("--method", "median"), "'median' is not one of"),
+    (("--tokens", "many"), "'many' is not a valid integer"),
+    (("--texts", "x"), "No such option"),
+]
+
+
+def expect_one_line(finished, status, message):
+    assert (finished.status, finished.out) == (status, "")
+    (line,) = finished.err.splitlines()
+    assert line.startswith("chunkrt: ")
+    assert message in line
+    assert "unexpected" not in line
+
+
+@pytest.mark.parametrize(("arguments", "message"), LINES)
+def test_what_cannot_be_done(command, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expect_one_line(command("calibrate", *arguments), 1, message)
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE)
+def test_a_wrong_command_line(command, arguments, message):
+    expect_one_line(command("calibrate", GGUF, *arguments), 2, message)
+
+
+def test_an_empty_text(command, text):
+    text.write_text("\n \n")
+    expect_one_line(command("calibrate", GGUF, "--text", text), 1, "the calibration text is empty")
+
+
+def test_an_engine_directory(command, tmp_path):
+    compile_checkpoint(GGUF, SCHEMES["w8a8-dynamic"], {}, tmp_path / "engine", model="toy")
+    expect_one_line(command("calibrate", tmp_path / "engine"), 1, "is compiled, its grids are fixed")
+
+
+def test_ctrl_c(command, cache, text, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration_module, "calibrate", interrupt)
+    finished = command("calibrate", GGUF, "--text", text)
+    assert (finished.status, finished.out, finished.err.strip()) == (130, "", "interrupted")
+    assert not cache.exists()
