@@ -25,6 +25,7 @@ from chunkrt.graph.plan import Plan, Subgraph, resolve
 from chunkrt.quant.calibration import FORMAT, Calibration
 from chunkrt.quant.ranges import Method, Range
 from chunkrt.quant.weights import linear_nodes
+from chunkrt.shared_folder import only_writer
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -71,22 +72,35 @@ def cached_calibration(
     token_ids = calibration_tokens(planned, shipped_text() if text is None else text, num_tokens)
     key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), method=method)
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
-    if path.exists():
-        try:
-            return replace(Calibration.load(path), model=model), path
-        except ModelError as error:
-            log.warning("%s; doing so", error)
+    if found := _load_cached(path, model):
+        return found, path
     parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
-    calibration = calibrate(
-        planned.plan,
-        lambda name: parameters[name].load(planned.source),
-        token_ids,
-        model=model,
-        method=method,
-        progress=progress,
-    )
-    calibration.save(path)
-    return calibration, path
+    try:
+        with only_writer(path.parent, "calibrating"):
+            if found := _load_cached(path, model):  # made by another process meanwhile
+                return found, path
+            if path.exists():
+                log.warning("%s is damaged; calibrating again", path)
+            calibration = calibrate(
+                planned.plan,
+                lambda name: parameters[name].load(planned.source),
+                token_ids,
+                model=model,
+                method=method,
+                progress=progress,
+            )
+            calibration.save(path)
+            return calibration, path
+    except OSError as error:
+        raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
+
+
+def _load_cached(path: Path, model: str) -> Calibration | None:
+    """A calibration of the cache; None if it is not there or damaged."""
+    try:
+        return replace(Calibration.load(path), model=model)
+    except ModelError:
+        return None
 
 
 def shipped_text() -> str:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from chunkrt.calibrate import cached_calibration
-from chunkrt.engine_directory import PLAN, WEIGHTS, is_engine_directory, write_manifest
+from chunkrt.engine_directory import PLAN, WEIGHTS, write_manifest
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Module
@@ -26,6 +24,7 @@ from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import write_weights
+from chunkrt.shared_folder import written_aside
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.weights.checkpoint import open_checkpoint
 from chunkrt.weights.source import TensorSource
@@ -70,7 +69,7 @@ def compile_checkpoint(
     """Write the engine directory of a checkpoint, aside and then renamed.
 
     Args:
-        folder: where it shall be; another process that gets there first wins, and its result is as good.
+        folder: where it shall be; nothing may be there yet, and nobody else may be writing it.
         calibration: for a static scheme; by default one is made from the text that comes with chunkrt.
         progress: told (what is being done, how much is done, how much there is).
 
@@ -82,9 +81,8 @@ def compile_checkpoint(
     parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
     ranges = _calibration(planned, checkpoint, scheme, calibration, model, progress)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with written_aside(folder) as aside:
+            aside.mkdir()
             (aside / PLAN).write_text(planned.plan.to_json(), encoding="utf-8")
             write_weights(
                 planned.plan,
@@ -97,10 +95,6 @@ def compile_checkpoint(
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
             write_manifest(aside, model=model, scheme=scheme.name)
-            aside.chmod(0o755)
-            _rename(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
@@ -119,13 +113,3 @@ def _calibration(
         planned, checkpoint, model=model, progress=lambda done, total: progress("calibrating", done, total)
     )
     return made
-
-
-def _rename(aside: Path, folder: Path) -> None:
-    try:
-        aside.rename(folder)
-    except OSError as error:
-        if folder.exists() and not is_engine_directory(folder):
-            raise ModelError(f"{folder} is in the way and is not an engine directory; delete it") from error
-        if not folder.exists():
-            raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +24,7 @@ from chunkrt.model import Progress, engine_folder
 from chunkrt.npu import contexts_folder
 from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import find_scheme
+from chunkrt.shared_folder import only_writer, written_aside
 
 
 def compile_engine(
@@ -55,11 +55,11 @@ def compile_engine(
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; choose another folder, or delete it")
-    targets = [(find_soc(soc), chunk_length) for soc in socs for chunk_length in chunk_lengths]
+    targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
     manifest, plan, weights = read_manifest(engine), read_plan(engine), open_weights(engine)
     scheme = find_scheme(manifest.scheme)
-    if too_long := [length for length in chunk_lengths if length > plan.context_length]:
+    if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
     compiled: dict[NpuTarget, list[Path]] = {}
     for soc, chunk_length in targets:
@@ -85,15 +85,10 @@ def compile_engine(
 
 
 def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Sequence[Path]], output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
+    with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
+        aside.mkdir()
         for name in manifest.files:
             shutil.copyfile(engine / name, aside / name)
         for path in (path for paths in compiled.values() for path in paths):
             shutil.copytree(path, aside / CONTEXTS / path.name)
         write_manifest(aside, model=manifest.model, scheme=manifest.scheme, npu=list(compiled))
-        aside.chmod(0o755)
-        aside.rename(output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

@@ -60,7 +60,7 @@ def cached_folder(
     """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
 
     The name covers the checkpoint's files (path, size, time of change), the scheme, the placement, the calibration's
-    content and the format.
+    content, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -69,7 +69,14 @@ def cached_folder(
         grids = hashlib.sha256(calibration.read_bytes()).hexdigest() if calibration else ""
     except OSError as error:
         raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
-    key = cache_key(checkpoint, format=FORMAT, scheme=scheme, placement=list(placement.items()), grids=grids)
+    key = cache_key(
+        checkpoint,
+        chunkrt=version("chunkrt"),
+        format=FORMAT,
+        scheme=scheme,
+        placement=list(placement.items()),
+        grids=grids,
+    )
     return cache / f"{checkpoint.stem}-{scheme}-{key}"
 
 
@@ -104,15 +111,27 @@ def read_manifest(folder: Path) -> Manifest:
         data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
         data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
         manifest = Manifest(**data)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if not _is_sound(manifest):
+            raise ValueError("it holds values of the wrong kind")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
-    for name in (PLAN, WEIGHTS, *manifest.files):
+    for name in sorted({PLAN, WEIGHTS, *manifest.files}):
         _check_file(folder, name, manifest.files.get(name))
     return manifest
 
 
+def _is_sound(manifest: Manifest) -> bool:
+    return (
+        isinstance(manifest.model, str)
+        and isinstance(manifest.scheme, str)
+        and all(Path(name).name == name for name in manifest.files)
+        and all(isinstance(target.soc, str) and type(target.chunk_length) is int for target in manifest.npu)
+        and all(target.chunk_length > 0 for target in manifest.npu)
+    )
+
+
 def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> None:
-    path = folder / Path(name).name
+    path = folder / name
     try:
         size = path.stat().st_size
         is_small = size <= HASHED_WHEN_READ

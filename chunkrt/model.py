@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import find_scheme
+from chunkrt.shared_folder import only_writer, remove
 
 DEFAULT_SCHEME = "w8a8-dynamic"
 DEFAULT_NPU_SCHEME = "w8a16"
@@ -19,13 +21,18 @@ DEFAULT_NPU_SCHEME = "w8a16"
 Progress = Callable[[str, int, int], None]
 """Told (what is being done, how much is done, how much there is)."""
 
+log = logging.getLogger(__name__)
+
 
 def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Path:
     """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
 
     Raises:
         ConfigError, ModelError: as `chunkrt.load`.
+        BackendUnavailableError: the NPU was asked for by name, and onnxruntime-qnn is not here.
     """
+    if options.npu == "qnn":
+        qnn.open_htp()  # before anything is downloaded or compiled for it
     path = Path(model)
     if is_engine_directory(path):
         check_compiled(path, options)
@@ -35,26 +42,45 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     if options.calibration and not scheme.is_static:
         raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
     placement = options_placement(options)
+    cache = catalogue.home() / "engines"
     folder = cached_folder(
-        catalogue.home() / "engines",
+        cache,
         checkpoint,
         scheme=scheme.name,
         placement=placement,
         calibration=options.calibration,
     )
-    if not is_engine_directory(folder):
-        from chunkrt.compiler import compile_checkpoint
+    if _is_whole(folder):
+        return folder
+    from chunkrt.compiler import compile_checkpoint
 
-        compile_checkpoint(
-            checkpoint,
-            scheme,
-            placement,
-            folder,
-            model=model,
-            calibration=options.calibration,
-            progress=progress,
-        )
+    try:
+        with only_writer(cache, "compiling a model"):
+            if not _is_whole(folder):
+                if folder.exists():
+                    log.warning("%s is damaged; compiling %s again", folder, model)
+                    remove(folder)
+                compile_checkpoint(
+                    checkpoint,
+                    scheme,
+                    placement,
+                    folder,
+                    model=model,
+                    calibration=options.calibration,
+                    progress=progress,
+                )
+    except OSError as error:
+        raise ModelError(f"cannot write {cache}: {error.strerror or error}; set CHUNKRT_HOME to move it") from error
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether an engine directory of the cache is there and undamaged."""
+    try:
+        read_manifest(folder)
+    except ModelError:
+        return False
+    return True
 
 
 def wants_npu(options: EngineOptions) -> bool:

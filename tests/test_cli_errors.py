@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 from fixture_checkpoints import checkpoint
 
+from chunkrt.backends.qnn import SOCS
 from chunkrt.session import Session
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -126,7 +127,11 @@ LINES = [
     ((*RUN, "--system", "Be brief."), "needs the model's chat template"),
     ((*RUN, "--scheme", "float"), "under the scheme 'float' this linear is not int8 by int8"),
     ((*RUN, "--scheme", "int4"), "'int4' is not one of"),
-    ((*RUN, "--npu", "qnn"), "no qnn backend yet"),
+    ((*RUN, "--soc", "SM8651"), "unknown SoC 'SM8651'; did you mean 'SM8650'?"),
+    ((*RUN, "--htp", "vtcm=8"), "unknown NPU setting 'vtcm'; did you mean 'vtcm_mb'?"),
+    ((*RUN, "--calibration", "nowhere.npz"), "the scheme 'w8a8-dynamic' uses no calibration"),
+    ((*RUN, "--scheme", "w8a16", "--calibration", "nowhere.npz"), "cannot read the calibration nowhere.npz"),
+    ((*RUN, "--scheme", "w8a16", "--calibration", GGUF), "model.gguf is not a calibration"),
     ((*RUN, "--npu", "tpu"), "'tpu' is not one of"),
     ((*RUN, "--place", "nowhere.toml"), "cannot read the placement file nowhere.toml"),
     ((*RUN, "--colour"), "No such option"),
@@ -143,6 +148,16 @@ LINES = [
     (("plan", GGUF, "--prompt-length", 0), "--prompt-length is 0"),
     (("plan", "smollm2"), "no model is called 'smollm2'"),
     (("plan", GGUF, "--save-onnx", GGUF / "parts"), "cannot write ONNX files to "),
+    (("compile", GGUF), "Missing option '-o'"),
+    (("compile", GGUF, "-o", "out", "--soc", "SM8650,SM8999"), "unknown SoC 'SM8999'; did you mean"),
+    (("compile", GGUF, "-o", "out", "--soc", "snapdragon"), f"there are: {', '.join(SOCS)}"),
+    (("compile", GGUF, "-o", "out", "--soc", ""), "unknown SoC ''"),
+    (("compile", GGUF, "-o", "out", "--soc", "SM8650", "--chunk", "1,many"), "--chunk is '1,many', expected whole"),
+    (("compile", GGUF, "-o", "out", "--soc", "SM8650", "--chunk", "0"), "--chunk is '0', expected numbers of at least"),
+    (("compile", GGUF, "-o", "out", "--chunk", "8"), "name its SoC with --soc"),
+    (("compile", GGUF, "-o", GGUF.parent), "exists already; choose another folder, or delete it"),
+    (("compile", FOLDER, "-o", "out", "--scheme", "w8a16"), "has no tokenizer, which calibration needs"),
+    (("compile", "smollm2", "-o", "out"), "no model is called 'smollm2'"),
     (("pull", "smollm"), "no model is called 'smollm'; did you mean smollm2-135m-instruct?"),
 ]
 

@@ -10,6 +10,7 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.compiler import compile_checkpoint
+from chunkrt.engine_directory import write_manifest
 from chunkrt.quant.scheme import SCHEMES
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -33,6 +34,7 @@ def chat_model(tmp_path):
     compile_checkpoint(GGUF, SCHEMES["w8a8-dynamic"], {}, folder, model="toy")
     path = folder / "text.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    write_manifest(folder, model="toy", scheme="w8a8-dynamic")
     return folder
 
 

@@ -1,6 +1,7 @@
 """Compiling: whole or not at all, once, and what comes out needs nothing else."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -8,15 +9,16 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import compiler
+from chunkrt import compiler, engine_directory, shared_folder
 from chunkrt.compiler import compile_checkpoint
-from chunkrt.engine_directory import cached_folder, is_engine_directory
+from chunkrt.engine_directory import FORMAT, cached_folder, is_engine_directory, read_manifest, write_manifest
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.weights.store import WeightWriter
@@ -46,22 +48,28 @@ def engine_folder(tmp_path):
 def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
     assert {path.name for path in engine_folder.iterdir()} == FILES
     assert json.loads((engine_folder / "engine.json").read_text()) == {
-        "format": 1,
+        "format": FORMAT,
+        "chunkrt": version("chunkrt"),
         "model": "toy",
         "scheme": "w8a8-dynamic",
+        "npu": [],
+        "files": {
+            name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
+            for name in sorted(FILES - {"engine.json"})
+        },
     }
 
 
 def test_progress_counts_weights(tmp_path):
     steps = []
-    plan = compile_into(tmp_path / "engine", progress=lambda done, total: steps.append((done, total)))
+    plan = compile_into(tmp_path / "engine", progress=lambda *step: steps.append(step))
     num_weights = sum(tensor.kind == "weight" for tensor in plan.tensors.values())
-    assert steps == [(done, num_weights) for done in range(num_weights + 1)]
+    assert steps == [("compiling", done, num_weights) for done in range(num_weights + 1)]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
 def test_an_interruption_leaves_nothing(tmp_path, error):
-    def interrupt(done, total):
+    def interrupt(what, done, total):
         if done == 3:
             assert any(tmp_path.iterdir())
             raise error
@@ -106,19 +114,22 @@ def test_a_tensor_of_the_wrong_shape_leaves_nothing(tmp_path):
     assert not any((tmp_path / "engines").iterdir())
 
 
-def test_two_that_compile_at_once_both_succeed(tmp_path):
-    """Both are in the middle at the same time; one result stays, and nothing else."""
-    barrier = threading.Barrier(2)
+def test_of_two_threads_one_compiles_and_the_other_waits(tmp_path, monkeypatch):
+    path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
+    compiling, waiting, compiled = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
 
-    def wait(done, total):
-        if done == 1:
-            barrier.wait(60)
+    def progress(what, done, total):
+        compiling.set()
+        assert waiting.wait(60)
+        compiled.append(done)
 
     with ThreadPoolExecutor(2) as threads:
-        for future in [threads.submit(compile_into, tmp_path / "engine", progress=wait) for _ in range(2)]:
-            future.result()
-    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
-    assert {path.name for path in (tmp_path / "engine").iterdir()} == FILES
+        first = threads.submit(logits, path, progress=progress)
+        assert compiling.wait(60)
+        second = threads.submit(logits, path, progress=lambda *_: compiled.append("again"))
+        np.testing.assert_array_equal(first.result(), second.result())
+    assert compiled == list(range(len(compiled)))
 
 
 COMPILE = """
@@ -133,17 +144,52 @@ with chunkrt.load(sys.argv[1], progress=wait) as engine:
 """
 
 
-def test_two_processes_that_compile_at_once_both_succeed(tmp_path):
+def test_of_two_processes_one_compiles_and_the_other_waits(tmp_path):
     environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
-    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-P", "-c", COMPILE, str(CHECKPOINT)]
-    processes = [subprocess.Popen(command, env=environment, **pipe) for _ in range(2)]
-    assert [process.stdout.readline() for process in processes] == ["compiling\n"] * 2
-    answers = [process.communicate("go on\n", timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert answers[0] == answers[1]
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as first:
+        assert first.stdout.readline() == "compiling\n"
+        with subprocess.Popen(command, env=environment, text=True, **pipes) as second:
+            second.stdin.write("go on\n")
+            second.stdin.flush()
+            assert second.stderr.readline() == "another process is compiling a model; waiting for it\n"
+            answers = [first.communicate("go on\n", timeout=120)[0], second.communicate(timeout=120)[0]]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert answers[0] == answers[1] != ""
     (engine,) = (tmp_path / "engines").iterdir()
     assert {path.name for path in engine.iterdir()} == FILES
+
+
+def test_what_a_process_left_that_died_goes_with_the_next_compilation(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    engines = tmp_path / "engines"
+    (engines / ".another-model.part").mkdir(parents=True)
+    (engines / ".another-model.part" / "plan.json").write_text("{")
+    logits(CHECKPOINT)
+    (engine,) = engines.iterdir()
+    assert {path.name for path in engine.iterdir()} == FILES
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_damaged_engine_in_the_cache_is_compiled_again(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    expected = logits(CHECKPOINT)
+    (engine,) = (tmp_path / "engines").iterdir()
+    truncate(engine / name)
+    np.testing.assert_array_equal(logits(CHECKPOINT), expected)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{engine} is damaged; compiling {CHECKPOINT} again"
+    read_manifest(engine)
+    np.testing.assert_array_equal(logits(CHECKPOINT), expected)
+    assert len(caplog.records) == 1
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(ModelError, match=r"^cannot write \S+/engines: Not a directory; set CHUNKRT_HOME to move it$"):
+        logits(CHECKPOINT)
 
 
 def test_an_engine_directory_runs_anywhere_without_its_checkpoint(engine_folder, tmp_path):
@@ -199,6 +245,9 @@ def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
     ]
     assert len(set(folders)) == len(folders)
     assert folder() == folders[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_directory, "version", lambda package: "99.0")
+        assert folder() not in folders
     os.utime(path, ns=(0, 0))
     assert folder() != folders[0]
 
@@ -213,43 +262,72 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def of_another_model(path):
     other = path.parent.with_name("other")
     compile_checkpoint(checkpoint("llama_gqa"), W8A8, {}, other, model="other")
     shutil.copy(other / path.name, path)
 
 
-@pytest.mark.parametrize("name", ["engine.json", "plan.json", "weights.safetensors"])
-@pytest.mark.parametrize(
-    "damage", [truncate, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"\xff")]
-)
-def test_a_damaged_file_is_reported(engine_folder, name, damage):
+@pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
+def test_a_file_that_is_not_what_was_written_is_reported(engine_folder, name, damage):
     damage(engine_folder / name)
-    with pytest.raises(ModelError, match="compile the model again") as raised:
+    with pytest.raises(
+        ModelError, match=rf"^\S+/{name} is not what was written when the model was compiled; compile it"
+    ):
+        logits(engine_folder)
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b"[1]", b"{}", b"null", b"[" * 100_000])
+def test_a_damaged_manifest_is_reported(engine_folder, text):
+    (engine_folder / "engine.json").write_bytes(text)
+    with pytest.raises(ModelError, match=r"is not an engine directory \(.*\); compile the model again") as raised:
         logits(engine_folder)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "weights.safetensors"])
+@pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
 def test_a_file_that_is_not_there_is_reported(engine_folder, name):
     (engine_folder / name).unlink()
-    with pytest.raises(ModelError, match=f"{name}.*compile the model again"):
+    with pytest.raises(ModelError, match=f"{name} cannot be read .*compile the model again"):
         logits(engine_folder)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "weights.safetensors"])
-def test_a_file_of_another_model_is_reported(engine_folder, name):
+def test_a_file_of_another_model_is_reported_though_the_manifest_knows_it(engine_folder, name):
     of_another_model(engine_folder / name)
+    write_manifest(engine_folder, model="toy", scheme=W8A8.name)
     with pytest.raises(ModelError, match="the stored weights do not belong to the plan"):
         logits(engine_folder)
+
+
+def test_of_a_large_file_the_size_is_compared(engine_folder, monkeypatch):
+    """Hashing gigabytes whenever a model is loaded would take longer than loading it."""
+    monkeypatch.setattr(engine_directory, "HASHED_WHEN_READ", 1000)
+    flip_a_bit(engine_folder / "weights.safetensors")
+    read_manifest(engine_folder)
+    truncate(engine_folder / "weights.safetensors")
+    with pytest.raises(ModelError, match=r"weights\.safetensors is not what was written"):
+        read_manifest(engine_folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, r"engine format 2, this chunkrt reads 1; compile the model again"),
+        ({"format": 1}, r"engine format 1, this chunkrt reads 2; compile the model again"),
         ({"surprise": 1}, "is not an engine directory .*surprise"),
         ({"scheme": "float"}, "the stored weights do not belong to the plan"),
+        ({"scheme": 8}, "is not an engine directory .*values of the wrong kind"),
+        ({"files": {}}, "plan.json is not what was written"),
+        ({"files": {"../plan.json": [1, ""]}}, "is not an engine directory .*values of the wrong kind"),
+        ({"npu": [{"soc": "SM8650", "chunk_length": "32", "library": "2.7.0"}]}, "values of the wrong kind"),
+        ({"npu": [{"soc": "SM8650"}]}, "is not an engine directory"),
     ],
 )
 def test_a_manifest_that_says_something_else_is_reported(engine_folder, changes, message):

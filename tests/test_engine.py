@@ -9,6 +9,9 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
+from chunkrt import compiler
+from chunkrt.backends import qnn
+from chunkrt.backends.qnn import library
 from chunkrt.engine import Engine, EngineOptions
 from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError
 
@@ -46,7 +49,9 @@ def test_a_model_is_a_file_or_a_folder(path):
         ({"chunk_lenght": 8}, "unknown option 'chunk_lenght'; did you mean 'chunk_length'?"),
         ({"npu": "onnxruntime"}, "unknown NPU choice 'onnxruntime'; did you mean 'onnxrt'?"),
         ({"policy": "inorder"}, "unknown policy 'inorder'; did you mean 'in_order'?"),
-        ({"scheme": "w8a8"}, "unknown scheme 'w8a8'; did you mean 'w8a8-dynamic'?"),
+        ({"scheme": "w8a8dynamic"}, "unknown scheme 'w8a8dynamic'; did you mean 'w8a8-dynamic'?"),
+        ({"soc": "SM8651"}, "unknown SoC 'SM8651'; did you mean 'SM8650'?"),
+        ({"on_npu_failure": "fallbak"}, "unknown answer to an NPU's failure 'fallbak'; did you mean 'fallback'?"),
         ({"chunk_length": 0}, "chunk_length is 0, expected at least 1"),
         ({"chunk_length": -1}, "chunk_length is -1, expected at least 1"),
         ({"threads": 0}, "threads is 0, expected at least 1"),
@@ -64,8 +69,11 @@ def test_wrong_options_are_refused(options, message):
     assert message in str(raised.value)
 
 
-def test_an_npu_that_is_not_there_is_said_to_be_missing():
-    with pytest.raises(BackendUnavailableError, match="no qnn backend yet"):
+def test_an_npu_that_is_not_there_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(library, "PACKAGE", "a-package-that-nobody-has")
+    monkeypatch.setattr(qnn, "open_htp", library.open_htp.__wrapped__)
+    monkeypatch.setattr(compiler, "compile_checkpoint", lambda *_, **__: pytest.fail("compiled before it was said"))
+    with pytest.raises(BackendUnavailableError, match=r"is not installed; pip install 'chunkrt\[qnn\]', or use --npu"):
         chunkrt.load(CHECKPOINT, npu="qnn")
 
 

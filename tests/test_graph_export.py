@@ -42,7 +42,10 @@ def test_models_are_valid(part, scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
 def test_the_whole_decoder_runs_as_it_was_exported(scheme):
-    """Straight under ONNX Runtime, prompt first and then one more token on the caches that came out."""
+    """Straight under ONNX Runtime, prompt first and then one more token on the caches that came out.
+
+    Under a static scheme a value may fall to another side of a step, with as much as that makes of it.
+    """
     session = ort.InferenceSession(with_weights(PLAN.subgraphs, scheme).SerializeToString())
     outputs = [output.name for output in session.get_outputs()]
     assert outputs == [PLAN.output, *(f"{tensor.name}.present" for tensor in PLAN.state_tensors)]
@@ -58,7 +61,8 @@ def test_the_whole_decoder_runs_as_it_was_exported(scheme):
     assert {cache.shape for cache in caches} == {(2, 11, 10)}
     names = [tensor.name for tensor in PLAN.state_tensors]
     last, *_ = session.run(outputs, feed(11, 1, dict(zip(names, caches, strict=True))))
-    np.testing.assert_allclose(np.vstack([first, last]), at_once, rtol=0, atol=1e-5 * np.abs(at_once).max())
+    allowed = 2.0**-6 if scheme.is_static else 1e-5
+    np.testing.assert_allclose(np.vstack([first, last]), at_once, rtol=0, atol=allowed * np.abs(at_once).max())
 
 
 def test_a_subgraph_alone_has_the_values_that_cross_its_boundary():
@@ -81,6 +85,14 @@ def test_quantised_linears_hold_int8_weights_and_their_scales():
         assert types[node.input[1]] == onnx.TensorProto.INT8
         assert node.input[2] == f"{node.input[1]}.scale"
         assert (node.op_type == "TwoDigitLinear") == (scheme.num_digits(node.input[1]) == 2)
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES.values() if s.is_static], ids=lambda scheme: scheme.name)
+def test_static_linears_are_standard_onnx(scheme):
+    """Their form is tested in test_quant_qdq.py."""
+    model = with_weights(PLAN.subgraphs, scheme)
+    ours = {n.op_type for n in model.graph.node if n.domain}
+    assert ours == {f.name for f in model.functions} == {"CachedAttention"}
 
 
 def test_the_float_scheme_leaves_linears_as_they_are():

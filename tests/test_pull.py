@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from chunkrt import catalogue
-from chunkrt.catalogue import fetch, wheels
+from chunkrt import catalogue, shared_folder
+from chunkrt.catalogue import wheels
 from chunkrt.catalogue.entry import Entry, HubSource, PathSource, WheelPart, WheelSource
 from chunkrt.cli.models import models as models_command
 from chunkrt.cli.pull import pull as pull_command
@@ -291,7 +291,7 @@ def test_an_interruption_while_unpacking_leaves_only_what_can_be_resumed(server,
 def test_of_two_that_pull_at_once_one_fetches_and_the_other_waits(server, direct, monkeypatch):
     entry = offer(server)
     fetching, waiting = threading.Event(), threading.Event()
-    monkeypatch.setattr(fetch._log, "warning", lambda *args: waiting.set())
+    monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
 
     def hold(done, total):
         fetching.set()

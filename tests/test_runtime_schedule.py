@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 
 import pytest
 from fake_backend import make_plan, npu_and_cpu, shared_cpu, subgraph
@@ -14,46 +13,35 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, Task, find_policy
 from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 Span = tuple[int, int, str, Task]
 """(start, end, processor, task)"""
 
 
 def make_schedule(
-    plan: Plan, num_chunks: int, *, policy: str = "in_order", in_flight: int = 8, all_logits: bool = False
+    plan: Plan,
+    num_chunks: int,
+    *,
+    policy: str = "in_order",
+    in_flight: int = 8,
+    all_logits: bool = False,
+    processors: Sequence[Processor] | None = None,
 ) -> Schedule:
     return Schedule(
         plan.subgraphs,
         num_chunks=num_chunks,
         logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
         chunks_in_flight=in_flight,
+        processors=processors or npu_and_cpu(),
         policy=find_policy(policy),
     )
 
 
-def simulate(
-    schedule: Schedule, processors: Sequence[Processor], duration: Callable[[Task], int] = lambda task: 1
-) -> list[Span]:
-    """Drive a schedule on a virtual clock; tasks that end together end in the order in which they started."""
-    now, started = 0, 0
-    free = {processor: processor.workers for processor in processors}
-    ends: list[tuple[int, int, Processor, Task]] = []
-    spans: list[Span] = []
-    while not schedule.is_finished:
-        for processor in processors:
-            while free[processor] and (task := schedule.claim(processor)) is not None:
-                free[processor] -= 1
-                heappush(ends, (now + duration(task), started, processor, task))
-                spans.append((now, now + duration(task), processor.name, task))
-                started += 1
-        now, _, processor, task = heappop(ends)
-        free[processor] += 1
-        schedule.complete(task)
-        while ends and ends[0][0] == now:
-            _, _, processor, task = heappop(ends)
-            free[processor] += 1
-            schedule.complete(task)
-    return spans
+def simulate(schedule: Schedule, duration: Callable[[Task], int] = lambda task: 1) -> list[Span]:
+    """What ran when, in the order of starts; what started together in the order in which it ended."""
+    events = sorted(run_on_virtual_clock(schedule, duration), key=lambda event: event.start_ns)
+    return [(e.start_ns, e.end_ns, e.processor, e.task) for e in events]
 
 
 def lines(plan: Plan, spans: Sequence[Span]) -> list[str]:
@@ -63,7 +51,7 @@ def lines(plan: Plan, spans: Sequence[Span]) -> list[str]:
 
 def test_sequential_runs_chunk_after_chunk() -> None:
     plan = make_plan(layers=1)
-    spans = simulate(make_schedule(plan, 2, policy="sequential"), npu_and_cpu())
+    spans = simulate(make_schedule(plan, 2, policy="sequential"))
     assert lines(plan, spans) == [
         "0-1 cpu embedding/0",
         "1-2 npu static.0/0",
@@ -78,7 +66,7 @@ def test_sequential_runs_chunk_after_chunk() -> None:
 
 def test_in_order_overlaps_the_processors() -> None:
     plan = make_plan(layers=2)
-    spans = simulate(make_schedule(plan, 3), npu_and_cpu())
+    spans = simulate(make_schedule(plan, 3))
     assert lines(plan, spans) == [
         "0-1 cpu embedding/0",
         "1-2 npu static.0/0",
@@ -102,7 +90,7 @@ def test_in_order_overlaps_the_processors() -> None:
 
 def test_workers_of_both_roles_share_static_subgraphs() -> None:
     plan = make_plan(layers=1)
-    spans = simulate(make_schedule(plan, 2, all_logits=True), shared_cpu(2))
+    spans = simulate(make_schedule(plan, 2, all_logits=True, processors=shared_cpu(2)))
     assert lines(plan, spans) == [
         "0-1 cpu embedding/0",
         "0-1 cpu embedding/1",
@@ -119,15 +107,15 @@ def test_workers_of_both_roles_share_static_subgraphs() -> None:
 
 def test_one_slot_in_flight_admits_a_chunk_when_the_one_before_has_ended() -> None:
     plan = make_plan(layers=1)
-    sequential = simulate(make_schedule(plan, 3, policy="sequential"), npu_and_cpu())
-    assert simulate(make_schedule(plan, 3, in_flight=1), npu_and_cpu()) == sequential
+    sequential = simulate(make_schedule(plan, 3, policy="sequential"))
+    assert simulate(make_schedule(plan, 3, in_flight=1)) == sequential
 
 
 def test_a_chunk_that_overtakes_frees_its_own_slot() -> None:
     plan = make_plan(layers=1)
-    schedule = make_schedule(plan, 3, in_flight=2, all_logits=True)
+    schedule = make_schedule(plan, 3, in_flight=2, all_logits=True, processors=shared_cpu(2))
     slow = Task(3, 0)
-    spans = simulate(schedule, shared_cpu(2), lambda task: 20 if task == slow else 1)
+    spans = simulate(schedule, lambda task: 20 if task == slow else 1)
     assert [schedule.slot(chunk) for chunk in range(3)] == [0, 1, 1]
     ends = {task: end for _, end, _, task in spans}
     assert ends[Task(4, 2)] < ends[slow]
@@ -142,16 +130,17 @@ def test_a_decoder_that_is_one_subgraph_takes_chunk_after_chunk(in_flight: int) 
         num_chunks=3,
         logit_chunks=(2,),
         chunks_in_flight=in_flight,
+        processors=shared_cpu(2),
         policy=find_policy("in_order"),
     )
-    tasks = [(start, task) for start, _, _, task in simulate(schedule, shared_cpu(2))]
+    tasks = [(start, task) for start, _, _, task in simulate(schedule)]
     assert tasks == [(0, Task(0, 0)), (1, Task(0, 1)), (2, Task(0, 2)), (3, Task(1, 2))]
 
 
 def test_chunks_without_wanted_logits_end_at_the_last_state() -> None:
     plan = make_plan(layers=2)
     last_state = 4
-    spans = simulate(make_schedule(plan, 3), npu_and_cpu())
+    spans = simulate(make_schedule(plan, 3))
     per_chunk = [[t.subgraph for *_, t in spans if t.chunk == chunk] for chunk in range(3)]
     assert per_chunk == [list(range(last_state + 1))] * 2 + [list(range(len(plan.subgraphs)))]
 
@@ -189,7 +178,14 @@ class _Refusing:
 
 
 def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> None:
-    schedule = Schedule(make_plan().subgraphs, num_chunks=1, logit_chunks=(), chunks_in_flight=1, policy=_Refusing())
+    schedule = Schedule(
+        make_plan().subgraphs,
+        num_chunks=1,
+        logit_chunks=(),
+        chunks_in_flight=1,
+        processors=npu_and_cpu(),
+        policy=_Refusing(),
+    )
     with pytest.raises(ConfigError, match="'refusing' chose none of 1 ready tasks while none runs"):
         schedule.claim(npu_and_cpu()[1])
 
@@ -242,10 +238,10 @@ def test_every_task_runs_once_and_the_rules_hold(
         num_chunks=num_chunks,
         logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
         chunks_in_flight=in_flight,
+        processors=shared_cpu(workers) if is_shared else npu_and_cpu(workers),
         policy=policy,
     )
-    processors = shared_cpu(workers) if is_shared else npu_and_cpu(workers)
-    spans = simulate(schedule, processors, lambda task: durations[sum(task) % 7])
+    spans = simulate(schedule, lambda task: durations[sum(task) % 7])
     has_logits = [all_logits or chunk == num_chunks - 1 for chunk in range(num_chunks)]
     lengths = [len(plan.subgraphs) if wanted else 2 * layers + 1 for wanted in has_logits]
     expected = [Task(s, chunk) for chunk in range(num_chunks) for s in range(lengths[chunk])]
@@ -270,9 +266,10 @@ def test_what_a_task_unlocks_is_what_its_end_adds(choices: list[int], in_flight:
         num_chunks=4,
         logit_chunks=range(4) if all_logits else (),
         chunks_in_flight=in_flight,
+        processors=shared_cpu(1),
         policy=_Adversary(choices),
     )
-    (everyone,) = shared_cpu(1)
+    (everyone,) = schedule.processors
     while (task := schedule.claim(everyone)) is not None:
         expected = {*schedule.ready, *schedule.unlocked_by(task)}
         schedule.complete(task)

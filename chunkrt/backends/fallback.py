@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 
 from chunkrt.backends.base import Array, Executable
-from chunkrt.errors import DeviceLostError
+from chunkrt.errors import BackendError
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,6 @@ class FallbackExecutable:
             try:
                 self._on_npu.run(inputs, outputs)
                 return
-            except DeviceLostError as error:
+            except BackendError as error:
                 self._health.report(error)
         self._on_cpu.run(inputs, outputs)

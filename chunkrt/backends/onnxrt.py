@@ -1,7 +1,8 @@
 """The onnxrt backend: subgraphs as standard ONNX under ONNX Runtime's CPU provider.
 
 An implementation that shares no code with ours: the oracle that others are compared with. Weights are handed over
-without a copy. A cache goes in as its used part and comes back with the new rows, which are then written in place.
+without a copy, and ONNX Runtime makes its own of quantised ones, in float32. A cache goes in as its used part and comes
+back with the new rows, which are then written in place.
 """
 
 from __future__ import annotations

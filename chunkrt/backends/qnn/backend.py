@@ -15,7 +15,7 @@ from chunkrt.backends.qnn.executable import QnnExecutable
 from chunkrt.backends.qnn.library import open_htp, open_session
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import Soc
-from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.qnn.support import graph_rows, npu_support
 from chunkrt.errors import CompileError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
@@ -113,7 +113,7 @@ class QnnBackend:
             "vtcm_mb": self._options.vtcm_mb,
             "subgraph": asdict(subgraph),
             "tensors": {name: asdict(plan.tensors[name]) for name in sorted(names)},
-            "chunk_length": chunk_length,
+            "rows": graph_rows(chunk_length),
             "scheme": asdict(scheme),
         }
         digest = hashlib.sha256(json.dumps(compiled_from, sort_keys=True).encode())

@@ -1,7 +1,7 @@
 """Compiled contexts on disk: found by what they were compiled from, whole or not at all.
 
 A context is a folder with ONNX Runtime's wrapper, Qualcomm's binary, and a record of both with their hashes, written
-last. It is written aside and renamed; what is damaged, or was left by a process that died, is never loaded.
+last. What is damaged is never loaded.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import filelock
+from chunkrt.shared_folder import only_writer, remove, written_aside
 
 FORMAT = 1
 RECORD, WRAPPER = "context.json", "context.onnx"
@@ -44,26 +43,16 @@ class ContextFolder:
         Raises:
             OSError: the folder cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(self.path / f".{key}.lock"):
-            if wrapper := self.find(key):
-                return wrapper
-            folder, aside = self.path / key, self.path / f".{key}"
-            for leftover in (aside, folder):
-                shutil.rmtree(leftover, ignore_errors=True)
-            aside.mkdir()
-            try:
-                write(aside / WRAPPER)
-                record = {"format": FORMAT, "files": {p.name: _fingerprint(p) for p in sorted(aside.iterdir())}}
-                (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-                aside.rename(folder)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+        folder = self.path / key
+        with only_writer(self.path, "compiling for the NPU"):
+            if _problem(folder):
+                remove(folder)
+                with written_aside(folder) as aside:
+                    aside.mkdir()
+                    write(aside / WRAPPER)
+                    record = {"format": FORMAT, "files": {p.name: _fingerprint(p) for p in sorted(aside.iterdir())}}
+                    (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
         return folder / WRAPPER
-
-    def copy_to(self, key: str, other: Path) -> None:
-        """Put a context that is here into another folder as well, as it is."""
-        shutil.copytree(self.path / key, other / key)
 
 
 def _problem(folder: Path) -> str:
@@ -75,9 +64,9 @@ def _problem(folder: Path) -> str:
         if WRAPPER not in record["files"]:
             return "its record names no wrapper"
         for name, expected in record["files"].items():
-            if _fingerprint(folder / Path(name).name) != expected:
+            if Path(name).name != name or _fingerprint(folder / name) != expected:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return str(error) or type(error).__name__
     return ""
 

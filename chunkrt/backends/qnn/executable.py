@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array
 from chunkrt.backends.qnn.library import Htp
+from chunkrt.backends.qnn.support import graph_rows
 from chunkrt.errors import BackendError, DeviceLostError
 from chunkrt.graph.plan import Plan, Subgraph, resolve
 
@@ -27,14 +28,16 @@ class QnnExecutable:
         self._session = session
         self._binding = session.io_binding()
         self._values: list[Any] = []
-        symbols = {"T": chunk_length, "R": chunk_length}
-        self._buffers: dict[str, NDArray[np.float16]] = {}
+        rows = graph_rows(chunk_length)
+        self._chunks: dict[str, NDArray[np.float16]] = {}
+        self._is_finite: dict[str, NDArray[np.bool_]] = {}
         for name in (*subgraph.inputs, *subgraph.outputs):
-            value, self._buffers[name] = _buffer(resolve(plan.tensors[name].shape, symbols), htp)
+            value, buffer = _buffer(resolve(plan.tensors[name].shape, {"T": rows, "R": rows}), htp)
             bind = self._binding.bind_ortvalue_input if name in subgraph.inputs else self._binding.bind_ortvalue_output
             bind(name + FLOAT16_SUFFIX, value)
             self._values.append(value)
-        self._is_finite = {name: np.empty(self._buffers[name].shape, np.bool_) for name in subgraph.outputs}
+            self._chunks[name] = buffer[:chunk_length]
+            self._is_finite[name] = np.empty(self._chunks[name].shape, np.bool_)
         self._one_call = threading.Lock()
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
@@ -46,17 +49,21 @@ class QnnExecutable:
         """
         with self._one_call:
             for name, array in inputs.items():
-                with np.errstate(over="ignore"):  # an infinity shows in the outputs
-                    np.copyto(self._buffers[name], array, casting="same_kind")
+                with np.errstate(over="ignore", invalid="ignore"):  # told below, in words
+                    np.copyto(self._chunks[name], array, casting="same_kind")
+                self._check_finite(name)
             try:
                 self._session.run_with_iobinding(self._binding)
             except Exception as error:  # ONNX Runtime raises many unrelated types
                 raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
             for name, array in outputs.items():
-                np.isfinite(self._buffers[name], out=self._is_finite[name])
-                if not self._is_finite[name].all():
-                    raise BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
-                np.copyto(array, self._buffers[name])
+                self._check_finite(name)
+                np.copyto(array, self._chunks[name])
+
+    def _check_finite(self, name: str) -> None:
+        """Both sides: a grid makes something of an infinity, and hides it."""
+        if not np.isfinite(self._chunks[name], out=self._is_finite[name]).all():
+            raise BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
 
 
 def _buffer(shape: tuple[int, ...], htp: Htp) -> tuple[Any, NDArray[np.float16]]:
@@ -65,6 +72,8 @@ def _buffer(shape: tuple[int, ...], htp: Htp) -> tuple[Any, NDArray[np.float16]]
 
     if htp.memory is not None:
         value = ort.OrtValue.ortvalue_from_shape_and_type(shape, np.float16, memory_info=htp.memory)
-        return value, value.numpy()
+        array = value.numpy()
+        array[...] = 0
+        return value, array
     array = np.zeros(shape, np.float16)
     return ort.OrtValue.ortvalue_from_numpy(array), array

@@ -26,6 +26,7 @@ PACKAGE = "onnxruntime-qnn"
 INSTALL = "pip install 'chunkrt[qnn]'"
 PROVIDER = "QNNExecutionProvider"
 EMULATING_MACHINES = ("x86_64", "amd64")
+LINUX_DEVICES = Path("/sys/devices")
 LINUX_NPU_DEVICES = ("fastrpc-cdsp", "fastrpc-cdsp-secure", "adsprpc-smd")
 
 
@@ -74,14 +75,14 @@ def this_soc() -> Soc | None:
         if any(mark.lower() in described.lower() for mark in (soc.name, *soc.marks)):
             return soc
     raise ConfigError(
-        f"cannot tell which SoC this machine has ({described or 'it says nothing'}); name it with --soc: "
-        f"{', '.join(SOCS)}"
+        f"cannot tell which SoC this machine has ({described or 'it says nothing'}); name it with --soc ("
+        f"{', '.join(SOCS)}), or run with --npu native"
     )
 
 
 def _descriptions() -> Iterator[str]:
     """What the operating system says of the processor: Linux's soc bus, Windows' registry by way of `platform`."""
-    for path in sorted(Path("/sys/devices").glob("soc0/machine")):
+    for path in sorted(LINUX_DEVICES.glob("soc[0-9]*/machine")):
         yield path.read_text(errors="replace").strip()
     if sys.platform == "win32":
         import winreg

@@ -6,33 +6,63 @@ half the bytes, and no range that anybody had to calibrate.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
+from chunkrt.backends.qnn.support import MEAN_DROPPED, graph_rows
 from chunkrt.graph.export import to_onnx
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.linears import initializer_values, quantize_linears
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
+from chunkrt.weights.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 
 
 def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme, weights: WeightStore) -> bytes:
     """One static subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX."""
-    model = to_onnx(plan, [subgraph], name=f"{subgraph.name}.{chunk_length}")
+    rows = graph_rows(chunk_length)
+    model = to_onnx(plan, [subgraph], name=f"{subgraph.name}.{rows}")
     quantize_linears(model, scheme)
     graph = model.graph
     values = initializer_values(plan, scheme, weights, list(graph.initializers))
     for name, initializer in graph.initializers.items():
         initializer.const_value = ir.tensor(values[name], name=name)
+    for node in subgraph.nodes:
+        if node.op == "MatMul" and scheme.activation_bits_of(node.inputs[1]) == 16:
+            _make_up_for_dropped_bits(graph, node, weights)
     for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
         if value.shape is not None:
-            value.shape = ir.Shape([chunk_length if d in ("T", "R") else d for d in value.shape])
+            value.shape = ir.Shape([rows if d in ("T", "R") else d for d in value.shape])
     for index, value in enumerate(list(graph.inputs)):
         graph.inputs[index] = _arrive_as_float16(graph, value)
     for index, value in enumerate(list(graph.outputs)):
         graph.outputs[index] = _leave_as_float16(graph, value)
     serialized: bytes = ir.to_proto(model).SerializeToString()
     return serialized
+
+
+def _make_up_for_dropped_bits(graph: ir.Graph, linear: Node, weights: WeightStore) -> None:
+    """Add to a linear what the NPU takes off it on average, half of the last bits of each sum.
+
+    It does so at every position and in one direction: errors add up over the layers, and this halves them and more.
+    """
+    weight, name = linear.inputs[1], linear.outputs[0]
+    missing = weights.array(weight + INPUT_STEP_SUFFIX) * weights.array(weight + SCALE_SUFFIX) * MEAN_DROPPED
+    constant = ir.tensor(missing.astype(np.float32), name=f"{weight}.dropped")
+    mean = ir.Value(name=constant.name, type=ir.TensorType(constant.dtype), shape=constant.shape, const_value=constant)
+    graph.register_initializer(mean)
+    result = next(value for node in graph for value in node.outputs if value.name == name)
+    add = ir.Node("", "Add", [result, mean], num_outputs=1, name=f"{weight}.made_up")
+    whole = add.outputs[0]
+    for user, index in tuple(result.uses()):
+        if user is not add:
+            user.replace_input_with(index, whole)
+    for index, output in enumerate(graph.outputs):
+        if output is result:
+            graph.outputs[index] = whole
+    graph.insert_after(result.producer() or graph[0], add)
+    whole.type, whole.shape = result.type, result.shape
+    result.name, whole.name = f"{weight}.less", name
 
 
 def _arrive_as_float16(graph: ir.Graph, value: ir.Value) -> ir.Value:

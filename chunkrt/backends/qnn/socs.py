@@ -112,7 +112,7 @@ def find_soc(name: str) -> Soc:
     if soc := known.get(_plain(name)):
         return soc
     for other, product in WITHOUT_FLOAT16.items():
-        if _plain(name) in (_plain(other), _plain(product)):
+        if _plain(name) in {_plain(other), _plain(product)} - {""}:
             raise ConfigError(
                 f"the NPU of {other} has no float16, which models need between their linears; run with --npu native, "
                 f"or choose one of: {', '.join(SOCS)}"

@@ -1,0 +1,399 @@
+"""`chunkrt compile`: an engine directory for devices that is whole or not there, and needs nothing but itself."""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt import deploy
+from chunkrt.backends.qnn import SOCS, backend
+from chunkrt.deploy import compile_engine
+from chunkrt.engine_directory import FORMAT
+from chunkrt.errors import CompileError, ConfigError, ModelError
+from chunkrt.options import EngineOptions
+
+pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
+
+CHECKPOINT = checkpoint("llama_biased_gguf")
+TOKENS = input_ids("llama_biased_gguf")[:20]
+COMPILED_FOR = [("SM8650", 8), ("SM8650", 32), ("SM8750", 8), ("SM8750", 32)]
+STATIC = ("static.0", "static.1", "static.2")
+FILES = {"engine.json", "plan.json", "weights.safetensors", "tokenizer.json", "text.json"}
+CONTEXT = {"context.json", "context.onnx", "context_qnn.bin"}
+
+
+def compile_into(output, model=CHECKPOINT, socs=("SM8650",), chunk_lengths=(8,)):
+    options = EngineOptions(npu="qnn" if socs else "native")
+    return compile_engine(str(model), output, options, socs=socs, chunk_lengths=chunk_lengths)
+
+
+def run(model, **options):
+    """The logits of the prompt on the emulated NPU, and how many contexts had to be compiled."""
+    with chunkrt.load(model, npu="qnn", **options) as engine:
+        logits = engine.session().prefill(TOKENS, logits="all").logits
+        return logits, getattr(engine.npu_backend, "num_compiled", None)
+
+
+def files_of(folder):
+    """The SHA-256 of every file below a folder that is not hidden, nor in a hidden folder, by path."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path: path.relative_to(folder).parts for path in paths}
+    return {
+        "/".join(names[path]): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+        if not any(part.startswith(".") for part in names[path])
+    }
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    """An engine directory for two SoCs and two chunk lengths, and what was said of it."""
+    output = tmp_path_factory.mktemp("deployed") / "output"
+    return output, compile_into(output, socs=("SM8650", "SM8750"), chunk_lengths=(8, 32))
+
+
+@pytest.fixture
+def device(deployed, tmp_path, monkeypatch):
+    """A copy of it on another path, which may be damaged, where the cache is empty."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    return shutil.copytree(deployed[0], tmp_path / "copied" / "engine")
+
+
+@pytest.fixture
+def without_onnx(monkeypatch):
+    """As if onnx-ir was not installed."""
+    monkeypatch.setitem(sys.modules, "chunkrt.backends.qnn.model", None)
+
+
+def test_it_holds_these_files_and_no_others(deployed):
+    output, written = deployed
+    assert [path.name for path in output.parent.iterdir()] == ["output"]
+    assert {path.name for path in output.iterdir()} == FILES | {"npu"}
+    contexts = list((output / "npu").iterdir())
+    names = sorted(path.name.rpartition("-")[0] for path in contexts)
+    assert names == sorted(f"{soc}-w8a16-c{chunk}-{static}" for soc, chunk in COMPILED_FOR for static in STATIC)
+    assert all({path.name for path in context.iterdir()} == CONTEXT for context in contexts)
+    assert written == {
+        "model": str(CHECKPOINT),
+        "scheme": "w8a16",
+        "bytes": sum(path.stat().st_size for path in output.rglob("*") if path.is_file()),
+        "npu": [
+            {"soc": soc, "chunk_length": chunk, "library": version("onnxruntime-qnn"), "contexts": len(STATIC)}
+            for soc, chunk in COMPILED_FOR
+        ],
+    }
+
+
+def test_the_manifest_tells_versions_hashes_and_targets(deployed):
+    output, _ = deployed
+    digests = files_of(output)
+    assert json.loads((output / "engine.json").read_text()) == {
+        "format": FORMAT,
+        "chunkrt": version("chunkrt"),
+        "model": str(CHECKPOINT),
+        "scheme": "w8a16",
+        "files": {name: [(output / name).stat().st_size, digests[name]] for name in sorted(FILES - {"engine.json"})},
+        "npu": [
+            {"soc": soc, "chunk_length": chunk, "library": version("onnxruntime-qnn")} for soc, chunk in COMPILED_FOR
+        ],
+    }
+
+
+@pytest.mark.parametrize(("soc", "chunk"), COMPILED_FOR)
+def test_it_gives_what_the_checkpoint_gives_and_compiles_nothing(device, tmp_path, soc, chunk):
+    found, num_compiled = run(device, soc=soc, chunk_length=chunk)
+    assert num_compiled == 0
+    assert not (tmp_path / "home").exists()
+    expected, num_compiled = run(CHECKPOINT, soc=soc, chunk_length=chunk)
+    assert num_compiled == len(STATIC)
+    np.testing.assert_array_equal(found, expected)
+    renamed = device.rename(tmp_path / "renamed")
+    np.testing.assert_array_equal(run(renamed, soc=soc, chunk_length=chunk)[0], expected)
+
+
+def test_it_runs_by_default_as_it_was_compiled(device):
+    with chunkrt.load(device, npu="qnn") as engine:
+        assert (engine.npu_backend.soc.name, engine.chunk_length) == COMPILED_FOR[0]
+
+
+WITHOUT_ONNX = """
+import json, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"onnx", "onnx_ir", "gguf", "ml_dtypes", "safetensors"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import chunkrt
+from chunkrt.errors import CompileError
+try:
+    with chunkrt.load(sys.argv[1], npu="qnn", **json.loads(sys.argv[2])) as engine:
+        result = engine.session().prefill(json.loads(sys.argv[3]), logits="all")
+        assert engine.session().prefill("some text").logits is not None
+        print(json.dumps([result.logits.tobytes().hex(), engine.npu_backend.num_compiled]))
+except CompileError as error:
+    sys.exit(str(error))
+"""
+
+
+def run_without_onnx(folder, tmp_path, **options):
+    """Another process, with another working folder, an empty cache, and nothing that only compiling needs."""
+    arguments = [str(folder), json.dumps(options), json.dumps(TOKENS)]
+    environment = os.environ | {"CHUNKRT_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-P", "-c", WITHOUT_ONNX, *arguments]
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+
+def test_it_runs_where_there_is_neither_onnx_nor_the_checkpoint(device, tmp_path):
+    finished = run_without_onnx(device, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout) == [run(device)[0].tobytes().hex(), 0]
+    assert not (tmp_path / "home").exists()
+
+
+def test_without_onnx_what_is_missing_is_one_line(device, tmp_path):
+    finished = run_without_onnx(device, tmp_path, chunk_length=16)
+    assert finished.returncode == 1
+    line = finished.stderr.splitlines()[-1]
+    assert line.startswith(f"{device}/npu has no usable context of static.0 for SM8650, chunks of 16 and ")
+    assert "needs onnx-ir" in line
+
+
+@pytest.mark.parametrize("options", [{"chunk_length": 16}, {"soc": "SM8850"}])
+def test_what_it_was_not_compiled_for_is_compiled_into_the_cache(device, tmp_path, options):
+    before = files_of(device)
+    _, num_compiled = run(device, **options)
+    assert num_compiled == len(STATIC) == len(list((tmp_path / "home" / "contexts").iterdir()))
+    assert run(device, **options)[1] == 0
+    assert files_of(device) == before
+
+
+@pytest.mark.parametrize("options", [{"chunk_length": 16}, {"soc": "SM8850"}])
+def test_what_it_was_not_compiled_for_needs_onnx(device, without_onnx, options):
+    with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or compile the model again$"):
+        run(device, **options)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture(params=[truncate, flip_a_bit])
+def damaged_context(device, request):
+    """The folder of a context whose binary is damaged."""
+    (context,) = (device / "npu").glob("SM8650-w8a16-c8-static.1-*")
+    request.param(context / "context_qnn.bin")
+    return context
+
+
+def test_a_damaged_context_is_compiled_again_into_the_cache(device, damaged_context, deployed, caplog):
+    before = files_of(device)
+    logits, num_compiled = run(device)
+    assert num_compiled == 1
+    warnings = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert warnings == [f"{damaged_context} is damaged (context_qnn.bin is not what was written); it is not used"]
+    np.testing.assert_array_equal(logits, run(deployed[0])[0])
+    assert run(device)[1] == 0
+    assert files_of(device) == before
+
+
+def test_a_damaged_context_without_onnx_is_an_error(device, damaged_context, without_onnx):
+    with pytest.raises(CompileError, match=r"npu has no usable context of static.1 for SM8650, chunks of 8"):
+        run(device)
+
+
+def test_a_damaged_context_without_onnx_leaves_the_cpu(device, damaged_context, without_onnx, caplog):
+    with chunkrt.load(device, npu="qnn", on_npu_failure="fallback") as engine:
+        assert engine.npu_backend is engine.cpu_backend
+        found = engine.session().prefill(TOKENS).logits
+    assert caplog.records[-1].getMessage().endswith("; the CPU takes over")
+    with chunkrt.load(device, npu="native") as engine:
+        np.testing.assert_array_equal(found, engine.session().prefill(TOKENS).logits)
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
+def test_a_damaged_file_is_reported(device, name, damage):
+    damage(device / name)
+    with pytest.raises(ModelError, match=f"{name} is not what was written when the model was compiled"):
+        run(device)
+    with pytest.raises(ModelError, match=f"{name} is not what was written when the model was compiled"):
+        compile_into(device.with_name("again"), device)
+
+
+def test_an_engine_directory_is_compiled_further_from_what_it_holds(device, tmp_path):
+    written = compile_into(tmp_path / "output", device, socs=("SM8750", "SM8850", "SM8750"))
+    assert [(target["soc"], target["chunk_length"]) for target in written["npu"]] == [("SM8750", 8), ("SM8850", 8)]
+    compiled = {path.name.partition("-")[0] for path in (tmp_path / "home" / "contexts").iterdir()}
+    assert compiled == {"SM8850"}
+    (tmp_path / "home").rename(tmp_path / "nobody's")
+    assert [run(tmp_path / "output", soc=soc)[1] for soc in ("SM8750", "SM8850")] == [0, 0]
+
+
+def test_without_socs_it_is_for_the_cpu_alone(tmp_path):
+    written = compile_into(tmp_path / "output", socs=())
+    assert (written["scheme"], written["npu"]) == ("w8a8-dynamic", [])
+    assert {path.name for path in (tmp_path / "output").iterdir()} == FILES
+
+
+@pytest.mark.parametrize("make", ["mkdir", "touch"])
+def test_what_is_there_is_not_overwritten(tmp_path, make):
+    getattr(tmp_path / "output", make)()
+    with pytest.raises(ConfigError, match="output exists already; choose another folder, or delete it"):
+        compile_into(tmp_path / "output")
+
+
+def test_an_unknown_soc_lists_all(tmp_path):
+    with pytest.raises(ConfigError, match=f"unknown SoC 'SM9999'; .*there are: {', '.join(SOCS)}"):
+        compile_into(tmp_path / "output", socs=("SM8650", "SM9999"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_chunk_longer_than_the_context_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="chunk length 129 is longer than the model's context of 128"):
+        compile_into(tmp_path / "output", chunk_lengths=(8, 129))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(deploy.shutil, "copytree", full)
+    with pytest.raises(ModelError, match=r"^cannot write the engine directory \S+/output: the disk is full$"):
+        compile_into(tmp_path / "output")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_command_tells_what_it_wrote(command, tmp_path):
+    arguments = ("compile", CHECKPOINT, "--soc", "8 Gen 3, sm8750", "--chunk", "8,32,8")
+    finished = command(*arguments, "-o", tmp_path / "text")
+    size = sum(path.stat().st_size for path in (tmp_path / "text").rglob("*") if path.is_file())
+    assert (finished.status, finished.err) == (0, "")
+    assert finished.out.splitlines() == [
+        f"{tmp_path / 'text'}: {size / 1e6:.0f} MB, scheme w8a16",
+        *(f"  {soc}, chunks of {chunk}: 3 contexts" for soc, chunk in COMPILED_FOR),
+    ]
+    finished = command(*arguments, "-o", tmp_path / "json", "--json")
+    assert [(target["soc"], target["chunk_length"]) for target in json.loads(finished.out)["npu"]] == COMPILED_FOR
+    assert files_of(tmp_path / "json") == files_of(tmp_path / "text")
+    answers = [
+        command("run", model, "-p", "hello", "-n", 4, "--npu", "qnn", *options)
+        for model, options in [(tmp_path / "text", ()), (CHECKPOINT, ("--chunk", 8, "--soc", "SM8650"))]
+    ]
+    assert answers[0].out == answers[1].out != ""
+
+
+def test_ctrl_c_leaves_no_output_and_the_next_call_goes_on(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    (tmp_path / "outputs").mkdir()
+    open_session, compiled = backend.open_session, []
+
+    def interrupted(*arguments, **options):
+        open_session(*arguments, **options)
+        compiled.append(options["write_context"])
+        if len(compiled) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(backend, "open_session", interrupted)
+    arguments = ("compile", CHECKPOINT, "-o", tmp_path / "outputs" / "output", "--soc", "SM8650,SM8750,SM8850")
+    finished = command(*arguments)
+    assert (finished.status, finished.out, finished.err.strip()) == (130, "", "interrupted")
+    assert not any((tmp_path / "outputs").iterdir())
+    assert len(list((tmp_path / "home" / "contexts").iterdir())) == 4
+    assert command(*arguments).status == 0
+    assert len(compiled) == 5 + 9 - 4
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["output"]
+
+
+COMPILE = """
+import sys
+import chunkrt.backends.qnn.model, chunkrt.compiler, chunkrt.deploy
+from chunkrt.cli import main
+print("ready", flush=True)
+main()
+"""
+NUM_KILLS = 20
+
+
+def start_compiling(place):
+    """Compile in another process, which has imported everything when this returns."""
+    arguments = ["compile", str(CHECKPOINT), "-o", str(place / "output"), "--soc", "SM8650", "--chunk", "8"]
+    environment = os.environ | {"CHUNKRT_HOME": str(place / "home")}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", COMPILE, *arguments], env=environment, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def listing(place):
+    """What is to be seen in each folder."""
+    folders = [place / "output", *(place / "output" / "npu").glob("*"), *(place / "home").glob("*/*")]
+    return {
+        str(folder.relative_to(place)): {path.name for path in folder.glob("[!.]*")}
+        for folder in folders
+        if folder.exists() and not folder.name.startswith(".")
+    }
+
+
+def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, monkeypatch):
+    process = start_compiling(tmp_path / "clean")
+    began = time.monotonic()
+    process.communicate()
+    duration = time.monotonic() - began
+    assert process.returncode == 0
+    clean = listing(tmp_path / "clean")
+    assert len(clean) == 1 + len(STATIC) + 2 + len(STATIC)  # the output, a calibration, an engine
+    expected, _ = run(tmp_path / "clean" / "output")
+
+    place, rng, num_killed = tmp_path / "killed", random.Random(20240607), 0
+    for index in range(NUM_KILLS):
+        if index % 2 == 0 or (place / "output").exists():  # else it goes on where the last one was killed
+            shutil.rmtree(place, ignore_errors=True)
+        process = start_compiling(place)
+        try:
+            process.communicate(timeout=duration * (index + rng.random()) / NUM_KILLS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            num_killed += 1
+        assert listing(place).items() <= clean.items()
+        if (place / "output").exists():
+            logits, num_compiled = run(place / "output")
+            assert num_compiled == 0
+            np.testing.assert_array_equal(logits, expected)
+        if place.exists():
+            copy = shutil.copytree(place / "home", tmp_path / f"home-{index}")
+            monkeypatch.setenv("CHUNKRT_HOME", str(copy))
+            logits, num_compiled = run(CHECKPOINT, soc="SM8650", chunk_length=8)
+            assert num_compiled == len(STATIC) - len(list((place / "home" / "contexts").glob("[!.]*")))
+            np.testing.assert_array_equal(logits, expected)
+    assert num_killed > NUM_KILLS / 2
+
+    shutil.rmtree(place / "output", ignore_errors=True)
+    process = start_compiling(place)
+    process.communicate()
+    assert process.returncode == 0
+    assert listing(place) == clean
+    np.testing.assert_array_equal(run(place / "output")[0], expected)
+    assert {path.name for path in place.rglob(".*")} == {".calibrations.lock", ".contexts.lock", ".engines.lock"}

@@ -1,0 +1,330 @@
+"""The qnn backend on the emulator: the contract, what runs where, and how values get in and out."""
+
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+
+from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.backends.qnn import executable as executable_module
+from chunkrt.backends.qnn import model as model_module
+from chunkrt.backends.qnn.executable import QnnExecutable
+from chunkrt.backends.qnn.library import open_session
+from chunkrt.backends.qnn.model import npu_model
+from chunkrt.errors import BackendError, DeviceLostError, PartitionError
+from chunkrt.graph.plan import Node
+from chunkrt.quant.scheme import LEVELS, SCHEMES
+from chunkrt.quant.weights import linear_nodes
+from chunkrt.testing import check_backend
+from chunkrt.testing.calls import Recording
+from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+
+pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+import onnxruntime as ort
+
+if not open_htp().is_emulated:
+    pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
+W8A16 = SCHEMES["w8a16"]
+SOC = find_soc("SM8650")
+CHUNK = 8
+HIDDEN = "model.layers.0.output"
+by_name = pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return random_decoder(STATIC, {**CONFIG_IN_BLOCKS, "max_position_embeddings": 512})
+
+
+@pytest.fixture
+def backend(tmp_path):
+    return QnnBackend(SOC, contexts=tmp_path / "contexts")
+
+
+def compile_layer(backend, decoder, scheme=W8A16, chunk_length=CHUNK):
+    """static.1, with all that a layer has, and a call of it as it occurs in the decoder."""
+    subgraph, weights = decoder.plan.static_subgraphs[1], decoder.weights[scheme.name]
+    recording = Recording(decoder.plan, scheme, weights, chunk_length)
+    executable = backend.compile(subgraph, decoder.plan, chunk_length, scheme, weights)
+    return executable, recording.call(subgraph, 0, chunk_length)
+
+
+def sum_of_two(decoder):
+    """A subgraph that adds two values, and its plan."""
+    base = decoder.plan.static_subgraphs[1]
+    left, right = base.inputs
+    names = {"inputs": (left, right), "outputs": (HIDDEN,)}
+    add = Node(name="sum", op="Add", domain="", attributes={}, **names)
+    subgraph = replace(base, name="sum", nodes=(add,), weights=(), **names)
+    return subgraph, replace(decoder.plan, subgraphs=(subgraph,), inputs=(left, right), output=HIDDEN)
+
+
+def test_it_conforms(backend):
+    check_backend(backend)
+
+
+def without_edges(model, name, shape, bits):
+    """A linear's model from the integers of its input to those of its output."""
+    model = onnx.load_from_string(model)
+    graph, (depth, columns) = model.graph, shape
+    first, last = f"{name}.input.quantized", f"{name}.output.quantized"
+    order = [node.output[0] for node in graph.node]
+    nodes = list(graph.node)[order.index(first) + 1 : order.index(last) + 1]
+    dtype = {8: onnx.TensorProto.UINT8, 16: onnx.TensorProto.UINT16}[bits]
+    source = onnx.helper.make_tensor_value_info(first, dtype, [CHUNK, depth])
+    result = onnx.helper.make_tensor_value_info(last, dtype, [CHUNK, columns])
+    for field, content in ((graph.node, nodes), (graph.input, [source]), (graph.output, [result])):
+        del field[:]
+        field.extend(content)
+    return model.SerializeToString()
+
+
+@by_name
+def test_a_linear_is_within_one_step_of_the_exact_integers(backend, decoder, scheme):
+    """As it is compiled, without its edges of float16: integers over the whole grid in, integers out.
+
+    Sums of 16-bit activations lose their last 8 bits, which is more than a step where the output's grid is that fine.
+    """
+    weights, plan = decoder.weights[scheme.name], decoder.plan
+    linears = {name: node for name, node in linear_nodes(plan).items() if ".layers.0." in name}
+    assert len(linears) == 4
+    for name, node in linears.items():
+        bits = scheme.activation_bits_of(name)
+        owner = next(s for s in plan.subgraphs if node in s.nodes)
+        alone = replace(
+            owner, name=name, nodes=(node,), inputs=node.inputs[:1], outputs=node.outputs, weights=(name,), state=()
+        )
+        of_one = replace(plan, subgraphs=(alone,), inputs=alone.inputs, output=node.outputs[0])
+        integers, scale = weights.linear(name)
+        model = without_edges(npu_model(of_one, alone, CHUNK, scheme, weights), name, integers.shape, bits)
+        session = open_session(backend.htp, SOC, model, options={})
+        q = np.random.default_rng(0).integers(-LEVELS[bits], LEVELS[bits] + 1, (CHUNK, len(integers)))
+        zero, dtype = {8: (128, np.uint8), 16: (32768, np.uint16)}[bits]
+        (found,) = session.run(None, {f"{name}.input.quantized": (q + zero).astype(dtype)})
+        unit = weights.array(f"{name}.input_step") * scale.astype(np.float64) / weights.array(f"{name}.output_step")
+        exact = q @ integers.astype(np.int64) * unit
+        allowed = 1 + (256 * unit if bits == 16 else 0)
+        # What lies beyond a grid becomes its last level, or what the integers' type still holds.
+        least = np.rint(exact).clip(-zero, LEVELS[bits]) - allowed
+        most = np.rint(exact).clip(-LEVELS[bits], zero) + allowed
+        steps = found.astype(np.int64) - zero
+        assert (least <= steps).all(), name
+        assert (steps <= most).all(), name
+
+
+@by_name
+def test_nothing_runs_on_the_cpu(backend, decoder, scheme, monkeypatch):
+    """ONNX Runtime's own account of the sessions, of the one that compiles and of the one that loads."""
+    make, sessions = ort.InferenceSession, []
+
+    def recorded(model, settings):
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        sessions.append(make(model, settings))
+        return sessions[-1]
+
+    monkeypatch.setattr(ort, "InferenceSession", recorded)
+    compile_layer(backend, decoder, scheme)
+    assigned = [session.get_provider_graph_assignment_info() for session in sessions]
+    assert [{part.ep_name for part in parts} for parts in assigned] == [{"QNNExecutionProvider"}] * 2
+    compiled, loaded = ([node.op_type for part in parts for node in part.get_nodes()] for parts in assigned)
+    assert compiled.count("MatMul") == 4
+    assert {"RMSNormalization", "Sigmoid", "Split", "Mul", "Add", "Cast"} <= set(compiled)
+    assert loaded == ["EPContext"]
+
+
+def test_a_node_for_the_cpu_makes_no_session(backend):
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("NonZero", ["x"], ["y"])],
+        "for the CPU",
+        [value("x", onnx.TensorProto.FLOAT, [4, 4])],
+        [value("y", onnx.TensorProto.INT64, [2, None])],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10)
+    with pytest.raises(Exception, match="fallback to CPU EP has been explicitly disabled"):
+        open_session(backend.htp, SOC, model.SerializeToString(), options={})
+
+
+@by_name
+def test_a_context_gives_the_bits_that_its_compiler_gave(backend, decoder, scheme, tmp_path):
+    subgraph, plan, weights = decoder.plan.static_subgraphs[1], decoder.plan, decoder.weights[scheme.name]
+    path = tmp_path / "context.onnx"
+    model = npu_model(plan, subgraph, CHUNK, scheme, weights)
+    compiled = open_session(backend.htp, SOC, model, options={}, write_context=path)
+    loaded = open_session(backend.htp, SOC, path, options={})
+    results = []
+    for session in (compiled, loaded):
+        call = Recording(plan, scheme, weights, CHUNK).call(subgraph, 0, CHUNK)
+        QnnExecutable(subgraph, plan, CHUNK, session, backend.htp).run(call.inputs, call.outputs)
+        results.append(call.result_bits())
+    assert results[0] == results[1]
+
+
+def test_what_is_refused_is_refused_before_anything_is_compiled(backend, decoder, tmp_path):
+    embedding = decoder.plan.subgraphs[0]
+    with pytest.raises(PartitionError, match=r"embedding: node 'model.embed_tokens.output': the NPU has no Gather"):
+        backend.compile(embedding, decoder.plan, CHUNK, W8A16, decoder.weights["w8a16"])
+    assert not (tmp_path / "contexts").exists()
+
+
+def relative_error(found, expected):
+    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(expected**2))
+
+
+def layer_error(backend, decoder, chunk_length):
+    """Of static.1 against the reference, by the root mean square: the worse of its two outputs."""
+    executable, call = compile_layer(backend, decoder, chunk_length=chunk_length)
+    executable.run(call.inputs, call.outputs)
+    recording = Recording(decoder.plan, W8A16, decoder.weights["w8a16"], chunk_length)
+    subgraph = decoder.plan.static_subgraphs[1]
+    expected = recording.call(subgraph, 0, chunk_length)
+    recording.reference(subgraph).run(expected.inputs, expected.outputs)
+    return max(relative_error(call.outputs[name], expected.outputs[name]) for name in subgraph.outputs)
+
+
+@pytest.mark.parametrize("chunk_length", [1, 2, 15, 16, 17, 31, 32, 33, 64])
+def test_every_chunk_length_is_computed_rightly(backend, decoder, chunk_length):
+    assert layer_error(backend, decoder, chunk_length) < 2.0**-8
+
+
+def test_sixteen_rows_are_padded_because_the_compiler_gets_them_wrong(backend, decoder, monkeypatch):
+    """Should this fail, the compiler has been mended, and `graph_rows` can go."""
+    for module in (executable_module, model_module):
+        monkeypatch.setattr(module, "graph_rows", lambda rows: rows)
+    assert layer_error(backend, decoder, 16) > 0.5
+    assert layer_error(backend, decoder, 15) < 2.0**-8
+
+
+class SpiedSession:
+    """A session that keeps the binding it gave out, and may fail."""
+
+    def __init__(self, session):
+        self._session = session
+        self.error = None
+        self.addresses = []
+
+    def io_binding(self):
+        self.binding = self._session.io_binding()
+        return self.binding
+
+    def run_with_iobinding(self, binding):
+        if self.error is not None:
+            raise self.error
+        assert binding is self.binding
+        self._session.run_with_iobinding(binding)
+        self.addresses.append([value.data_ptr() for value in binding.get_outputs()])
+
+
+@pytest.fixture
+def spied(backend, decoder, monkeypatch):
+    """static.1, its session and a call."""
+    sessions = []
+    monkeypatch.setattr(
+        "chunkrt.backends.qnn.backend.open_session",
+        lambda *arguments, **options: (
+            sessions.append(SpiedSession(open_session(*arguments, **options))) or sessions[-1]
+        ),
+    )
+    executable, call = compile_layer(backend, decoder)
+    return executable, sessions[-1], call
+
+
+def test_onnx_runtime_shares_the_memory_of_arrays():
+    array = np.zeros((4, 8), np.float16)
+    value = ort.OrtValue.ortvalue_from_numpy(array)
+    assert value.data_ptr() == array.ctypes.data
+    array[2, 3] = 7
+    assert value.numpy()[2, 3] == 7
+
+
+def test_buffers_are_bound_once(spied, monkeypatch):
+    made = []
+    from_numpy = ort.OrtValue.ortvalue_from_numpy
+    monkeypatch.setattr(ort.OrtValue, "ortvalue_from_numpy", lambda array: made.append(array) or from_numpy(array))
+    executable, session, call = spied
+    for _ in range(3):
+        executable.run(call.inputs, call.outputs)
+    assert len(session.addresses) == 3
+    assert session.addresses[0] == session.addresses[1] == session.addresses[2]
+    assert len(set(session.addresses[0])) == 2
+    assert made == []
+
+
+def test_calls_do_not_allocate(backend, decoder):
+    executable, call = compile_layer(backend, decoder, chunk_length=512)
+    smallest = min(array.nbytes // 2 for array in (*call.inputs.values(), *call.outputs.values()))
+    executable.run(call.inputs, call.outputs)
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            executable.run(call.inputs, call.outputs)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < smallest / 4
+
+
+def test_two_threads_get_what_each_gets_alone(backend, decoder):
+    executable, first = compile_layer(backend, decoder)
+    _, second = compile_layer(backend, decoder)
+    for array in second.inputs.values():
+        array *= -0.5
+    calls = (first, second)
+    for call in calls:
+        executable.run(call.inputs, call.outputs)
+    alone, inputs = [call.result_bits() for call in calls], [call.input_bits() for call in calls]
+    assert alone[0] != alone[1]
+
+    def run(call):
+        for _ in range(8):
+            for output in call.outputs.values():
+                output[...] = np.nan
+            executable.run(call.inputs, call.outputs)
+        return call.result_bits()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, calls)) == alone
+    assert [call.input_bits() for call in calls] == inputs
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 70000.0, -1e30])
+def test_an_input_beyond_float16_is_an_error(backend, decoder, value):
+    """A grid would make a number of it, and nobody would know."""
+    executable, call = compile_layer(backend, decoder)
+    for name, array in call.inputs.items():
+        kept = array[3, 2]
+        array[3, 2] = value
+        with pytest.raises(BackendError, match=rf"{name} left the range of float16 on the NPU.*--npu native") as raised:
+            executable.run(call.inputs, call.outputs)
+        assert not isinstance(raised.value, DeviceLostError)
+        array[3, 2] = kept
+    executable.run(call.inputs, call.outputs)
+    assert np.isfinite(call.outputs[HIDDEN]).all()
+
+
+def test_an_output_beyond_float16_is_an_error(backend, decoder):
+    subgraph, plan = sum_of_two(decoder)
+    executable = backend.compile(subgraph, plan, CHUNK, W8A16, decoder.weights["w8a16"])
+    shape = (CHUNK, CONFIG_IN_BLOCKS["hidden_size"])
+    inputs = {name: np.full(shape, 30000, np.float32) for name in subgraph.inputs}
+    outputs = {HIDDEN: np.zeros(shape, np.float32)}
+    executable.run(inputs, outputs)
+    np.testing.assert_array_equal(outputs[HIDDEN], 60000)
+    inputs[subgraph.inputs[0]][5, 1] = 40000
+    with pytest.raises(BackendError, match=f"{HIDDEN} left the range of float16"):
+        executable.run(inputs, outputs)
+
+
+def test_a_failure_of_the_npu_is_a_lost_device(spied):
+    executable, session, call = spied
+    session.error = RuntimeError("SSR: subsystem restart")
+    with pytest.raises(DeviceLostError, match=r"the NPU failed in subgraph static.1: SSR: subsystem restart"):
+        executable.run(call.inputs, call.outputs)
+    session.error = None
+    executable.run(call.inputs, call.outputs)
+    assert np.isfinite(call.outputs[HIDDEN]).all()

@@ -1,0 +1,301 @@
+"""Compiled contexts on disk: found by what they were compiled from, whole or not at all, written by one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.backends.qnn import HtpOptions, QnnBackend, backend, find_soc
+from chunkrt.backends.qnn.contexts import ContextFolder
+from chunkrt.backends.qnn.library import Htp
+from chunkrt.compiler import compile_checkpoint
+from chunkrt.engine_directory import open_weights, read_plan
+from chunkrt.errors import CompileError
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.weights.store import WeightStore
+
+CHECKPOINT = checkpoint("llama_biased_gguf")
+SCHEME = SCHEMES["w8a16"]
+KEY = "SM8650-w8a16-c32-static.0-0123456789abcdef"
+FILES = {"context.json", "context.onnx", "context_qnn.bin"}
+
+
+def write(wrapper):
+    """What the NPU's compiler writes: a wrapper, and a binary beside it."""
+    wrapper.write_bytes(b"wrapper" * 100)
+    wrapper.with_name("context_qnn.bin").write_bytes(bytes(range(256)) * 100)
+
+
+def refuse(wrapper):
+    pytest.fail("compiled again")
+
+
+@pytest.fixture
+def contexts(tmp_path):
+    return ContextFolder(tmp_path / "home" / "contexts")
+
+
+@pytest.fixture
+def context(contexts):
+    """A context that may be damaged."""
+    return contexts.make(KEY, write).parent
+
+
+def test_what_is_not_there_is_not_found(contexts):
+    assert contexts.find(KEY) is None
+    assert not contexts.path.exists()
+
+
+def test_what_was_made_is_found_and_not_made_again(contexts):
+    wrapper = contexts.make(KEY, write)
+    assert wrapper == contexts.path / KEY / "context.onnx"
+    assert {path.name for path in wrapper.parent.iterdir()} == FILES
+    assert contexts.find(KEY) == wrapper
+    assert contexts.make(KEY, refuse) == wrapper
+    assert [path.name for path in contexts.path.iterdir()] == [KEY]
+
+
+def test_a_context_is_moved_and_copied_as_a_folder(contexts, context, tmp_path):
+    shutil.copytree(context, tmp_path / "npu" / KEY)
+    assert ContextFolder(tmp_path / "npu").find(KEY) == tmp_path / "npu" / KEY / "context.onnx"
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def make_empty(path):
+    path.write_bytes(b"")
+
+
+def unlink(path):
+    path.unlink()
+
+
+def make_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def change_record(**changes):
+    def change(path):
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def without_the_wrapper(path):
+    record = json.loads(path.read_text())
+    del record["files"]["context.onnx"]
+    path.write_text(json.dumps(record))
+
+
+def with_a_file_outside(path):
+    """The record names another context's binary, which is whole."""
+    record = json.loads(path.read_text())
+    other = shutil.copytree(path.parent, path.parent.with_name("other"))
+    record["files"][f"../{other.name}/context_qnn.bin"] = record["files"]["context_qnn.bin"]
+    path.write_text(json.dumps(record))
+
+
+DAMAGES = [
+    *((name, damage) for name in sorted(FILES) for damage in (truncate, flip_a_bit, make_empty, unlink, make_a_folder)),
+    ("context.json", change_record(format=0)),
+    ("context.json", change_record(files={})),
+    ("context.json", change_record(files=[])),
+    ("context.json", change_record(files={"context.onnx": None})),
+    ("context.json", lambda path: path.write_text("[]")),
+    ("context.json", lambda path: path.write_text("[" * 100_000)),
+    ("context.json", without_the_wrapper),
+    ("context.json", with_a_file_outside),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_what_is_damaged_is_never_found_and_is_made_anew(contexts, context, caplog, name, damage):
+    damage(context / name)
+    assert contexts.find(KEY) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"{context} is damaged (")
+    written = []
+    wrapper = contexts.make(KEY, lambda path: (write(path), written.append(path)))
+    assert len(written) == 1
+    assert {path.name for path in context.iterdir()} == FILES
+    assert contexts.find(KEY) == wrapper
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+def test_an_interruption_leaves_nothing(contexts, error):
+    def interrupt(wrapper):
+        write(wrapper)
+        raise error
+
+    with pytest.raises(error):
+        contexts.make(KEY, interrupt)
+    assert not any(contexts.path.iterdir())
+    contexts.make(KEY, write)
+
+
+def test_what_a_process_left_that_died_is_not_found_and_goes_with_the_next_context(contexts, context):
+    other = contexts.path / f".{KEY}x.part"
+    shutil.copytree(context, other)
+    assert contexts.find(other.name.strip(".")) is None
+    contexts.make("another", write)
+    assert {path.name for path in contexts.path.iterdir()} == {KEY, "another"}
+
+
+MAKE = """
+import sys
+from pathlib import Path
+from chunkrt.backends.qnn.contexts import ContextFolder
+def write(wrapper):
+    print("writing", flush=True)
+    wrapper.write_text(sys.stdin.readline())
+wrapper = ContextFolder(Path(sys.argv[1])).make("key", write)
+print(wrapper.read_text(), end="")
+"""
+
+
+@pytest.fixture
+def process(tmp_path):
+    """A function that starts a process that makes a context; it writes the text, or waits for one to write."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    started = []
+
+    def start(text=""):
+        started.append(subprocess.Popen([sys.executable, "-P", "-c", MAKE, str(tmp_path)], text=True, **pipes))
+        started[-1].stdin.write(text)
+        started[-1].stdin.flush()
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def test_of_two_processes_one_writes_and_the_other_waits(process, tmp_path):
+    first = process()
+    assert first.stdout.readline() == "writing\n"
+    second = process("the second\n")
+    assert second.stderr.readline() == "another process is compiling for the NPU; waiting for it\n"
+    assert first.communicate("the first\n", timeout=60) == ("the first\n", "")
+    assert second.communicate(timeout=60) == ("the first\n", "")
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["key"]
+
+
+def test_when_the_one_that_writes_is_killed_the_other_writes(process, tmp_path):
+    first = process()
+    assert first.stdout.readline() == "writing\n"
+    second = process("the second\n")
+    assert second.stderr.readline() == "another process is compiling for the NPU; waiting for it\n"
+    first.kill()
+    assert second.communicate(timeout=60) == ("writing\nthe second\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+# What a key depends on. No library is needed for that.
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """An engine directory."""
+    folder = tmp_path_factory.mktemp("engine") / "engine"
+    compile_checkpoint(CHECKPOINT, SCHEME, {}, folder, model="toy")
+    return folder
+
+
+@pytest.fixture
+def qnn(monkeypatch, tmp_path):
+    """A function that makes the backend as it is with some version of the library."""
+
+    def make(soc="SM8650", version="2.7.0", **options):
+        htp = Htp(version=version, is_emulated=True, device=None, backend_path="")
+        monkeypatch.setattr(backend, "open_htp", lambda: htp)
+        return QnnBackend(find_soc(soc), contexts=tmp_path / "contexts", options=HtpOptions(**options))
+
+    return make
+
+
+def static(plan, index=0):
+    return [subgraph for subgraph in plan.subgraphs if subgraph.device == "npu"][index]
+
+
+def test_a_key_changes_with_all_that_is_compiled_from(engine, qnn, tmp_path):
+    plan, weights = read_plan(engine), open_weights(engine)
+    subgraph = static(plan)
+    keys = [
+        qnn().key(subgraph, plan, 32, SCHEME, weights),
+        qnn().key(subgraph, plan, 8, SCHEME, weights),
+        qnn().key(subgraph, plan, 32, SCHEMES["w8a8"], weights),
+        qnn().key(static(plan, 1), plan, 32, SCHEME, weights),
+        qnn(soc="SM8750").key(subgraph, plan, 32, SCHEME, weights),
+        qnn(version="2.7.1").key(subgraph, plan, 32, SCHEME, weights),
+        qnn(vtcm_mb=4).key(subgraph, plan, 32, SCHEME, weights),
+        *(qnn().key(subgraph, plan, 32, SCHEME, changed) for changed in changed_weights(subgraph, weights)),
+        qnn().key(replace(subgraph, nodes=changed_norm(subgraph)), plan, 32, SCHEME, weights),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert keys[0].startswith("SM8650-w8a16-c32-static.0-")
+
+
+def changed_weights(subgraph, weights):
+    """Stores with one bit changed, in each array of the subgraph."""
+    for name in subgraph.weights:
+        for suffix, array in weights.parts(name):
+            changed = array.copy()
+            changed.view(np.uint8).reshape(-1)[0] ^= 1
+            logical_shapes = {name: ()}
+            parts = {n + s: a for n in subgraph.weights for s, a in weights.parts(n)}
+            yield WeightStore(parts | {name + suffix: changed}, logical_shapes)
+
+
+def changed_norm(subgraph):
+    norm, *others = subgraph.nodes
+    return (replace(norm, attributes={**norm.attributes, "epsilon": 0.5}), *others)
+
+
+def test_a_key_does_not_change_with_the_path_or_with_how_the_npu_runs(engine, qnn, tmp_path):
+    copy = shutil.copytree(engine, tmp_path / "elsewhere")
+    keys = {
+        options.key(static(plan := read_plan(folder)), plan, 32, SCHEME, open_weights(folder))
+        for folder in (engine, copy)
+        for options in (qnn(), qnn(performance_mode="balanced"), qnn(rpc_control_latency_us=100))
+    }
+    assert len(keys) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_compile_error(engine, qnn, tmp_path):
+    (tmp_path / "contexts").write_text("a file in the way")
+    plan = read_plan(engine)
+    with pytest.raises(CompileError, match=r"^cannot write the context of static.0: [^\n]+$"):
+        qnn().prepare(static(plan), plan, 32, SCHEME, open_weights(engine))
+
+
+def test_what_another_version_of_the_library_wrote_is_not_loaded(engine, tmp_path):
+    pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
+    plan, weights = read_plan(engine), open_weights(engine)
+
+    def prepare(version=None, **folders):
+        qnn = QnnBackend(find_soc("SM8650"), **folders)
+        qnn.htp = replace(qnn.htp, version=version or qnn.htp.version)
+        return qnn.prepare(static(plan), plan, 8, SCHEME, weights), qnn.num_compiled
+
+    old, _ = prepare("2.6.0", contexts=tmp_path / "contexts")
+    assert prepare("2.6.0", contexts=tmp_path / "contexts") == (old, 0)
+    new, num_compiled = prepare(contexts=tmp_path / "contexts")
+    assert (num_compiled, new == old) == (1, False)
+    assert prepare(contexts=tmp_path / "more", compiled=tmp_path / "contexts") == (new, 0)
+    assert prepare("2.8.0", contexts=tmp_path / "more", compiled=tmp_path / "contexts")[1] == 1

@@ -1,0 +1,156 @@
+"""Qualcomm's libraries: what is said when they are missing, which SoC this is, and that stdout stays clean."""
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from chunkrt.backends.qnn import INSTALL, library
+from chunkrt.errors import BackendUnavailableError, ConfigError
+
+COMPILE = """
+import sys
+from pathlib import Path
+from chunkrt.backends.qnn import QnnBackend, find_soc
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+scheme = SCHEMES["w8a16"]
+decoder = random_decoder([scheme], CONFIG_IN_BLOCKS)
+backend = QnnBackend(find_soc("SM8650"), contexts=Path(sys.argv[1]))
+backend.compile(decoder.plan.static_subgraphs[0], decoder.plan, 8, scheme, decoder.weights["w8a16"])
+assert backend.num_compiled == 1
+print("the end")
+"""
+
+
+@pytest.fixture
+def on_arm(monkeypatch, tmp_path):
+    """A function that makes this an Arm machine whose SoC calls itself something."""
+    monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(library, "LINUX_DEVICES", tmp_path)
+
+    def describe(machine):
+        (tmp_path / "soc0").mkdir()
+        (tmp_path / "soc0" / "machine").write_text(f"{machine}\n")
+
+    return describe
+
+
+@pytest.fixture
+def on_windows(monkeypatch):
+    """A function that makes this a Windows machine on Arm whose processor has a name."""
+
+    def describe(processor):
+        winreg = SimpleNamespace(
+            HKEY_LOCAL_MACHINE=0,
+            OpenKey=lambda root, path: nullcontext(),
+            QueryValueEx=lambda key, name: (processor, 1) if name == "ProcessorNameString" else None,
+        )
+        monkeypatch.setitem(sys.modules, "winreg", winreg)
+        monkeypatch.setattr(library.platform, "machine", lambda: "ARM64")
+        monkeypatch.setattr(sys, "platform", "win32")
+
+    return describe
+
+
+def test_stdout_is_for_data(tmp_path):
+    """The library announces itself on stdout, which is a pipe here: what it buffers must not come later either."""
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
+    if library.this_soc() is not None:
+        pytest.skip("this machine has an NPU, and a compiler for that NPU alone")
+    run = [sys.executable, "-P", "-c", COMPILE, str(tmp_path)]
+    finished = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert finished.stdout == "the end\n"
+    assert finished.stderr == ""
+
+
+def test_a_missing_package_is_named_with_what_to_type(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailableError, match="needs onnxruntime-qnn, which is not installed") as raised:
+        library.open_htp.__wrapped__()
+    assert INSTALL in str(raised.value)
+    assert not library.is_installed()
+    assert not library.has_npu()
+
+
+def test_a_package_that_does_not_load_says_why(monkeypatch):
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
+    import onnxruntime_qnn
+
+    monkeypatch.setattr(onnxruntime_qnn, "get_qnn_htp_path", lambda: "/nowhere/libQnnHtp.so")
+    with pytest.raises(BackendUnavailableError, match=r"onnxruntime-qnn [\d.]+ does not load: /nowhere/libQnnHtp"):
+        library.open_htp.__wrapped__()
+
+
+def test_an_emulating_machine_is_no_soc(monkeypatch):
+    for machine in ("x86_64", "AMD64"):
+        monkeypatch.setattr(library.platform, "machine", lambda name=machine: name)
+        assert library.this_soc() is None
+        assert not library.has_npu()
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"), [("SM8650", "SM8650"), ("SM8550P", "SM8550"), ("X1E80100", "SC8380XP"), ("QCS9075", "QCS9100")]
+)
+def test_linux_says_which_soc_this_is(on_arm, machine, name):
+    on_arm(machine)
+    found = library.this_soc()
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize(
+    ("processor", "name"),
+    [
+        ("Snapdragon(R) X Elite - X1E80100 - Qualcomm(R) Oryon(TM) CPU", "SC8380XP"),
+        ("Snapdragon(R) X Plus - X1P42100 - Qualcomm(R) Oryon(TM) CPU", "SC8380XP"),
+        ("Snapdragon(R) X 12-core X1P64100 @ 3.40 GHz", "SC8380XP"),
+        ("Snapdragon(R) X - X126100 - Qualcomm(R) Oryon(TM) CPU", "SC8380XP"),
+        ("Snapdragon(R) X2 Elite - X2E80100 - Qualcomm(R) Oryon(TM) CPU", "SC8480XP"),
+    ],
+)
+def test_windows_says_which_soc_this_is(on_windows, processor, name):
+    on_windows(processor)
+    found = library.this_soc()
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize("machine", ["Raspberry Pi 5", "SM8250", None])
+def test_a_soc_that_nobody_knows_must_be_named(on_arm, machine):
+    if machine:
+        on_arm(machine)
+    says = machine or "it says nothing"
+    with pytest.raises(ConfigError, match=rf"which SoC this machine has \({says}\); name it with --soc \(.*SM8650.*"):
+        library.this_soc()
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "expected"), [("CPU", "null", True), ("CPU", "?", False), ("NPU", "?", True)]
+)
+def test_an_npu_is_one_that_the_driver_or_onnx_runtime_lists(monkeypatch, on_arm, kind, device, expected):
+    """Of the device files, /dev/null is one that is there."""
+    import onnxruntime as ort
+
+    listed = SimpleNamespace(device=SimpleNamespace(type=getattr(ort.OrtHardwareDeviceType, kind)))
+    monkeypatch.setattr(library, "open_htp", lambda: SimpleNamespace(device=listed))
+    monkeypatch.setattr(library, "is_installed", lambda: True)
+    monkeypatch.setattr(library, "LINUX_NPU_DEVICES", (device,))
+    assert library.has_npu() is expected
+
+
+def test_a_library_that_does_not_load_is_no_npu(monkeypatch, on_arm):
+    def unavailable():
+        raise BackendUnavailableError("it does not load")
+
+    monkeypatch.setattr(library, "open_htp", unavailable)
+    monkeypatch.setattr(library, "is_installed", lambda: True)
+    assert not library.has_npu()

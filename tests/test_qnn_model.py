@@ -1,0 +1,135 @@
+"""A real model on the emulated NPU: one layer for three generations of it, and the whole of SmolLM2-135M-Instruct."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import chunkrt
+from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.catalogue import find, pulled
+from chunkrt.graph.plan import resolve
+
+pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+if not open_htp().is_emulated:
+    pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+NAME = "smollm2-135m-instruct"
+MODEL = pulled(find(NAME))
+pytestmark = pytest.mark.skipif(MODEL is None, reason=f"{NAME} is not here: chunkrt pull {NAME}")
+
+CONTINUATION = " "
+TEXT = Path(__file__).parent / "data" / "evaluation_text.txt"
+NUM_TOKENS, CHUNK, SCHEME = 40, 32, "w8a16"
+LAYER_TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
+"""Of an output, by the root mean square: twice what ten roundings to float16 do, each up to 2^-11 of a value."""
+MOST_DIVERGENCE = 0.01
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home():
+    """A cache that goes when the tests are done: the float weights alone take half a gigabyte."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        patch.setenv("CHUNKRT_HOME", folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference(home):
+    with chunkrt.load(MODEL, npu="reference", scheme=SCHEME) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tokens(reference):
+    found = reference.tokenizer.encode(TEXT.read_text("utf-8"), add_special=False, parse_special=False)
+    return np.array(found[:NUM_TOKENS])
+
+
+@pytest.fixture(scope="module")
+def on_npu(home, tokens):
+    """A session on the emulator and what it made of the prompt: two chunks, pipelined, all logits."""
+    with chunkrt.load(MODEL, npu="qnn", scheme=SCHEME, chunk_length=CHUNK, soc="SM8650", policy="in_order") as engine:
+        session = engine.session()
+        yield session, session.prefill(tokens, logits="all"), engine
+
+
+@pytest.fixture(scope="module")
+def exact(reference, tokens):
+    return reference.session().prefill(tokens, logits="all").logits
+
+
+def run_up_to(engine, subgraph, tokens):
+    """Every value of a chunk before a subgraph, by the reference; and after it."""
+    plan, symbols = engine.plan, {"T": len(tokens), "P": len(tokens)}
+    values = {"input_ids": tokens, "position": np.zeros(1, np.int64)}
+    for part in plan.subgraphs[: plan.subgraphs.index(subgraph) + 1]:
+        for name in (*part.state, *part.outputs):
+            values[name] = np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32)
+        executable = ReferenceBackend().compile(part, plan, len(tokens), engine.scheme, engine.weights)
+        inputs = {name: values[name] for name in (*part.inputs, *part.state)}
+        executable.run(inputs, {name: values[name] for name in part.outputs})
+    return values
+
+
+@pytest.mark.parametrize("soc", ["SM8650", "SM8750", "SM8850"], ids=["v75", "v79", "v81"])
+def test_a_layer_is_what_the_reference_computes(reference, tokens, tmp_path, soc):
+    engine = reference
+    subgraph = engine.plan.static_subgraphs[1]
+    assert [node.op for node in subgraph.nodes].count("MatMul") == 4
+    values = run_up_to(engine, subgraph, tokens[:CHUNK])
+    backend = QnnBackend(find_soc(soc), contexts=tmp_path)
+    executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.weights)
+    found = {name: np.zeros_like(values[name]) for name in subgraph.outputs}
+    executable.run({name: values[name] for name in subgraph.inputs}, found)
+    for name in subgraph.outputs:
+        off = np.sqrt(np.mean((found[name] - values[name]) ** 2) / np.mean(values[name] ** 2))
+        assert off < LAYER_TOLERANCE, f"{name} is off by {off:.5f} of its root mean square"
+
+
+def test_every_graph_runs_on_the_npu_and_once_a_chunk(on_npu):
+    _, result, engine = on_npu
+    assert engine.npu_backend.num_compiled == len(engine.plan.static_subgraphs) == 31
+    assert result.num_chunks == 2
+    num_runs = [event.processor for event in result.events].count("npu")
+    assert num_runs == 2 * 31
+    assert engine.chunk_length == CHUNK
+
+
+def test_logits_match_the_reference(on_npu, exact):
+    found = on_npu[1].logits
+    assert found[-1].argmax() == exact[-1].argmax()
+    assert divergence(exact, found).mean() < MOST_DIVERGENCE / 2
+
+
+def test_logits_are_close_to_float(on_npu, tokens):
+    """As close as 8-bit weights allow, which alone cost 0.004 here. At the start of a chat they cost 0.007, and all is
+    0.012."""
+    with chunkrt.load(MODEL, npu="onnxrt", scheme="float") as engine:
+        expected = engine.session().prefill(tokens, logits="all").logits
+    print(divergence(expected, on_npu[1].logits).mean())
+    assert divergence(expected, on_npu[1].logits).mean() < MOST_DIVERGENCE
+
+
+def test_the_cpu_goes_on_where_the_npu_ends(on_npu, reference, tokens):
+    """Greedily, from the keys and values that the NPU computed."""
+    session, by_reference = on_npu[0].fork(), reference.session()
+    by_reference.prefill(tokens)
+    found, expected = (list(s.generate(max_new_tokens=6)) for s in (session, by_reference))
+    assert [piece.token_id for piece in found] == [piece.token_id for piece in expected]
+    print(repr("".join(piece.text for piece in found)), divergence(reference.session().prefill(tokens,logits="all").logits,on_npu[1].logits).mean())
+    assert "".join(piece.text for piece in found).startswith(CONTINUATION)
+    assert session.position == NUM_TOKENS + 6
+
+
+def divergence(expected, found):
+    """Kullback-Leibler divergence of every position, in nats: float64 [T] of logits float32 [T, V]."""
+    p, q = (log_probabilities(logits.astype(np.float64)) for logits in (expected, found))
+    return np.sum(np.exp(p) * (p - q), axis=1)
+
+
+def log_probabilities(logits):
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

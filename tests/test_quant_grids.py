@@ -1,0 +1,180 @@
+"""The grids of static schemes: how they come from a calibration, and what the store keeps of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from chunkrt.calibrate import calibrate
+from chunkrt.errors import QuantizationError
+from chunkrt.graph.plan import Node
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.grid import grids_of, round_to_grid
+from chunkrt.quant.scheme import LEVELS, SCHEMES
+from chunkrt.quant.weights import linear_nodes, quantize_weight_in_blocks, stored_entries, write_weights
+from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+from chunkrt.weights.store import INPUT_STEP_SUFFIX, MULTIPLIER_SUFFIX, OUTPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
+
+STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
+W8A16, W8A8, W4A16 = (SCHEMES[name] for name in ("w8a16", "w8a8", "w4a16"))
+QKV, O_PROJ, GATE_UP, DOWN = (
+    f"model.layers.0.{name}.weight"
+    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+)
+HEAD = "lm_head.weight"
+
+
+def drawn(plan):
+    """Weights from a seed, by plan name."""
+
+    def load(name):
+        shape = [int(d) for d in plan.tensors[name].shape]
+        return np.random.default_rng(len(name)).standard_normal(shape, np.float32) * np.float32(0.2)
+
+    return load
+
+
+def linear(weight):
+    return Node(name="product", op="MatMul", domain="", inputs=("x", weight), outputs=("y",), attributes={})
+
+
+SEEN = Calibration(
+    model="toy",
+    text="",
+    method="mse",
+    num_tokens=1,
+    peaks={"x": 32639 / 64, "y": 32639 / 256},
+    limits={"x": 127 / 64},
+    column_peaks={"y": np.array([127.0, 0.0, 32639 / 256], np.float32)},
+)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_values_go_to_the_nearest_level_and_ties_to_the_even_one(bits):
+    levels, step = LEVELS[bits], np.float32(0.25)
+    steps = np.array(
+        [0.5, 1.5, -0.5, -2.5, 0.75, levels - 0.5, levels, levels + 0.5, 2 * levels, -levels - 3], np.float32
+    )
+    expected = [0, 2, 0, -2, 1, levels - 1, levels, levels, levels, -levels]
+    np.testing.assert_array_equal(round_to_grid(steps * step, np.array([step]), bits), expected)
+
+
+def test_each_column_has_its_own_grid_if_it_has_one():
+    x = np.array([[1, 1, 1], [-3, 300, 0.25]], np.float32)
+    found = round_to_grid(x, np.array([0.5, 2, 1], np.float32), 8)
+    np.testing.assert_array_equal(found, [[2, 0, 1], [-6, 127, 0]])
+
+
+def test_grids_of_16_bits_reach_the_peak_and_outputs_twice_as_far():
+    grids = grids_of(linear(O_PROJ), W8A16, SEEN)
+    np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
+    np.testing.assert_array_equal(grids.output_step, np.array([2 / 256], np.float32))
+
+
+def test_grids_of_8_bits_end_at_the_limit_and_outputs_at_the_peak_of_their_column():
+    """A column that was always zero gets a grid as if it had reached 1."""
+    grids = grids_of(linear(O_PROJ), W8A8, SEEN)
+    np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
+    np.testing.assert_array_equal(grids.output_step, np.array([1, 1 / 127, 32639 / 256 / 127], np.float32))
+
+
+def test_wide_linears_have_grids_of_16_bits_by_column():
+    grids = grids_of(linear(DOWN), W8A8, SEEN)
+    np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
+    np.testing.assert_array_equal(grids.output_step, np.array([2 * 127 / 32639, 1 / 32639, 2 / 256], np.float32))
+
+
+def test_a_value_that_was_always_zero_has_a_grid_to_1():
+    silent = replace(SEEN, peaks={"x": 0.0, "y": 0.0})
+    grids = grids_of(linear(O_PROJ), W8A16, silent)
+    for step in (grids.input_step, grids.output_step):
+        np.testing.assert_array_equal(step, np.array([1 / 32639], np.float32))
+
+
+def test_bits_follow_the_weight_s_name():
+    by_scheme = {s.name: [s.activation_bits_of(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] for s in STATIC}
+    assert by_scheme == {
+        "w8a16": [16, 16, 16, 16, 16],
+        "w8a8": [16, 8, 8, 16, 16],
+        "w4a16": [16, 16, 16, 16, 16],
+    }
+    assert [W8A8.num_digits(w) for w in (QKV, O_PROJ)] == [2, 1]
+    assert [W4A16.weight_bits_of(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] == [4, 4, 4, 4, 8]
+    assert {W8A16.weight_bits_of(w) for w in (QKV, HEAD)} == {8}
+    assert SCHEMES["float"].weight_bits_of(HEAD) is None
+    assert [W8A16.has_column_grids(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] == [False, False, False, True, False]
+    assert all(W8A8.has_column_grids(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD))
+    assert {s.name for s in SCHEMES.values() if s.is_static} == set(by_scheme)
+
+
+@pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
+def test_the_store_holds_grids_beside_each_linear(scheme):
+    decoder = random_decoder([scheme])
+    store = decoder.weights[scheme.name]
+    store.check(e for entries in stored_entries(decoder.plan, scheme).values() for e in entries)
+    for name in linear_nodes(decoder.plan):
+        integers, scale = store.linear(name)
+        depth, columns = integers.shape
+        parts = {suffix: array for suffix, array in store.parts(name) if suffix}
+        shapes = {
+            SCALE_SUFFIX: ("float32", (columns,)),
+            INPUT_STEP_SUFFIX: ("float32", (1,)),
+            OUTPUT_STEP_SUFFIX: ("float32", (columns,) if scheme.has_column_grids(name) else (1,)),
+        }
+        if scheme.weight_bits_of(name) == 4:
+            shapes[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // 32), columns))
+        assert {suffix: (array.dtype.name, array.shape) for suffix, array in parts.items()} == shapes
+        assert all((array > 0).all() for array in parts.values())
+        assert scale.shape == (columns,)
+
+
+def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_products(tmp_path):
+    plan = random_decoder([]).plan
+    load = drawn(plan)
+    calibration = calibrate(plan, load, np.arange(30) % plan.vocab_size, model="drawn")
+    write_weights(plan, W4A16, load, tmp_path / "weights", calibration=calibration)
+    store = WeightStore.open(tmp_path / "weights")
+    for name, node in linear_nodes(plan).items():
+        grids = grids_of(node, W4A16, calibration)
+        np.testing.assert_array_equal(store.array(name + INPUT_STEP_SUFFIX), grids.input_step)
+        np.testing.assert_array_equal(store.array(name + OUTPUT_STEP_SUFFIX), grids.output_step)
+        if name != HEAD:
+            products, scale, multipliers = quantize_weight_in_blocks(load(name))
+            for found, expected in zip(store.linear(name), (products, scale), strict=True):
+                np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(store.array(name + MULTIPLIER_SUFFIX), multipliers)
+
+
+@pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
+def test_a_static_scheme_wants_a_calibration(scheme, tmp_path):
+    plan = random_decoder([]).plan
+    with pytest.raises(QuantizationError, match=rf"'{scheme.name}' needs a calibration; run `chunkrt calibrate`"):
+        write_weights(plan, scheme, drawn(plan), tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "field", "lacking"),
+    [
+        (W8A16, "peaks", "layers.0.mlp.gate_up_proj.output"),
+        (W8A8, "column_peaks", "layers.0.mlp.gate_up_proj.output"),
+        (W4A16, "column_peaks", "layers.1.mlp.down_proj.output"),
+        (W8A8, "limits", "layers.1.self_attn.attention"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_calibration_that_lacks_a_value_is_refused(scheme, field, lacking, tmp_path):
+    plan = random_decoder([]).plan
+    calibration = calibrate(plan, drawn(plan), np.arange(30), model="drawn")
+    known = {name: value for name, value in getattr(calibration, field).items() if not name.endswith(lacking)}
+    assert len(known) == len(getattr(calibration, field)) - 1
+    foreign = replace(calibration, **{field: known})
+    with pytest.raises(QuantizationError, match=f"knows nothing of .*{lacking}.*; calibrate this model anew"):
+        write_weights(plan, scheme, drawn(plan), tmp_path / "weights", calibration=foreign)
+
+
+@pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
+def test_a_calibration_of_another_width_is_refused(scheme, tmp_path):
+    plan, other = random_decoder([]).plan, random_decoder([], CONFIG_IN_BLOCKS).plan
+    calibration = calibrate(other, drawn(other), np.arange(30), model="other")
+    with pytest.raises(QuantizationError, match=r"another model's: it knows \d+ columns of .*, the model has \d+"):
+        write_weights(plan, scheme, drawn(plan), tmp_path / "weights", calibration=calibration)
