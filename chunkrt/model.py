@@ -9,10 +9,10 @@ from pathlib import Path
 from chunkrt import catalogue
 from chunkrt.backends import qnn
 from chunkrt.engine_directory import cached_folder, is_engine_directory, read_manifest
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import find_scheme
+from chunkrt.quant.scheme import SCHEMES, find_scheme
 from chunkrt.shared_folder import only_writer, remove
 
 DEFAULT_SCHEME = "w8a8-dynamic"
@@ -30,6 +30,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     Raises:
         ConfigError, ModelError: as `chunkrt.load`.
         BackendUnavailableError: the NPU was asked for by name, and onnxruntime-qnn is not here.
+        PartitionError: it was, with a scheme that it does not run.
     """
     if options.npu == "qnn":
         qnn.open_htp()  # before anything is downloaded or compiled for it
@@ -41,6 +42,9 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     scheme = find_scheme(options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default_scheme))
     if options.calibration and not scheme.is_static:
         raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
+    if options.npu == "qnn" and not scheme.is_static:
+        static = ", ".join(name for name, other in SCHEMES.items() if other.is_static)
+        raise PartitionError(f"the NPU has no linears under the scheme {scheme.name!r}; use a static one: {static}")
     placement = options_placement(options)
     cache = catalogue.home() / "engines"
     folder = cached_folder(

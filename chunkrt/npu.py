@@ -9,6 +9,7 @@ from pathlib import Path
 from chunkrt import catalogue
 from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.engine_directory import CONTEXTS, Manifest
+from chunkrt.errors import ConfigError
 from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import find_scheme
 
@@ -28,15 +29,22 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
     if options.npu == "auto" and not find_scheme(manifest.scheme).is_static:
         log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme)
         return None
+    try:
+        soc = choose_soc(options.soc, manifest)
+    except ConfigError as error:
+        if options.npu != "auto":
+            raise
+        log.warning("%s; the CPU does the NPU's work", error)
+        return None
     compiled = folder / CONTEXTS
     backend = QnnBackend(
-        choose_soc(options.soc, manifest),
+        soc,
         contexts=contexts_folder(),
         compiled=compiled if compiled.is_dir() else None,
         options=options.htp,
     )
     if backend.htp.is_emulated:
-        _tell_of_emulation(backend.soc.name)
+        _tell_of_emulation()
     return backend
 
 
@@ -55,5 +63,5 @@ def contexts_folder() -> Path:
 
 
 @cache
-def _tell_of_emulation(soc: str) -> None:
-    log.warning("there is no Hexagon NPU here: %s is emulated; its values are right, its speed means nothing", soc)
+def _tell_of_emulation() -> None:
+    log.warning("there is no Hexagon NPU here, it is emulated: values are a device's, speed means nothing")

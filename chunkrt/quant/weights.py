@@ -166,10 +166,7 @@ def write_weights(
             writer.write(pack(quantized))
             later[name + SCALE_SUFFIX] = scale
             if scheme.is_static:
-                grids = grids_of(linears[name], scheme, calibration)
-                if grids.output_step.size not in (1, scale.size):
-                    found = f"{grids.output_step.size} columns of {name}, the model has {scale.size}"
-                    raise QuantizationError(f"the calibration is another model's: it knows {found}")
+                grids = grids_of(linears[name], scheme, calibration, scale)
                 later[name + INPUT_STEP_SUFFIX], later[name + OUTPUT_STEP_SUFFIX] = grids.input_step, grids.output_step
         for entry in beside:
             writer.write(later[entry.name])

@@ -48,8 +48,12 @@ def _make_up_for_dropped_bits(graph: ir.Graph, linear: Node, weights: WeightStor
     """
     weight, name = linear.inputs[1], linear.outputs[0]
     missing = weights.array(weight + INPUT_STEP_SUFFIX) * weights.array(weight + SCALE_SUFFIX) * MEAN_DROPPED
-    constant = ir.tensor(missing.astype(np.float32), name=f"{weight}.dropped")
-    mean = ir.Value(name=constant.name, type=ir.TensorType(constant.dtype), shape=constant.shape, const_value=constant)
+    mean = ir.Value(
+        name=f"{weight}.dropped",
+        type=ir.TensorType(ir.DataType.FLOAT),
+        shape=ir.Shape(missing.shape),
+        const_value=ir.tensor(missing.astype(np.float32), name=f"{weight}.dropped"),
+    )
     graph.register_initializer(mean)
     result = next(value for node in graph for value in node.outputs if value.name == name)
     add = ir.Node("", "Add", [result, mean], num_outputs=1, name=f"{weight}.made_up")

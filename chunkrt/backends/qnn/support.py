@@ -22,8 +22,8 @@ MEAN_DROPPED = 255 / 2
 """Of a sum of 16-bit products, whose last 8 bits are dropped."""
 
 ROWS_MULTIPLE = 32
-"""Rows of every compiled graph are a multiple of this. Others may be computed wrongly, and nothing is said: 16 rows of a
-gated feed-forward with activations of 16 bits; and the last of 8-bit values of which there are no whole 128 bytes."""
+"""Rows of every compiled graph are a multiple of this. Others are computed wrongly, and nothing is said: 16 rows of a
+gated feed-forward with 16-bit activations; and the last of 8-bit values of which there are no whole 128 bytes."""
 
 DEPTH_MULTIPLE_OF_8_BITS = 4
 """With ROWS_MULTIPLE rows, what makes 8-bit values come in whole 128 bytes."""
