@@ -190,11 +190,6 @@ def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> Non
         schedule.claim(npu_and_cpu()[1])
 
 
-def test_an_unknown_policy_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="unknown policy 'inorder'; did you mean 'in_order'"):
-        find_policy("inorder")
-
-
 class _Adversary:
     """Chooses by a drawn list, so that every order which the rules allow can come up."""
 

@@ -26,7 +26,7 @@ from fake_backend import (
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor, RunResult
-from chunkrt.runtime.policy import Policy, ScheduleView, Task, find_policy
+from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, Task, find_policy
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import State
 from chunkrt.runtime.workers import Workers
@@ -138,7 +138,7 @@ def test_a_slow_reader_keeps_its_buffers() -> None:
 FAILING = ["embedding", "static.0", "static.1", "dynamic.0", "dynamic.1", "static.2", "head"]
 
 
-@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("failing", FAILING)
 def test_a_failure_is_raised_once_with_its_task_and_the_executor_lives_on(failing: str, policy: str) -> None:
     plan = make_plan()

@@ -19,8 +19,10 @@ from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostErr
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.binding import BoundSubgraph
 from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers, aligned_zeros
+from chunkrt.runtime.costs import Costs
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.policy import Policy, Task
+from chunkrt.runtime.ring import ring_slots
 from chunkrt.runtime.schedule import Processor, Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.workers import Progress, Workers, run_in_caller
@@ -49,7 +51,7 @@ class Executor:
         chunk_length: C, tokens a chunk, 1 to the plan's context length.
         processors: who runs which device role; together they cover the plan's devices.
         policy: chooses among ready tasks.
-        chunks_in_flight: ring slots, at least 1; one more than there are workers keeps all of them busy.
+        chunks_in_flight: ring slots, at least 1; by default as many as `ring_slots` gives.
 
     Raises:
         ConfigError: an argument is out of range or does not go with the others.
@@ -64,11 +66,11 @@ class Executor:
         chunk_length: int,
         processors: Sequence[Processor],
         policy: Policy,
-        chunks_in_flight: int,
+        chunks_in_flight: int | None = None,
     ) -> None:
         if not 1 <= chunk_length <= plan.context_length:
             raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context")
-        if chunks_in_flight < 1:
+        if chunks_in_flight is not None and chunks_in_flight < 1:
             raise ConfigError(f"{chunks_in_flight} chunks in flight: at least 1 is needed")
         _check_plan(plan)
         _check_executables(plan, executables)
@@ -77,9 +79,13 @@ class Executor:
         self.chunk_length = chunk_length
         self.processors = tuple(processors)
         self.policy = policy
+        self.costs = Costs(plan)
+        """What tasks take, learnt from every run."""
+        num_workers = sum(processor.workers for processor in processors)
+        num_slots = chunks_in_flight or ring_slots(plan, chunk_length, num_workers)
         layout = BufferLayout(plan, chunk_length)
-        self.ring = [ChunkBuffers(layout) for _ in range(chunks_in_flight)]
-        self.num_bytes = layout.num_bytes * chunks_in_flight
+        self.ring = [ChunkBuffers(layout) for _ in range(num_slots)]
+        self.num_bytes = layout.num_bytes * num_slots
         """Bytes of the chunk buffers."""
         self.subgraphs = [
             BoundSubgraph(
@@ -91,7 +97,8 @@ class Executor:
             )
             for subgraph in plan.subgraphs
         ]
-        self._is_concurrent = policy.is_concurrent and sum(p.workers for p in processors) > 1
+        self.is_concurrent = policy.is_concurrent and num_workers > 1
+        """Whether tasks of several chunks may run at once; if not, no run starts threads."""
         self._workers: Workers | None = None
         self._one_run = Lock()
 
@@ -129,17 +136,19 @@ class Executor:
                 self._workers.close()  # they may run on after a second interrupt
             run = _Run(self, token_ids, state, logits)
             schedule = run.schedule
-            if self._is_concurrent and schedule.num_chunks > 1:
-                self._workers = Workers(schedule, self.processors, run.execute, cancel=cancel)
+            if run.is_concurrent:
+                self._workers = Workers(schedule, run.execute, cancel=cancel)
                 events = self._workers.run(progress)
                 self._workers = None
             else:
-                events = run_in_caller(schedule, self.processors, run.execute, cancel=cancel, progress=progress)
+                events = run_in_caller(schedule, run.execute, cancel=cancel, progress=progress)
             if schedule.failure is not None:
                 raise self._failure(*schedule.failure) from schedule.failure[1]
             if schedule.is_cancelled:
                 raise ClosedError(f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks")
             state.advance(token_ids.size)
+            if run.is_concurrent:
+                self.costs.learn(run.flops, events)
             return RunResult(logits=run.logits, events=events)
 
     def _check_run(self, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
@@ -180,13 +189,21 @@ class _Run:
         self._state = state
         self._mode = logits
         num_chunks = -(-token_ids.size // executor.chunk_length)
-        logit_chunks = {"last": range(num_chunks - 1, num_chunks), "all": range(num_chunks), "none": range(0)}
+        logit_chunks = {"last": range(num_chunks - 1, num_chunks), "all": range(num_chunks), "none": range(0)}[logits]
+        self.is_concurrent = executor.is_concurrent and num_chunks > 1
+        if self.is_concurrent:
+            num_tokens = [self._chunk(chunk).size for chunk in range(num_chunks)]
+            num_rows = [len(self._logit_rows(num_tokens[c])) if c in logit_chunks else 0 for c in range(num_chunks)]
+            self.flops = executor.costs.flops(num_tokens, num_rows, state.position)
+            """Of every task, [subgraphs, chunks]."""
         self.schedule = Schedule(
             executor.plan.subgraphs,
             num_chunks=num_chunks,
-            logit_chunks=logit_chunks[logits],
+            logit_chunks=logit_chunks,
             chunks_in_flight=len(executor.ring),
+            processors=executor.processors,
             policy=executor.policy,
+            durations=executor.costs.durations(self.flops) if self.is_concurrent else None,
         )
         self._num_rows = {"last": 1, "all": token_ids.size, "none": 0}[logits]
         group = executor.subgraphs[-1].logit_group
@@ -203,7 +220,7 @@ class _Run:
         index, chunk = task
         slot = self.schedule.slot(chunk)
         start = chunk * self._chunk_length
-        token_ids = self._token_ids[start : start + self._chunk_length]
+        token_ids = self._chunk(chunk)
         if index == 0:
             self._ring[slot].load(token_ids, self._state.position + start, self._logit_rows(token_ids.size))
         subgraph = self._subgraphs[index]
@@ -213,6 +230,10 @@ class _Run:
             subgraph.run_logit_rows(slot, token_ids.size, token_ids.size, self._logits[start:])
         else:
             subgraph.run_logit_rows(slot, token_ids.size, 1, self._logits)
+
+    def _chunk(self, chunk: int) -> NDArray[np.int64]:
+        start = chunk * self._chunk_length
+        return self._token_ids[start : start + self._chunk_length]
 
     def _logit_rows(self, num_tokens: int) -> range:
         """The rows of a chunk whose logits are wanted, should the chunk come as far as that."""

@@ -1,8 +1,7 @@
 """Policies: which ready task runs next.
 
-A policy is pure: it sees the ready tasks and the schedule, names one, and keeps nothing. The threaded
-executor and the simulator drive the same objects, so what was simulated is what runs. No policy can change
-a result, only when it comes.
+A policy is pure: it sees the ready tasks and the schedule, names one, and keeps nothing. The threaded executor and the
+simulator drive the same objects, so what was simulated is what runs. No policy can change a result, only when it comes.
 """
 
 from __future__ import annotations
@@ -11,6 +10,13 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from chunkrt.errors import unknown_name
+from chunkrt.graph.plan import Device
+
+DEFAULT_POLICY = "look_ahead"
+
+MOST_TASKS_FORESEEN = 256
+"""Tasks of the longest run that `LookAhead` simulates. Longer ones are hardly ever quicker by another policy than the
+critical path, and simulating them would take longer than they could gain."""
 
 
 class Task(NamedTuple):
@@ -24,8 +30,29 @@ class ScheduleView(Protocol):
     """What a policy may know beyond the ready tasks."""
 
     @property
+    def num_tasks(self) -> int:
+        """Tasks of the whole run."""
+        ...
+
+    @property
     def running(self) -> Collection[Task]:
         """Tasks claimed and not yet ended."""
+        ...
+
+    def device(self, task: Task) -> Device:
+        """The device that a task is for."""
+        ...
+
+    def duration(self, task: Task) -> float:
+        """How long a task is estimated to take."""
+        ...
+
+    def rank(self, task: Task) -> float:
+        """The time from a task's start to the run's end if every task after it started at once: the longest path."""
+        ...
+
+    def makespan(self, policy: Policy) -> float:
+        """How long the whole run would take under a policy if every task took as long as estimated."""
         ...
 
     def unlocked_by(self, task: Task) -> Sequence[Task]:
@@ -75,7 +102,74 @@ class InOrder:
         return earliest(ready)
 
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Sequential(), InOrder())}
+class OutOfOrder:
+    """The rule of llm.npu: what gives the NPU the most to do comes first.
+
+    Source: Xu et al., Fast On-device LLM Inference with NPUs, ASPLOS 2025, out-of-order subgraph execution.
+    """
+
+    name = "out_of_order"
+    is_concurrent = True
+
+    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+        """The task of the largest C, of those the earliest chunk's.
+
+        C is the time of the NPU's tasks that become ready when the task ends; negative for the NPU's own tasks.
+        """
+
+        def contribution(task: Task) -> float:
+            unlocked = schedule.unlocked_by(task)
+            npu_time = sum(schedule.duration(other) for other in unlocked if schedule.device(other) == "npu")
+            return -npu_time if schedule.device(task) == "npu" else npu_time
+
+        return ready[0] if len(ready) == 1 else max(ready, key=lambda task: (contribution(task), -task.chunk))
+
+
+class CriticalPath:
+    """List scheduling by upward rank: what the most work must wait for comes first.
+
+    Source: Topcuoglu et al., Performance-effective and low-complexity task scheduling (HEFT), TPDS 2002, equation 8.
+    """
+
+    name = "critical_path"
+    is_concurrent = True
+
+    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+        """The task of the longest path to the run's end, of those the earliest chunk's."""
+        return ready[0] if len(ready) == 1 else max(ready, key=lambda task: (schedule.rank(task), -task.chunk))
+
+
+class LookAhead:
+    """Follows whichever policy ends first by the estimated durations; a long run goes by the first.
+
+    So it is never slower than any of them, as far as the estimates are right.
+    """
+
+    name = "look_ahead"
+    is_concurrent = True
+
+    def __init__(self, *policies: Policy) -> None:
+        self._policies = policies
+
+    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+        """What the quickest policy selects."""
+        if len(ready) == 1:
+            return ready[0]
+        if schedule.num_tasks > MOST_TASKS_FORESEEN:
+            return self._policies[0].select(ready, schedule)
+        return min(self._policies, key=schedule.makespan).select(ready, schedule)
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Sequential(),
+        InOrder(),
+        OutOfOrder(),
+        CriticalPath(),
+        LookAhead(CriticalPath(), OutOfOrder(), InOrder()),
+    )
+}
 
 
 def find_policy(name: str) -> Policy:

@@ -7,7 +7,7 @@ itself and wakes one idle worker for each that is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Condition, Event, Lock, Thread
 from time import perf_counter_ns
 
@@ -21,7 +21,6 @@ Progress = Callable[[int, int], None]
 
 def run_in_caller(
     schedule: Schedule,
-    processors: Sequence[Processor],
     execute: Execute,
     *,
     cancel: Event | None = None,
@@ -36,7 +35,7 @@ def run_in_caller(
         if cancel is not None and cancel.is_set():
             schedule.cancel()
             break
-        for processor in processors:
+        for processor in schedule.processors:
             if (task := schedule.claim(processor)) is not None:
                 break
         else:
@@ -59,8 +58,8 @@ class Workers:
     """The threads of one run: each asks the schedule for tasks on behalf of its processor.
 
     Args:
-        schedule: what to drive; nobody else touches it until `run` has returned.
-        processors: each gets as many threads as it has workers.
+        schedule: what to drive; nobody else touches it until `run` has returned. Each of its processors gets as many
+            threads as it has workers.
         execute: runs one task, in a worker's thread.
         cancel: checked before every claim.
     """
@@ -68,7 +67,6 @@ class Workers:
     def __init__(
         self,
         schedule: Schedule,
-        processors: Sequence[Processor],
         execute: Execute,
         *,
         cancel: Event | None = None,
@@ -82,7 +80,7 @@ class Workers:
         """Chunks done when the calling thread last looked."""
         self._lock = Lock()
         self._caller = Condition(self._lock)
-        self._idle = [(processor, Condition(self._lock)) for processor in processors]
+        self._idle = [(processor, Condition(self._lock)) for processor in schedule.processors]
         self._threads = [
             Thread(
                 target=self._work,

@@ -1,0 +1,100 @@
+"""Costs: how long every task of a run will take, for policies to go by.
+
+Before anything was measured a task takes as long as its floating point operations at a round figure of its device's
+speed. Every run then teaches the costs what its tasks took: for each subgraph, a line over the operations. Where these
+do not vary, as in a static subgraph, the line is a mean; attention's operations grow with the position, and so does its
+line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.graph.plan import Node, Plan, resolve
+from chunkrt.runtime.events import TaskEvent
+
+FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0}
+"""The first guess: a phone's NPU on int8 linears of 64 rows (llm.npu, table 3: 600 to 1400), and its CPU cores."""
+
+MEMORY = 0.75
+"""What a run's measurements still weigh after the next run; speeds change with heat."""
+
+
+class Costs:
+    """Estimated durations of one decoder's tasks, on the machine that runs them.
+
+    Args:
+        plan: the decoder.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        flops = [sum((_flops(node, plan) for node in subgraph.nodes), np.zeros(3)) for subgraph in plan.subgraphs]
+        self._flops = np.array(flops)
+        self._guesses = np.array([1 / FLOPS_PER_NS[subgraph.device] for subgraph in plan.subgraphs])
+        self._sums = np.zeros((5, len(plan.subgraphs)))
+        """Over the measurements: 1, flops, duration, flops squared, flops times duration."""
+
+    def flops(self, num_tokens: Sequence[int], num_rows: Sequence[int], position: int) -> NDArray[np.float64]:
+        """The floating point operations of every task, at least 1.
+
+        Args:
+            num_tokens: of every chunk, at least 1.
+            num_rows: rows of every chunk whose logits are wanted.
+            position: of the first chunk's first token.
+
+        Returns:
+            float64 [subgraphs, chunks].
+        """
+        tokens = np.array(num_tokens, np.float64)
+        positions = position + np.cumsum(tokens) - tokens
+        pairs = tokens * positions + tokens * (tokens + 1) / 2
+        flops: NDArray[np.float64] = self._flops @ np.stack([tokens, np.array(num_rows, np.float64), pairs])
+        return np.maximum(flops, 1)
+
+    def durations(self, flops: NDArray[np.float64]) -> list[list[int]]:
+        """Estimates in nanoseconds, [subgraphs][chunks].
+
+        Args:
+            flops: of every task, as `flops` gives them.
+        """
+        count, x, y, xx, xy = self._sums
+        is_measured = count > 0
+        n = np.where(is_measured, count, 1)
+        mean, variance = x / n, xx / n - (x / n) ** 2
+        ratio = np.divide(y, x, out=self._guesses.copy(), where=is_measured)
+        varies = variance > 1e-6 * mean**2
+        slope = np.divide(xy / n - mean * y / n, variance, out=ratio.copy(), where=varies)
+        slope = np.clip(slope, 0, ratio)  # neither more operations in less time, nor no time for none
+        estimates = slope[:, None] * flops + (y / n - slope * mean)[:, None]
+        durations: list[list[int]] = np.rint(estimates).astype(np.int64).tolist()
+        return durations
+
+    def learn(self, flops: NDArray[np.float64], events: Sequence[TaskEvent]) -> None:
+        """Take in what the tasks of a run took.
+
+        Args:
+            flops: of every task of the run.
+            events: of the run.
+        """
+        subgraphs = np.array([event.task.subgraph for event in events])
+        chunks = np.array([event.task.chunk for event in events])
+        x = flops[subgraphs, chunks]
+        y = np.array([event.end_ns - event.start_ns for event in events], np.float64)
+        self._sums *= MEMORY
+        for total, values in zip(self._sums, (np.ones_like(x), x, y, x * x, x * y), strict=True):
+            np.add.at(total, subgraphs, values)
+
+
+def _flops(node: Node, plan: Plan) -> NDArray[np.float64]:
+    """Of one operator: per token, per row of logits, and per pair of a token and a position that it attends to."""
+    rows, *rest = plan.tensors[node.outputs[0]].shape
+    flops = 1.0
+    if node.op == "MatMul":
+        flops = 2.0 * resolve(plan.tensors[node.inputs[1]].shape, {"P": 1})[0]
+    elif node.op == "CachedAttention":
+        return np.array([0.0, 0.0, 4.0 * resolve(tuple(rest), {})[-1]])
+    per_row = flops * np.prod(resolve(tuple(rest), {}))
+    return np.array([per_row * (rows == "T"), per_row * (rows == "R"), 0.0])

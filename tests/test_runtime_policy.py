@@ -1,0 +1,270 @@
+"""The policies on a virtual clock: exact orders of events on cases made by hand, and what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+from fake_backend import make_plan, npu_and_cpu, shared_cpu
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.policy import DEFAULT_POLICY, MOST_TASKS_FORESEEN, POLICIES, Task, find_policy
+from chunkrt.runtime.ranks import upward_ranks
+from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.virtual_clock import run_on_virtual_clock
+
+CONCURRENT = sorted(name for name, policy in POLICIES.items() if policy.is_concurrent)
+
+
+def make_schedule(
+    policy: str,
+    plan: Plan,
+    durations: Mapping[str, Sequence[int]],
+    *,
+    in_flight: int = 8,
+    all_logits: bool = False,
+    processors: Sequence[Processor] | None = None,
+) -> Schedule:
+    """`durations` by subgraph name or by its kind, chunk by chunk."""
+    table = [list(durations.get(s.name) or durations[s.name.partition(".")[0]]) for s in plan.subgraphs]
+    num_chunks = len(table[0])
+    return Schedule(
+        plan.subgraphs,
+        num_chunks=num_chunks,
+        logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
+        chunks_in_flight=in_flight,
+        processors=processors or npu_and_cpu(),
+        policy=find_policy(policy),
+        durations=table,
+    )
+
+
+def lines(schedule: Schedule, plan: Plan) -> list[str]:
+    """One line a task, "start-end processor subgraph/chunk", by start; the schedule's estimates come true."""
+    events = sorted(run_on_virtual_clock(schedule, schedule.duration), key=lambda event: event.start_ns)
+    return [
+        f"{e.start_ns}-{e.end_ns} {e.processor} {plan.subgraphs[e.task.subgraph].name}/{e.task.chunk}" for e in events
+    ]
+
+
+def makespan(schedule: Schedule) -> int:
+    return run_on_virtual_clock(schedule, schedule.duration)[-1].end_ns
+
+
+HEAVY_ATTENTION = {"embedding": [1, 1, 1], "static": [1, 1, 1], "dynamic": [4, 5, 6], "head": [4, 4, 4]}
+"""The CPU is the bottleneck: from 2 to 11 all policies agree."""
+
+HEAVY_ATTENTION_UP_TO_11 = [
+    "0-1 cpu embedding/0",
+    "1-2 npu static.0/0",
+    "1-2 cpu embedding/1",
+    "2-3 npu static.0/1",
+    "2-6 cpu dynamic.0/0",
+    "6-7 npu static.1/0",
+    "6-11 cpu dynamic.0/1",
+    "11-12 npu static.1/1",
+]
+
+OUT_OF_ORDER = [
+    *HEAVY_ATTENTION_UP_TO_11,
+    "11-12 cpu embedding/2",  # gives the NPU 1 to do; dynamic.1/0 is its chunk's last task and gives it none
+    "12-13 npu static.0/2",
+    "12-16 cpu dynamic.1/0",
+    "16-22 cpu dynamic.0/2",  # gives the NPU 1 to do, dynamic.1/1 none
+    "22-23 npu static.1/2",
+    "22-27 cpu dynamic.1/1",
+    "27-33 cpu dynamic.1/2",
+    "33-34 npu static.2/2",
+    "34-38 cpu head/2",
+]
+
+
+def test_in_order_takes_the_earliest_chunk_whatever_tasks_take() -> None:
+    plan = make_plan(layers=2)
+    assert lines(make_schedule("in_order", plan, HEAVY_ATTENTION), plan) == [
+        *HEAVY_ATTENTION_UP_TO_11,
+        "11-15 cpu dynamic.1/0",
+        "15-20 cpu dynamic.1/1",
+        "20-21 cpu embedding/2",
+        "21-22 npu static.0/2",
+        "22-28 cpu dynamic.0/2",
+        "28-29 npu static.1/2",
+        "29-35 cpu dynamic.1/2",
+        "35-36 npu static.2/2",
+        "36-40 cpu head/2",
+    ]
+
+
+def test_sequential_overlaps_nothing() -> None:
+    plan = make_plan(layers=2)
+    events = lines(make_schedule("sequential", plan, HEAVY_ATTENTION), plan)
+    spans = [[int(time) for time in event.split()[0].split("-")] for event in events]
+    assert all(end == start for (_, end), (start, _) in pairwise(spans))
+    assert spans[-1][1] == 3 * (1 + 1 + 1) + 2 * (4 + 5 + 6) + 1 + 4
+
+
+def test_out_of_order_prefers_what_gives_the_npu_most_to_do() -> None:
+    plan = make_plan(layers=2)
+    assert lines(make_schedule("out_of_order", plan, HEAVY_ATTENTION), plan) == OUT_OF_ORDER
+
+
+def test_out_of_order_counts_what_the_npu_unlocks_for_itself_against_it() -> None:
+    """Two static subgraphs in a row: the first makes 7 ready for the NPU in chunk 0, 2 in chunk 1."""
+    first, dynamic, second, _ = make_plan(layers=1).subgraphs[1:]
+    schedule = Schedule(
+        (first, second, dynamic),
+        num_chunks=2,
+        logit_chunks=(),
+        chunks_in_flight=2,
+        processors=npu_and_cpu(),
+        policy=find_policy("out_of_order"),
+        durations=[[1, 1], [7, 2], [1, 1]],
+    )
+    events = run_on_virtual_clock(schedule, schedule.duration)
+    assert [e.task for e in events if e.processor == "npu"] == [Task(0, 1), Task(1, 1), Task(0, 0), Task(1, 0)]
+
+
+def test_critical_path_prefers_what_most_work_waits_for() -> None:
+    plan = make_plan(layers=1)
+    durations = {"embedding": [1] * 3, "static.0": [1] * 3, "dynamic": [1, 2, 3], "static.1": [3] * 3, "head": [1] * 3}
+    up_to_6 = [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "1-2 cpu embedding/1",
+        "2-3 npu static.0/1",
+        "2-3 cpu dynamic.0/0",
+        "3-5 cpu dynamic.0/1",
+        "3-6 npu static.1/0",
+        "5-6 cpu embedding/2",
+    ]
+    assert lines(make_schedule("critical_path", plan, durations, all_logits=True), plan) == [
+        *up_to_6,
+        "6-7 npu static.0/2",  # 1 + 3 + 3 + 1 must wait for it, for static.1/1 only 3 + 1
+        "6-7 cpu head/0",
+        "7-10 npu static.1/1",
+        "7-10 cpu dynamic.0/2",
+        "10-11 cpu head/1",
+        "10-13 npu static.1/2",
+        "13-14 cpu head/2",
+    ]
+    for policy in ("in_order", "out_of_order"):
+        assert lines(make_schedule(policy, plan, durations, all_logits=True), plan) == [
+            *up_to_6,
+            "6-7 cpu head/0",
+            "6-9 npu static.1/1",
+            "9-10 npu static.0/2",
+            "9-10 cpu head/1",
+            "10-13 cpu dynamic.0/2",
+            "13-16 npu static.1/2",
+            "16-17 cpu head/2",
+        ]
+
+
+def test_look_ahead_follows_whichever_policy_ends_first() -> None:
+    plan = make_plan(layers=2)
+    schedule = make_schedule("look_ahead", plan, HEAVY_ATTENTION)
+    ends = {name: schedule.makespan(find_policy(name)) for name in ("critical_path", "out_of_order", "in_order")}
+    assert ends == {"critical_path": 39, "out_of_order": 38, "in_order": 40}
+    assert lines(schedule, plan) == OUT_OF_ORDER
+
+
+def test_look_ahead_goes_by_the_critical_path_in_long_runs() -> None:
+    plan = make_plan(layers=8)
+    durations = {"embedding": [1] * 16, "static": [200] * 16, "dynamic": range(50, 370, 20), "head": [40] * 16}
+    schedule = make_schedule("look_ahead", plan, durations)
+    assert schedule.num_tasks > MOST_TASKS_FORESEEN
+    assert lines(schedule, plan) == lines(make_schedule("critical_path", plan, durations), plan)
+
+
+@given(
+    layers=st.integers(1, 4),
+    num_chunks=st.integers(1, 6),
+    in_flight=st.integers(1, 6),
+    workers=st.integers(1, 3),
+    is_shared=st.booleans(),
+    data=st.data(),
+)
+def test_look_ahead_is_never_slower_than_what_it_chooses_from(
+    layers: int, num_chunks: int, in_flight: int, workers: int, is_shared: bool, data: st.DataObject
+) -> None:
+    plan = make_plan(layers)
+    times = st.lists(st.integers(0, 20), min_size=num_chunks, max_size=num_chunks)
+    durations = {subgraph.name: data.draw(times) for subgraph in plan.subgraphs}
+    processors = shared_cpu(workers) if is_shared else npu_and_cpu(workers)
+    ends = {
+        name: makespan(make_schedule(name, plan, durations, in_flight=in_flight, processors=processors))
+        for name in POLICIES
+    }
+    assert ends["look_ahead"] == min(ends["critical_path"], ends["out_of_order"], ends["in_order"])
+
+
+def test_the_default_is_a_policy() -> None:
+    assert find_policy(DEFAULT_POLICY).is_concurrent
+
+
+@pytest.mark.parametrize("policy", CONCURRENT)
+def test_more_slots_gain_time_where_attention_grows(policy: str) -> None:
+    """16 chunks; the NPU has 25800 to do, the CPU 25720, most of it for late chunks: so the more chunks the better."""
+    plan = make_plan(layers=8)
+    durations = {"embedding": [5] * 16, "static": [200] * 16, "dynamic": range(50, 370, 20), "head": [40] * 16}
+    expected = {
+        "in_order": [51520, 31780, 32165, 32565, 32565],
+        "out_of_order": [51520, 32370, 31585, 31165, 31165],
+        "critical_path": [51520, 32370, 31170, 30940, 28525],
+        "look_ahead": [51520, 32370, 31170, 30940, 28525],
+    }
+    found = [makespan(make_schedule(policy, plan, durations, in_flight=slots)) for slots in (1, 2, 4, 8, 16)]
+    assert found == expected[policy]
+
+
+@given(
+    num_chunks=st.integers(1, 4),
+    is_ordered=st.lists(st.booleans(), min_size=1, max_size=5),
+    in_flight=st.integers(1, 4),
+    data=st.data(),
+)
+def test_ranks_are_the_longest_paths(
+    num_chunks: int, is_ordered: list[bool], in_flight: int, data: st.DataObject
+) -> None:
+    """Against every path, walked."""
+    num_subgraphs = len(is_ordered)
+    times = st.lists(st.integers(0, 9), min_size=num_chunks, max_size=num_chunks)
+    durations = data.draw(st.lists(times, min_size=num_subgraphs, max_size=num_subgraphs))
+    lengths = data.draw(st.lists(st.integers(1, num_subgraphs), min_size=num_chunks, max_size=num_chunks))
+
+    def longest(subgraph: int, chunk: int) -> int:
+        later = [0]
+        if subgraph + 1 < lengths[chunk]:
+            later.append(longest(subgraph + 1, chunk))
+        elif chunk + in_flight < num_chunks:
+            later.append(longest(0, chunk + in_flight))
+        if is_ordered[subgraph] and chunk + 1 < num_chunks and subgraph < lengths[chunk + 1]:
+            later.append(longest(subgraph, chunk + 1))
+        return durations[subgraph][chunk] + max(later)
+
+    assert upward_ranks(durations, lengths, is_ordered, in_flight) == [
+        [longest(subgraph, chunk) for subgraph in range(lengths[chunk])] for chunk in range(num_chunks)
+    ]
+
+
+@given(policy=st.sampled_from(CONCURRENT), seed=st.randoms(use_true_random=False))
+def test_the_order_in_which_tasks_became_ready_does_not_matter(policy: str, seed: object) -> None:
+    """A policy is a function of what is ready, not of a list; so threads that race cannot change the schedule."""
+    plan = make_plan(layers=2)
+    schedule, shuffled = (make_schedule(policy, plan, HEAVY_ATTENTION, processors=shared_cpu(1)) for _ in range(2))
+    (everyone,) = schedule.processors
+    while (task := schedule.claim(everyone)) is not None:
+        seed.shuffle(shuffled.ready)  # type: ignore[attr-defined]
+        assert shuffled.claim(everyone) == task
+        schedule.complete(task)
+        shuffled.complete(task)
+    assert schedule.is_finished
+
+
+def test_an_unknown_policy_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'inorder'; did you mean 'in_order'"):
+        find_policy("inorder")
