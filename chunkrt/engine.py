@@ -152,10 +152,14 @@ class Engine:
             return executor, executor
         processors = make_processors(self.npu_backend, self.options.num_threads)
         prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length)
-        return prompts, self._make_executor(on_cpu, cpu_only, 1)
+        return prompts, self._make_executor(on_cpu, cpu_only, 1, chunks_in_flight=1)
 
     def _make_executor(
-        self, executables: Mapping[str, Executable], processors: tuple[Processor, ...], chunk_length: int
+        self,
+        executables: Mapping[str, Executable],
+        processors: tuple[Processor, ...],
+        chunk_length: int,
+        chunks_in_flight: int | None = None,
     ) -> Executor:
         return Executor(
             self.plan,
@@ -163,7 +167,7 @@ class Engine:
             chunk_length=chunk_length,
             processors=processors,
             policy=find_policy(self.options.policy),
-            chunks_in_flight=1 + sum(p.workers for p in processors),
+            chunks_in_flight=chunks_in_flight,
         )
 
     def _compile_for_npu(self, on_cpu: Mapping[str, Executable], progress: Progress) -> dict[str, Executable]:

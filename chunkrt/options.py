@@ -12,12 +12,11 @@ from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.quant.scheme import find_scheme
-from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy
 from chunkrt.runtime.state import CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
-DEFAULT_POLICY = "in_order"
 MOST_THREADS = 256
 
 OnNpuFailure = Literal["fallback", "fail"]
@@ -34,7 +33,7 @@ class EngineOptions:
         else 32.
     scheme: how linears are quantised; by default what an engine directory was compiled with, else "w8a16" on an NPU,
         else the catalogue's, else "w8a8-dynamic".
-    policy: the order of tasks: "in_order" or "sequential".
+    policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.
     threads: the budget for workers and kernel threads together; by default the processor's cores.
     context_length: positions a session can hold; by default the model's.
     cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere.

@@ -12,6 +12,7 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 from chunkrt.cli import COMMANDS
 from chunkrt.cli.bench import Row
+from chunkrt.runtime.policy import DEFAULT_POLICY
 
 GGUF = checkpoint("llama_biased_gguf")
 BENCH = ("bench", GGUF, "-p", "8,20", "-n", "3", "-r", "2", "--chunk", "8", "--threads", "2")
@@ -22,7 +23,7 @@ def check_rows(rows):
     assert [row["test"] for row in rows] == ["pp8", "pp20", "tg3"]
     for row in rows:
         assert list(row) == COLUMNS
-        assert (row["backend"], row["scheme"], row["policy"]) == ("native", "w8a8-dynamic", "in_order")
+        assert (row["backend"], row["scheme"], row["policy"]) == ("native", "w8a8-dynamic", DEFAULT_POLICY)
         assert (row["chunk"], row["threads"]) == (8, 2)
         assert row["avg_ts"] > 0
         assert row["stddev_ts"] >= 0

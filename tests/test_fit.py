@@ -76,10 +76,11 @@ def test_a_tiny_model_by_hand():
     assert found.problems == []
 
 
-def test_chunks_in_flight_are_one_more_than_workers():
+def test_chunks_in_flight_are_the_executors():
     slot, decode_slot = (BufferLayout(TINY, length).num_bytes for length in (8, 1))
-    nine_cores = dataclasses.replace(SM8650, num_cores=9)
-    assert fit(TINY, "w8a16", nine_cores, chunk=8).ring_bytes == slot * (1 + 9 + 1) + decode_slot * (9 + 1)
+    assert fit(TINY, "w8a16", chunk=8).ring_bytes == slot * 32 + decode_slot
+    forty_cores = dataclasses.replace(SM8650, num_cores=40)
+    assert fit(TINY, "w8a16", forty_cores, chunk=8).ring_bytes == slot * (1 + 1 + 40) + decode_slot
 
 
 def test_four_bits_take_half_a_byte_and_one_a_block():
@@ -207,7 +208,7 @@ def test_the_command_says_what_fits(command):
 def test_the_command_says_what_does_not_fit(command):
     finished = command("fit", GGUF, "--soc", "SM8650", "--ram", "0.0001")
     assert (finished.status, finished.err) == (1, "")
-    assert finished.out.splitlines()[-1].startswith("does not fit: it takes 0.6 MB of 0.1 MB usable RAM; try ")
+    assert finished.out.splitlines()[-1].startswith("does not fit: it takes 1.1 MB of 0.1 MB usable RAM; try ")
 
 
 def test_the_command_in_json(command):

@@ -11,9 +11,9 @@ import click
 
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine import Engine, load
-from chunkrt.options import DEFAULT_POLICY, NPU_CHOICES, ON_NPU_FAILURE
+from chunkrt.options import NPU_CHOICES, ON_NPU_FAILURE
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.runtime.policy import POLICIES
+from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
