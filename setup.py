@@ -44,7 +44,11 @@ class CMakeBuild(build_ext):
 setup(
     packages=[*find_packages(include=["chunkrt*"]), "chunkrt.models"],
     package_dir={"chunkrt.models": "models"},  # the catalogue, which a wheel carries inside the package
-    package_data={"chunkrt": ["py.typed", "*.pyi", "*.txt"], "chunkrt.models": ["*.toml"]},
+    package_data={
+        "chunkrt": ["py.typed", "*.pyi", "*.txt"],
+        "chunkrt.models": ["*.toml"],
+        "chunkrt.simulate": ["devices/*.toml", "shapes/*.toml"],
+    },
     ext_modules=[Extension("chunkrt._native", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +24,8 @@ from chunkrt.errors import (
 )
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.model import Progress, engine_folder
-from chunkrt.npu import open_npu
-from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
+from chunkrt.npu import compiled_chunk_length, open_npu
+from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import Scheme, find_scheme
 from chunkrt.quant.weights import stored_entries
 from chunkrt.runtime.executor import Executor, RunResult
@@ -35,8 +34,6 @@ from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import CacheDtype, State
 from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 def load(model: str | Path, *, progress: Progress | None = None, **options: object) -> Engine:
@@ -80,8 +77,8 @@ class Engine:
         self.plan: Plan = read_plan(folder)
         self.scheme: Scheme = find_scheme(self.manifest.scheme)
         self.context_length = _context_length(self.plan, options)
-        compiled_for = self.manifest.npu[0].chunk_length if self.manifest.npu else DEFAULT_CHUNK_LENGTH
-        self.chunk_length = _chunk_length(self.context_length, options.chunk_length or compiled_for)
+        chunk_length = options.chunk_length or compiled_chunk_length(self.manifest)
+        self.chunk_length = _chunk_length(self.context_length, chunk_length)
         self.weights = open_weights(folder)
         self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
@@ -179,8 +176,9 @@ class Engine:
             progress("compiling for the NPU", done, len(subgraphs))
             try:
                 executable = self._compile(subgraph, self.npu_backend)
-            except (CompileError, DeviceLostError) as error:
-                if not self.options.falls_back:
+            except (CompileError, DeviceLostError, PartitionError) as error:
+                was_chosen = isinstance(error, PartitionError) and self.options.npu != "auto"
+                if was_chosen or not self.options.falls_back:
                     raise
                 health.report(error)
                 self.npu_backend = self.cpu_backend

@@ -71,7 +71,6 @@ def cached_folder(
         raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
     key = cache_key(
         checkpoint,
-        chunkrt=version("chunkrt"),
         format=FORMAT,
         scheme=scheme,
         placement=list(placement.items()),
@@ -81,10 +80,11 @@ def cached_folder(
 
 
 def cache_key(checkpoint: Path, **made_with: object) -> str:
-    """16 hexadecimal digits for what is made of a checkpoint's files (path, size, time of change) and some settings."""
+    """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change)."""
     files = sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
     stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(json.dumps({"files": stats, **made_with}).encode()).hexdigest()[:16]
+    key = {"files": stats, "chunkrt": version("chunkrt"), **made_with}
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def write_manifest(folder: Path, *, model: str, scheme: str, npu: Sequence[NpuTarget] = ()) -> None:

@@ -56,8 +56,12 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     )
     if _is_whole(folder):
         return folder
-    from chunkrt.compiler import compile_checkpoint
-
+    try:
+        from chunkrt.compiler import compile_checkpoint
+    except ImportError as error:
+        raise ConfigError(
+            f"compiling a model needs {error.name}, which is not installed; pip install it, or give an engine directory"
+        ) from error
     try:
         with only_writer(cache, "compiling a model"):
             if not _is_whole(folder):

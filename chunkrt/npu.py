@@ -10,7 +10,7 @@ from chunkrt import catalogue
 from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.engine_directory import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
-from chunkrt.options import EngineOptions
+from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import find_scheme
 
 DEFAULT_EMULATED_SOC = "SM8650"
@@ -25,6 +25,8 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         ConfigError: nobody knows which SoC this is.
     """
     if options.npu not in ("auto", "qnn") or (options.npu == "auto" and not has_npu()):
+        if options.soc is not None:
+            log.warning("--soc %s has no effect: the CPU does the NPU's work; try --npu qnn", options.soc)
         return None
     if options.npu == "auto" and not find_scheme(manifest.scheme).is_static:
         log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme)
@@ -55,6 +57,15 @@ def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:
         if name
         else this_soc() or find_soc(manifest.npu[0].soc if manifest and manifest.npu else DEFAULT_EMULATED_SOC)
     )
+
+
+def compiled_chunk_length(manifest: Manifest) -> int:
+    """The chunk length that an engine directory is for: of several the usual one, or else the longest.
+
+    The first that was named would not do: of "1,32,128" it would have the NPU run token by token.
+    """
+    lengths = {target.chunk_length for target in manifest.npu}
+    return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)
 
 
 def contexts_folder() -> Path:

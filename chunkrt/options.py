@@ -29,8 +29,8 @@ class EngineOptions:
 
     npu: who plays the NPU: "auto" (an NPU if there is one, else "native"), "qnn" (Qualcomm's NPU, emulated where there
         is none), "native", "onnxrt", "reference", or "off": the whole decoder is one subgraph on the CPU.
-    chunk_length: tokens of a chunk, 1 to the context length; by default what an engine directory was compiled for,
-        else 32.
+    chunk_length: tokens of a chunk, 1 to the context length; by default what an engine directory was compiled for
+        (of several lengths 32, or else the longest), else 32.
     scheme: how linears are quantised; by default what an engine directory was compiled with, else "w8a16" on an NPU,
         else the catalogue's, else "w8a8-dynamic".
     policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.

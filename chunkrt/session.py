@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.state import State
 from chunkrt.sampling import GREEDY, Sampler, SamplingOptions, StopStrings
 from chunkrt.tokenizer import IncrementalDecoder
@@ -64,6 +65,8 @@ class Session:
         self._follows_text = False
         self._is_closed = False
         self._cancel = threading.Event()
+        self.on_run: Callable[[RunRecord], None] | None = None
+        """Given the record of every prefill and of every token's step; for traces."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -221,6 +224,8 @@ class Session:
         start = time.perf_counter()
         run = self._engine.run(np.array(token_ids, np.int64), self._state, logits=logits, cancel=self._cancel)
         seconds = time.perf_counter() - start
+        if self.on_run is not None:
+            self.on_run(run.record)
         self._logits = run.logits[-1].copy() if run.logits is not None else None
         wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         num_chunks = -(-len(token_ids) // self._engine.chunk_length)

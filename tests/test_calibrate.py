@@ -261,8 +261,9 @@ def test_files_that_are_none(tmp_path):
     np.savez(tmp_path / "other.npz", about=np.array('{"format": 0}'))
     (tmp_path / "text.npz").write_text("not at all")
     for path in (*tmp_path.iterdir(), tmp_path, tmp_path / "missing.npz"):
-        with pytest.raises(ModelError, match="is not a calibration"):
+        with pytest.raises(ModelError, match="is not a calibration") as raised:
             Calibration.load(path)
+        assert "pickle" not in str(raised.value)
 
 
 def test_a_place_that_cannot_be_written(planned, tmp_path):
@@ -302,6 +303,13 @@ def test_what_the_cache_tells_apart(cache, tmp_path):
     paths.append(path_of())
     assert len(set(paths)) == len(paths) == len(list(cache.iterdir()))
     assert path_of(num_tokens=calibration_tokens(planned, TEXT, None).size) == paths[-1]
+
+
+def test_another_version_s_calibration_is_not_used(planned_gguf, cache, monkeypatch):
+    """Values may have other names in it."""
+    _, path = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    monkeypatch.setattr("chunkrt.engine_directory.version", lambda name: "9.9")
+    assert cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)[1] != path
 
 
 def test_a_damaged_cache_is_made_anew(planned_gguf, cache, caplog):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 
 import numpy as np
@@ -18,10 +19,11 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt import deploy
-from chunkrt.backends.qnn import SOCS, backend
+from chunkrt.backends.qnn import SOCS, HtpOptions, backend
 from chunkrt.deploy import compile_engine
-from chunkrt.engine_directory import FORMAT
+from chunkrt.engine_directory import FORMAT, NpuTarget, read_manifest
 from chunkrt.errors import CompileError, ConfigError, ModelError
+from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import EngineOptions
 
 pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
@@ -125,7 +127,13 @@ def test_it_gives_what_the_checkpoint_gives_and_compiles_nothing(device, tmp_pat
 
 def test_it_runs_by_default_as_it_was_compiled(device):
     with chunkrt.load(device, npu="qnn") as engine:
-        assert (engine.npu_backend.soc.name, engine.chunk_length) == COMPILED_FOR[0]
+        assert (engine.npu_backend.soc.name, engine.chunk_length) == COMPILED_FOR[1] == ("SM8650", 32)
+
+
+@pytest.mark.parametrize(("lengths", "chosen"), [([], 32), ([8], 8), ([1, 32, 128], 32), ([1, 128, 64], 128)])
+def test_of_several_chunk_lengths_it_runs_the_usual_one_or_the_longest(deployed, lengths, chosen):
+    targets = [NpuTarget(soc="SM8650", chunk_length=length, library="") for length in lengths]
+    assert compiled_chunk_length(replace(read_manifest(deployed[0]), npu=targets)) == chosen
 
 
 WITHOUT_ONNX = """
@@ -200,7 +208,7 @@ def flip_a_bit(path):
 @pytest.fixture(params=[truncate, flip_a_bit])
 def damaged_context(device, request):
     """The folder of a context whose binary is damaged."""
-    (context,) = (device / "npu").glob("SM8650-w8a16-c8-static.1-*")
+    (context,) = (device / "npu").glob("SM8650-w8a16-c32-static.1-*")
     request.param(context / "context_qnn.bin")
     return context
 
@@ -217,7 +225,7 @@ def test_a_damaged_context_is_compiled_again_into_the_cache(device, damaged_cont
 
 
 def test_a_damaged_context_without_onnx_is_an_error(device, damaged_context, without_onnx):
-    with pytest.raises(CompileError, match=r"npu has no usable context of static.1 for SM8650, chunks of 8"):
+    with pytest.raises(CompileError, match=r"npu has no usable context of static.1 for SM8650, chunks of 32"):
         run(device)
 
 
@@ -298,9 +306,18 @@ def test_the_command_tells_what_it_wrote(command, tmp_path):
     assert files_of(tmp_path / "json") == files_of(tmp_path / "text")
     answers = [
         command("run", model, "-p", "hello", "-n", 4, "--npu", "qnn", *options)
-        for model, options in [(tmp_path / "text", ()), (CHECKPOINT, ("--chunk", 8, "--soc", "SM8650"))]
+        for model, options in [(tmp_path / "text", ()), (CHECKPOINT, ("--chunk", 32, "--soc", "SM8650"))]
     ]
     assert answers[0].out == answers[1].out != ""
+
+
+def test_vtcm_is_compiled_in(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    arguments = ("compile", CHECKPOINT, "-o", tmp_path / "output", "--soc", "SM8650", "--htp", "vtcm_mb=4")
+    assert command(*arguments).status == 0
+    (tmp_path / "home").rename(tmp_path / "nobody's")
+    assert run(tmp_path / "output", htp=HtpOptions(vtcm_mb=4))[1] == 0
+    assert run(tmp_path / "output")[1] == len(STATIC)
 
 
 def test_ctrl_c_leaves_no_output_and_the_next_call_goes_on(command, tmp_path, monkeypatch):
@@ -366,13 +383,15 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, mon
     assert len(clean) == 1 + len(STATIC) + 2 + len(STATIC)  # the output, a calibration, an engine
     expected, _ = run(tmp_path / "clean" / "output")
 
-    place, rng, num_killed = tmp_path / "killed", random.Random(20240607), 0
-    for index in range(NUM_KILLS):
-        if index % 2 == 0 or (place / "output").exists():  # else it goes on where the last one was killed
+    place, rng, num_started, num_killed = tmp_path / "killed", random.Random(20240607), 0, 0
+    while num_killed < NUM_KILLS:
+        num_started += 1
+        if num_killed % 2 == 0 or (place / "output").exists():  # else it goes on where the last one was killed
             shutil.rmtree(place, ignore_errors=True)
         process = start_compiling(place)
         try:
-            process.communicate(timeout=duration * (index + rng.random()) / NUM_KILLS)
+            process.communicate(timeout=duration * (num_killed + rng.random()) / NUM_KILLS)
+            duration *= 0.9  # it was through before it could be killed
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -383,13 +402,12 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, mon
             assert num_compiled == 0
             np.testing.assert_array_equal(logits, expected)
         if listing(place):  # what it lacks is taken from the undisturbed run, so that nothing has to be compiled
-            home = shutil.copytree(tmp_path / "clean" / "home", tmp_path / f"home-{index}")
+            home = shutil.copytree(tmp_path / "clean" / "home", tmp_path / f"home-{num_started}")
             shutil.copytree(place / "home", home, dirs_exist_ok=True)
             monkeypatch.setenv("CHUNKRT_HOME", str(home))
             logits, num_compiled = run(CHECKPOINT, soc="SM8650", chunk_length=8)
             assert num_compiled == 0
             np.testing.assert_array_equal(logits, expected)
-    assert num_killed > NUM_KILLS / 2
 
     shutil.rmtree(place / "output", ignore_errors=True)
     process = start_compiling(place)

@@ -14,13 +14,14 @@ from chunkrt.backends.qnn import model as model_module
 from chunkrt.backends.qnn.executable import QnnExecutable
 from chunkrt.backends.qnn.library import open_session
 from chunkrt.backends.qnn.model import npu_model
-from chunkrt.errors import BackendError, DeviceLostError, PartitionError
+from chunkrt.errors import BackendError, CompileError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Node
 from chunkrt.quant.scheme import LEVELS, SCHEMES
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing import check_backend
 from chunkrt.testing.calls import Recording
 from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+from chunkrt.weights.store import OUTPUT_STEP_SUFFIX, WeightStore
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 import onnxruntime as ort
@@ -335,6 +336,33 @@ def test_an_output_beyond_float16_is_an_error(backend, decoder):
     inputs[subgraph.inputs[0]][5, 1] = 40000
     with pytest.raises(BackendError, match=f"{HIDDEN} left the range of float16"):
         executable.run(inputs, outputs)
+
+
+def test_a_column_beyond_float16_is_not_compiled(backend, decoder):
+    """The NPU would multiply by 65504 instead, and nobody would know."""
+    subgraph, weights = decoder.plan.static_subgraphs[1], decoder.weights["w8a16"]
+    down_proj = "model.layers.0.mlp.down_proj.weight"
+    assert down_proj in subgraph.weights
+    arrays = {name + suffix: array for name in subgraph.weights for suffix, array in weights.parts(name)}
+    for reach, is_taken in ((65504, True), (65600, False)):
+        arrays[down_proj + OUTPUT_STEP_SUFFIX] = arrays[down_proj + OUTPUT_STEP_SUFFIX].copy()
+        arrays[down_proj + OUTPUT_STEP_SUFFIX][3] = reach / LEVELS[16]
+        shapes = {name: weights.linear(name)[0].shape for name in linear_nodes(decoder.plan) if name in arrays}
+        store = WeightStore(arrays, shapes)
+        if is_taken:
+            backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
+            continue
+        with pytest.raises(CompileError, match=f"outputs of {down_proj} reach 65600, beyond .* float16.*--npu native"):
+            backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
+
+
+def test_no_memory_for_buffers_is_a_lost_device(backend, decoder, monkeypatch):
+    def full(*_):
+        raise RuntimeError("rpcmem: out of memory")
+
+    monkeypatch.setattr(executable_module, "_buffer", full)
+    with pytest.raises(DeviceLostError, match=r"does not take the context of static.1: rpcmem: out of memory"):
+        compile_layer(backend, decoder)
 
 
 def test_a_failure_of_the_npu_is_a_lost_device(spied):

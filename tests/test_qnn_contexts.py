@@ -280,7 +280,9 @@ def test_a_key_does_not_change_with_the_path_or_with_how_the_npu_runs(engine, qn
 def test_a_folder_that_cannot_be_written_is_a_compile_error(engine, qnn, tmp_path):
     (tmp_path / "contexts").write_text("a file in the way")
     plan = read_plan(engine)
-    with pytest.raises(CompileError, match=r"^cannot write the context of static.0: [^\n]+$"):
+    with pytest.raises(
+        CompileError, match=r"^cannot write the context of static.0 to [^\n]+; set CHUNKRT_HOME to move it$"
+    ):
         qnn().prepare(static(plan), plan, 32, SCHEME, open_weights(engine))
 
 

@@ -393,6 +393,13 @@ def test_auto_without_an_npu_is_native(model):
         assert engine.npu_backend.name == "native"
 
 
+def test_a_soc_that_nothing_is_done_for_is_mentioned(model, caplog):
+    for choice in ("auto", "native"):
+        load(model, npu=choice, soc="SM8750").close()
+    told = "--soc SM8750 has no effect: the CPU does the NPU's work; try --npu qnn"
+    assert warnings_of(caplog, "chunkrt.npu") == [told, told]
+
+
 def test_auto_leaves_a_dynamic_model_to_the_cpu(model, with_npu, caplog):
     with load(model, npu="native", scheme="w8a8-dynamic", calibration=None) as compiled:
         folder = compiled.folder

@@ -87,6 +87,16 @@ def test_wide_linears_have_grids_of_16_bits_by_column():
     np.testing.assert_array_equal(grids.output_step, np.array([2 * 127 / 32639, 1 / 32639, 2 / 256], np.float32))
 
 
+def test_the_headroom_of_a_column_ends_where_float16_does():
+    """There an NPU cuts a column's limit off. One grid for all columns has no limit that it multiplies by."""
+    columns = np.array([32000, 40000, 70000], np.float32)
+    seen = replace(SEEN, column_peaks={"y": columns}, peaks={"x": 1.0, "y": 70000.0})
+    expected = np.array([64000, 65504, 70000], np.float32) / np.float32(32639)
+    np.testing.assert_array_equal(grids_of(linear(DOWN), W8A16, seen, FINE).output_step, expected)
+    by_tensor = grids_of(linear(O_PROJ), W8A16, seen, FINE).output_step
+    np.testing.assert_array_equal(by_tensor, np.array([140000 / 32639], np.float32))
+
+
 def test_no_grid_of_16_bits_is_finer_than_an_npus_sums():
     """Which are whole multiples of 256 * input step * scale."""
     scale = np.array([1e-9, 1 / 1024, 1 / 8], np.float32)

@@ -9,15 +9,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from chunkrt.cli.options import engine_options, open_engine, progress_bar
+from chunkrt.cli.options import engine_options, open_engine, progress_bar, trace_option, written_trace
 from chunkrt.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.events import TaskEvent, utilisation
+from chunkrt.runtime.record import RunRecord
 from chunkrt.session import Session
 
 
@@ -50,15 +52,27 @@ class Row:
 @click.option("-n", "--new-tokens", default="32", show_default=True, help="Decode tests; 0 for none.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "jsonl", "csv"]), default="md", show_default=True)
+@trace_option
 @engine_options
-def bench(model: str, prompt_lengths: str, new_tokens: str, repetitions: int, output: str, **settings: Any) -> None:
-    """Measure how fast MODEL prefills and decodes. Tokens are random; every test is run once before it counts."""
+def bench(
+    model: str,
+    prompt_lengths: str,
+    new_tokens: str,
+    repetitions: int,
+    output: str,
+    trace: Path | None,
+    **settings: Any,
+) -> None:
+    """Measure how fast MODEL prefills and decodes. Tokens are random; every test is run once before it counts.
+
+    A trace holds the last repetition of every test.
+    """
     if repetitions < 1:
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
     tests = [("pp", n) for n in _numbers("-p", prompt_lengths)] + [("tg", n) for n in _numbers("-n", new_tokens)]
     if not tests:
         raise ConfigError("nothing to measure: both -p and -n are 0")
-    with open_engine(model, settings) as engine:
+    with written_trace(trace, model) as records, open_engine(model, settings) as engine:
         too_long = [n for _, n in tests if n > engine.context_length]
         if too_long:
             raise ConfigError(f"{too_long[0]} tokens do not fit the context of {engine.context_length}")
@@ -66,13 +80,15 @@ def bench(model: str, prompt_lengths: str, new_tokens: str, repetitions: int, ou
         with progress_bar() as progress:
             for done, (kind, count) in enumerate(tests):
                 progress(f"{kind}{count}", done, len(tests))
-                rows.append(measure(engine, model, kind, count, repetitions))
+                rows.append(measure(engine, model, kind, count, repetitions, records if trace else None))
             progress("", len(tests), len(tests))
     click.echo(FORMATS[output](rows), nl=False)
 
 
-def measure(engine: Engine, model: str, kind: str, count: int, repetitions: int) -> Row:
-    """Run one test `repetitions` times, after one run that does not count."""
+def measure(
+    engine: Engine, model: str, kind: str, count: int, repetitions: int, records: list[RunRecord] | None = None
+) -> Row:
+    """Run one test `repetitions` times, after one run that does not count; the last goes into `records`."""
     run = {"pp": _prefill, "tg": _decode}[kind]
     tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, count).tolist()
     samples_ns: list[int] = []
@@ -80,6 +96,8 @@ def measure(engine: Engine, model: str, kind: str, count: int, repetitions: int)
     with engine.session() as session:
         for repetition in range(repetitions + 1):
             session.rewind(0)
+            if repetition == repetitions and records is not None:
+                session.on_run = records.append
             begin = time.perf_counter_ns()
             events = run(session, tokens)
             if repetition:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.cli.options import htp_option, progress_bar, verbose_option
 from chunkrt.errors import ConfigError
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import SCHEMES
@@ -22,6 +23,7 @@ from chunkrt.quant.scheme import SCHEMES
 @click.option("--calibration", type=click.Path(path_type=Path), help="What `chunkrt calibrate` wrote.")
 @click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@htp_option
 @verbose_option
 def compile(
     model: str,
@@ -32,6 +34,7 @@ def compile(
     scheme: str | None,
     calibration: Path | None,
     placement: Path | None,
+    htp: HtpOptions,
 ) -> None:
     """Compile MODEL: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
 
@@ -43,7 +46,11 @@ def compile(
     if chunks is not None and socs is None:
         raise ConfigError("--chunk says what an NPU is compiled for; name its SoC with --soc")
     options = EngineOptions(
-        npu="qnn" if socs is not None else "native", scheme=scheme, calibration=calibration, placement=placement
+        npu="qnn" if socs is not None else "native",
+        scheme=scheme,
+        calibration=calibration,
+        placement=placement,
+        htp=htp,
     )
     with progress_bar() as progress:
         written = compile_engine(

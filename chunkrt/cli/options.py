@@ -14,9 +14,18 @@ from chunkrt.engine import Engine, load
 from chunkrt.options import NPU_CHOICES, ON_NPU_FAILURE
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
+from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.trace_file import check_trace_path, write_trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_HTP = click.option(
+    "--htp",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=lambda context, parameter, value: HtpOptions.parse(value),
+    help="A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
+)
 _ENGINE_OPTIONS = (
     click.option(
         "--npu",
@@ -47,13 +56,7 @@ _ENGINE_OPTIONS = (
         type=click.Choice(ON_NPU_FAILURE),
         help="Go on on the CPU, or fail.  [default: fallback for auto, else fail]",
     ),
-    click.option(
-        "--htp",
-        multiple=True,
-        metavar="NAME=VALUE",
-        callback=lambda context, parameter, value: HtpOptions.parse(value),
-        help="A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
-    ),
+    _HTP,
 )
 _VERBOSE = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Logs and tracebacks.")
 
@@ -65,9 +68,39 @@ def engine_options(command: Command) -> Command:
     return command
 
 
+def htp_option(command: Command) -> Command:
+    """Give a command --htp alone."""
+    return _HTP(command)
+
+
 def verbose_option(command: Command) -> Command:
     """Give a command -v alone; `main` reads it."""
     return _VERBOSE(command)
+
+
+def trace_option(command: Command) -> Command:
+    """Give a command --trace; it arrives as the keyword argument `trace`."""
+    return click.option(
+        "--trace",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Write a trace for Perfetto's viewer and `chunkrt trace`.",
+    )(command)
+
+
+@contextmanager
+def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
+    """Yields a list for the records of runs, which become the trace at the end; without a path, nothing does.
+
+    Raises:
+        ConfigError: the trace cannot be written; that the path is wrong is told before anything runs.
+    """
+    records: list[RunRecord] = []
+    if path is not None:
+        check_trace_path(path)
+    yield records
+    if path is not None:
+        write_trace(path, records, f"chunkrt {model}")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from chunkrt.model import (
     options_placement,
     wants_npu,
 )
+from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
 from chunkrt.quant.scheme import Scheme, find_scheme
@@ -62,13 +63,11 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
     Raises:
         ConfigError, ModelError: as `chunkrt.load`.
     """
-    compiled_for = DEFAULT_CHUNK_LENGTH
     if is_engine_directory(Path(model)):
         check_compiled(Path(model), options)
         manifest = read_manifest(Path(model))
         found, scheme = read_plan(Path(model)), manifest.scheme
-        if manifest.npu:
-            compiled_for = manifest.npu[0].chunk_length
+        compiled_for = compiled_chunk_length(manifest)
     else:
         from chunkrt.compiler import plan_checkpoint
 
@@ -76,6 +75,7 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
             checkpoint, default_scheme = find_checkpoint(model, progress)
         found = plan_checkpoint(checkpoint, options_placement(options)).plan
         scheme = options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default_scheme)
+        compiled_for = DEFAULT_CHUNK_LENGTH
     chunk_length = options.chunk_length or compiled_for
     if chunk_length > found.context_length:
         raise ConfigError(f"--chunk is {chunk_length}, longer than the model's context of {found.context_length}")

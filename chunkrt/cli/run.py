@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from chunkrt.cli.generation import generation_options, split_options, stream_answer
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.options import engine_options, open_engine, trace_option, written_trace
 from chunkrt.engine import Engine
 from chunkrt.errors import ConfigError
 
@@ -22,9 +22,12 @@ from chunkrt.errors import ConfigError
 @click.option("-f", "--file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer and figures as one JSON object.")
+@trace_option
 @generation_options
 @engine_options
-def run(model: str, prompt: str | None, file: Path | None, raw: bool, as_json: bool, **options: Any) -> None:
+def run(
+    model: str, prompt: str | None, file: Path | None, raw: bool, as_json: bool, trace: Path | None, **options: Any
+) -> None:
     """Answer a prompt with MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an engine directory.
 
     The answer streams to stdout, figures go to stderr.
@@ -33,11 +36,13 @@ def run(model: str, prompt: str | None, file: Path | None, raw: bool, as_json: b
     system = generation.pop("system")
     text = read_prompt(prompt, file)
     begin = time.perf_counter()
-    with open_engine(model, engine_settings) as engine:
+    with written_trace(trace, model) as records, open_engine(model, engine_settings) as engine:
         load_seconds = time.perf_counter() - begin
         tokens = _tokens(engine, text, system, raw=raw)
+        session = engine.session()
+        session.on_run = records.append if trace else None
         answer = stream_answer(
-            engine.session(),
+            session,
             tokens,
             sampling=sampling,
             **generation,

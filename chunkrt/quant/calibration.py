@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import is_zipfile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,8 @@ class Calibration:
             ModelError: the file is missing, damaged, or of another format.
         """
         try:
+            if path.is_file() and not is_zipfile(path):  # NumPy would advise to unpickle it
+                raise ValueError("it is no .npz archive")
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 if damaged := archive.zip.testzip():
                     raise ValueError(f"{damaged} is damaged")

@@ -22,6 +22,9 @@ Float32 = NDArray[np.float32]
 OUTPUT_HEADROOM = {8: 1.0, 16: 2.0}
 """How far beyond the largest output seen in calibration an output's grid reaches. A 16-bit one can afford to."""
 
+FLOAT16_MAX = 65504
+"""Where the headroom of a column's own grid ends: on an NPU its limit is a factor in float16."""
+
 SUM_RESOLUTION = 256
 """Hexagon drops the last 8 bits of a 16-bit linear's sum of integers. No output has finer steps than that."""
 
@@ -63,7 +66,10 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scal
         found = f"{np.size(outputs)} columns of {weight}, the model has {scale.size}"
         raise QuantizationError(f"the calibration is another model's: it knows {found}")
     input_step = _steps(inputs, bits)
-    output_step = _steps(np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(outputs, np.float32), bits)
+    limits = np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(outputs, np.float32)
+    if by_column:
+        limits = np.minimum(limits, np.maximum(outputs, np.float32(FLOAT16_MAX)))
+    output_step = _steps(limits, bits)
     if bits == 16:
         finest = np.float32(SUM_RESOLUTION) * input_step * scale
         output_step = np.maximum(output_step, finest if by_column else finest.max(keepdims=True))

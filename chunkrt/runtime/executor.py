@@ -7,8 +7,9 @@ schedule, the threads and the logits belong to one run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event, Lock
+from time import perf_counter_ns
 from typing import Literal, get_args
 
 import numpy as np
@@ -22,6 +23,7 @@ from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers, aligned_zeros
 from chunkrt.runtime.costs import Costs
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.policy import Policy, Task
+from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.ring import ring_slots
 from chunkrt.runtime.schedule import Processor, Schedule
 from chunkrt.runtime.state import State
@@ -35,11 +37,16 @@ class RunResult:
     """What a run computed.
 
     logits: float32 [1, V] of the last token, [n, V] of all, or None if none were asked for.
-    events: every task, in the order in which they ended.
+    record: every task, in the order in which they ended, and what tells why workers waited.
     """
 
     logits: NDArray[np.float32] | None
-    events: Sequence[TaskEvent]
+    record: RunRecord
+
+    @property
+    def events(self) -> Sequence[TaskEvent]:
+        """Every task, in the order in which they ended."""
+        return self.record.events
 
 
 class Executor:
@@ -99,6 +106,16 @@ class Executor:
         ]
         self.is_concurrent = policy.is_concurrent and num_workers > 1
         """Whether tasks of several chunks may run at once; if not, no run starts threads."""
+        self._pipeline = Pipeline(
+            stages=stages_of(plan.subgraphs),
+            processors=self.processors,
+            policy=policy.name,
+            chunk_length=chunk_length,
+            num_slots=num_slots,
+            slot_bytes=layout.num_bytes,
+        )
+        alone = tuple(replace(processor, workers=1) for processor in processors)
+        self._pipeline_in_caller = replace(self._pipeline, processors=alone)
         self._workers: Workers | None = None
         self._one_run = Lock()
 
@@ -132,6 +149,7 @@ class Executor:
         """
         self._check_run(token_ids, state, logits)
         with self._one_run:
+            start_ns = perf_counter_ns()
             if self._workers is not None:
                 self._workers.close()  # they may run on after a second interrupt
             run = _Run(self, token_ids, state, logits)
@@ -149,7 +167,16 @@ class Executor:
             state.advance(token_ids.size)
             if run.is_concurrent:
                 self.costs.learn(run.flops, events)
-            return RunResult(logits=run.logits, events=events)
+            record = RunRecord(
+                pipeline=self._pipeline if run.is_concurrent else self._pipeline_in_caller,
+                num_tokens=token_ids.size,
+                position=state.position - token_ids.size,
+                position_bytes=state.num_bytes // state.capacity,
+                start_ns=start_ns,
+                end_ns=perf_counter_ns(),
+                events=events,
+            )
+            return RunResult(logits=run.logits, record=record)
 
     def _check_run(self, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
         if logits not in get_args(Logits):

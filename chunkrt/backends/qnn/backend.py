@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from chunkrt.errors import CompileError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import WeightStore
-
-log = logging.getLogger(__name__)
 
 
 class QnnBackend:
@@ -62,15 +59,15 @@ class QnnBackend:
 
         Raises:
             PartitionError: see `supports`.
-            CompileError: Qualcomm's compiler failed, or what compiling needs is not installed.
-            DeviceLostError: the NPU does not take the context.
+            CompileError: Qualcomm's compiler failed; what compiling needs is not installed; a grid is beyond float16.
+            DeviceLostError: the NPU does not take the context, or has no memory for its inputs and outputs.
         """
         wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
         try:
             session = open_session(self.htp, self.soc, wrapper, options=self._options.as_provider_options())
+            return QnnExecutable(subgraph, plan, chunk_length, session, self.htp)
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise DeviceLostError(f"the NPU does not take the context of {subgraph.name}: {error}") from error
-        return QnnExecutable(subgraph, plan, chunk_length, session, self.htp)
 
     def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
         """The context of a subgraph on disk, compiled now if need be. Raises as `compile`."""
@@ -84,8 +81,9 @@ class QnnBackend:
             from chunkrt.backends.qnn.model import npu_model
         except ImportError as error:
             where = f"{self._compiled.path} has" if self._compiled else "there is"
+            vtcm = f", {self._options.vtcm_mb} MiB of VTCM" if self._options.vtcm_mb else ""
             raise CompileError(
-                f"{where} no usable context of {subgraph.name} for {self.soc.name}, chunks of {chunk_length} and "
+                f"{where} no usable context of {subgraph.name} for {self.soc.name}, chunks of {chunk_length}{vtcm} and "
                 f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; pip install onnx-ir, or compile "
                 "the model again"
             ) from error
@@ -99,7 +97,10 @@ class QnnBackend:
         try:
             return self._contexts.make(key, write)
         except OSError as error:
-            raise CompileError(f"cannot write the context of {subgraph.name}: {error}") from error
+            raise CompileError(
+                f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
+                "CHUNKRT_HOME to move it"
+            ) from error
         except Exception as error:  # ONNX Runtime's
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
 

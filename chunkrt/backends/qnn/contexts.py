@@ -14,7 +14,9 @@ from pathlib import Path
 
 from chunkrt.shared_folder import only_writer, remove, written_aside
 
-FORMAT = 1
+FORMAT = 2
+"""Of a context, and of the graphs that `model.py` has compiled: raised when either changes."""
+
 RECORD, WRAPPER = "context.json", "context.onnx"
 log = logging.getLogger(__name__)
 

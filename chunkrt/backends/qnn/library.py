@@ -103,7 +103,7 @@ def has_npu() -> bool:
         return False
     # ONNX Runtime finds NPUs on Windows; on Linux the driver's device file tells.
     is_listed = bool(device.type == ort.OrtHardwareDeviceType.NPU)
-    return is_listed or any((Path("/dev") / name).exists() for name in LINUX_NPU_DEVICES)
+    return is_listed or any(os.access(f"/dev/{name}", os.R_OK) for name in LINUX_NPU_DEVICES)
 
 
 @cache
@@ -179,7 +179,8 @@ def _is_emulating() -> bool:
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
     """Drop what a native library prints: stdout is for data."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     try:
         saved = os.dup(1)
     except OSError:  # there is no stdout

@@ -11,20 +11,35 @@ import onnx_ir as ir
 
 from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
 from chunkrt.backends.qnn.support import MEAN_DROPPED, graph_rows
+from chunkrt.errors import CompileError
 from chunkrt.graph.export import to_onnx
 from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.linears import initializer_values, quantize_linears
+from chunkrt.quant.qdq import COLUMN_LIMIT_SUFFIX
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 
+FLOAT16_OVERFLOW = 65520
+"""From here on float16 has only infinity."""
+
 
 def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme, weights: WeightStore) -> bytes:
-    """One static subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX."""
+    """One static subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX.
+
+    Raises:
+        CompileError: the grid of a column reaches beyond float16. The NPU would cut its limit off and say nothing.
+    """
     rows = graph_rows(chunk_length)
     model = to_onnx(plan, [subgraph], name=f"{subgraph.name}.{rows}")
     quantize_linears(model, scheme)
     graph = model.graph
     values = initializer_values(plan, scheme, weights, list(graph.initializers))
+    for name in values:
+        if name.endswith(COLUMN_LIMIT_SUFFIX) and (reach := values[name].max()) >= FLOAT16_OVERFLOW:
+            raise CompileError(
+                f"the outputs of {name.removesuffix(COLUMN_LIMIT_SUFFIX)} reach {reach:.6g}, beyond the NPU's float16 "
+                "(65504); run this model with --npu native"
+            )
     for name, initializer in graph.initializers.items():
         initializer.const_value = ir.tensor(values[name], name=name)
     for node in subgraph.nodes:

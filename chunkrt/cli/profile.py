@@ -1,0 +1,131 @@
+"""`chunkrt profile`: measure a model's subgraphs on the machine at hand, for the simulator to predict from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import psutil
+
+from chunkrt.cli.options import engine_options, open_engine, progress_bar
+from chunkrt.engine import Engine
+from chunkrt.errors import ConfigError
+from chunkrt.options import EngineOptions, available_cores
+from chunkrt.runtime.record import RunRecord
+from chunkrt.shared_folder import written_aside
+from chunkrt.simulate.learn import learn_budget
+from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measured
+
+LONGEST_PROMPT = 512
+"""Tokens of the prompt that is measured: attention's time is a line, so that longer prompts follow from it."""
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The TOML file to write."
+)
+@click.option("--budgets", help="Thread budgets to measure.  [default: 1 and --threads]")
+@click.option("-r", "--repetitions", type=int, default=7, show_default=True)
+@engine_options
+def profile(model: str, output: Path, budgets: str | None, repetitions: int, **settings: Any) -> None:
+    """Measure the subgraphs of MODEL on this machine, and write a device profile for `chunkrt simulate`.
+
+    The machine should have nothing else to do meanwhile.
+    """
+    if repetitions < 1:
+        raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
+    if output.suffix != ".toml":
+        raise ConfigError(f"-o is {output}, expected a name that ends in .toml")
+    EngineOptions(**settings)
+    threads = settings.pop("threads") or available_cores()
+    found = measure_profile(model, _budgets(budgets, threads), repetitions, settings)
+    try:
+        with written_aside(output) as aside:
+            aside.write_text(write_measured(found), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error}") from error
+    click.echo(f"{output}: {found.conditions}", err=True)
+
+
+def measure_profile(model: str, budgets: list[int], repetitions: int, settings: dict[str, Any]) -> MeasuredProfile:
+    """Run the model under every budget, in turns, and learn its costs.
+
+    Args:
+        budgets: of threads.
+        repetitions: runs of each kind that count; one more warms up.
+        settings: fields of `EngineOptions` but the threads; `policy` is the one to predict.
+    """
+    with ExitStack() as stack:
+        engines = {
+            (threads, policy): stack.enter_context(
+                open_engine(model, {**settings, "threads": threads, "policy": policy})
+            )
+            for threads in budgets
+            for policy in dict.fromkeys(("sequential", settings["policy"]))
+        }
+        engine = next(iter(engines.values()))
+        length = engine.chunk_length
+        num_chunks = min(LONGEST_PROMPT, engine.context_length) // length
+        if num_chunks < 2:
+            raise ConfigError(
+                f"chunks of {length} in a context of {engine.context_length}: expected room for two; use shorter chunks"
+            )
+        prompts = [n for n in (num_chunks * length, length // 2) if n > 0]
+        records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}
+        loads = []
+        progress = stack.enter_context(progress_bar())
+        for repetition in range(repetitions + 1):
+            progress("measuring", repetition, repetitions + 1)
+            loads.append(psutil.cpu_percent(interval=0.2))
+            for key, each in engines.items():
+                runs = [run(each, prompt) for prompt in prompts]
+                if repetition:
+                    records[key] += runs
+        progress("", 0, 0)
+        learnt = [_learn(engine, threads, settings["policy"], records) for threads in budgets]
+        return MeasuredProfile(
+            name=f"{platform.node() or 'this machine'} ({platform.machine()})",
+            model=model,
+            scheme=engine.scheme.name,
+            chunk_length=length,
+            has_npu=engine.npu_backend.concurrency is not None,
+            conditions=f"{datetime.now(UTC):%Y-%m-%d}, {engine.npu_backend.name}, {repetitions} repetitions of "
+            f"{prompts[0]} tokens, {os.cpu_count()} cores, other load {statistics.median(loads):.0f} %",
+            budgets={budget.threads: budget for budget in learnt},
+        )
+
+
+def _learn(engine: Engine, threads: int, policy: str, records: dict[tuple[int, str], list[RunRecord]]) -> ThreadsCost:
+    longest = max(record.num_tokens for record in records[threads, policy])
+    crowded = [record for record in records[threads, policy] if record.num_tokens == longest]
+    return learn_budget(engine.plan, threads=threads, alone=records[threads, "sequential"], crowded=crowded)
+
+
+def run(engine: Engine, num_tokens: int) -> RunRecord:
+    """The record of one prompt of random tokens, in a session of its own."""
+    tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, num_tokens).tolist()
+    records: list[RunRecord] = []
+    session = engine.session()
+    session.on_run = records.append
+    session.prefill(tokens)
+    return records[0]
+
+
+def _budgets(text: str | None, threads: int) -> list[int]:
+    if text is None:
+        return sorted({1, threads})
+    try:
+        budgets = sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise ConfigError(f"--budgets is {text!r}, expected numbers with commas between, as in 1,2") from error
+    if budgets[0] < 1:
+        raise ConfigError(f"--budgets is {text!r}, expected numbers of at least 1")
+    return budgets

@@ -1,0 +1,112 @@
+"""`chunkrt trace`: where the time of a recorded run went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from chunkrt.cli.options import verbose_option
+from chunkrt.runtime.idle import CAUSES, ProcessorTime, where_time_went
+from chunkrt.runtime.record import WORKS, RunRecord
+from chunkrt.runtime.trace_file import read_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that are told of together: prefills of one length, or all steps of decoding."""
+
+    name: str
+    records: Sequence[RunRecord]
+    processors: Sequence[ProcessorTime]
+
+    @property
+    def wall_ns(self) -> int:
+        """Time within the runs."""
+        return sum(record.end_ns - record.start_ns for record in self.records)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all runs."""
+        return sum(record.num_tokens for record in self.records)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: nanoseconds, and shares of each processor's time in percent."""
+        return {
+            "name": self.name,
+            "runs": len(self.records),
+            "tokens": self.num_tokens,
+            "policy": self.records[0].pipeline.policy,
+            "wall_ns": self.wall_ns,
+            "processors": [asdict(time) | {"percent": shares(time)} for time in self.processors],
+        }
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw the timeline of the longest prefill: .png, .svg or .html."
+)
+@verbose_option
+def trace(file: Path, as_json: bool, plot: Path | None) -> None:
+    """Tell where the time went in FILE, which `run` or `bench` wrote with --trace.
+
+    FILE itself opens in Perfetto's viewer (ui.perfetto.dev).
+    """
+    records = read_trace(file)
+    groups = group_runs(records)
+    if plot is not None:
+        from chunkrt.timeline import draw
+
+        draw(max(records, key=lambda record: record.num_tokens), plot)
+    if as_json:
+        click.echo(json.dumps({"groups": [group.as_dict() for group in groups]}, indent=1))
+    else:
+        click.echo("\n\n".join(_text(group) for group in groups))
+
+
+def group_runs(records: Iterable[RunRecord]) -> list[Group]:
+    """Sort runs into groups, and tell where the time of each went."""
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault("decode" if record.is_decode else record.name, []).append(record)
+    return [Group(name=name, records=runs, processors=where_time_went(runs)) for name, runs in groups.items()]
+
+
+def shares(time: ProcessorTime) -> Mapping[str, float]:
+    """A processor's time in percent: busy, and every cause of idleness; they sum to 100."""
+    parts: dict[str, int] = {"busy": sum(time.busy_ns.values())}
+    parts.update((cause, time.idle_ns.get(cause, 0)) for cause in CAUSES)
+    return {name: 100 * part / time.total_ns if time.total_ns else 0.0 for name, part in parts.items()}
+
+
+def _text(group: Group) -> str:
+    """A table: a column a processor, a line a share."""
+    record = group.records[0]
+    runs = f"{len(group.records)} run{'s' if len(group.records) > 1 else ''}"
+    speed = group.num_tokens / (group.wall_ns / 1e9) if group.wall_ns else 0.0
+    lines = [
+        f"{group.name}: {runs}, {group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, policy {record.pipeline.policy}, "
+        f"{record.num_chunks} chunk{'s' if record.num_chunks > 1 else ''}, {record.pipeline.num_slots} ring slots"
+    ]
+    columns = [shares(time) for time in group.processors]
+    heads = [f"{time.name} x {time.workers}" if time.workers > 1 else time.name for time in group.processors]
+    lines.append(f"{'':36}" + "".join(f"{head:>10}" for head in heads))
+    lines.append(_line("busy", [column["busy"] for column in columns]))
+    for work in WORKS:
+        parts = [100 * t.busy_ns.get(work, 0) / t.total_ns if t.total_ns else 0.0 for t in group.processors]
+        if any(parts):
+            lines.append(_line(f"  {'embedding and head' if work == 'embedding' else work}", parts))
+    for cause, meaning in CAUSES.items():
+        if any(column[cause] for column in columns):
+            lines.append(_line(f"idle: {meaning}", [column[cause] for column in columns]))
+    return "\n".join(lines)
+
+
+def _line(name: str, percents: Iterable[float]) -> str:
+    return f"{name:36}" + "".join(f"{percent:>8.1f} %" if percent else f"{'-':>10}" for percent in percents)

@@ -1,0 +1,148 @@
+"""From recorded runs to a measured profile: what every subgraph takes alone, and how much tasks slow each other down.
+
+Costs come from runs of one task at a time, in which every subgraph finds the caches as the others left them. Within a
+run they are means, since a run's time is a sum; over runs the median, against whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+import numpy as np
+
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.idle import where_time_went
+from chunkrt.runtime.record import RunRecord
+from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
+from chunkrt.simulate.work import cut
+
+SLOWEST = 0.05
+"""A task that shares the machine is believed to be at most 20 times slower."""
+
+
+def learn_budget(
+    plan: Plan,
+    *,
+    threads: int,
+    alone: Sequence[RunRecord],
+    crowded: Sequence[RunRecord],
+) -> ThreadsCost:
+    """What one thread budget gives.
+
+    Args:
+        plan: the decoder.
+        threads: the budget.
+        alone: runs under the policy "sequential": some of a prompt of whole chunks, two or more, and some of half a
+            chunk.
+        crowded: runs of the same prompt of whole chunks under the policy that shall be predicted.
+    """
+    costs = learn_costs(plan, alone)
+    workers = sum(processor.workers for processor in crowded[0].pipeline.processors)
+    return ThreadsCost(
+        threads=threads,
+        prompt_us=median((r.end_ns - r.start_ns - _makespan(r.events)) / 1000 for r in crowded),
+        task_us=median(_overhead_ns(record) / len(record.events) / 1000 for record in crowded),
+        speeds=learn_speeds(plan, costs, crowded, workers),
+        subgraphs={cost.subgraph: cost for cost in costs.values()},
+    )
+
+
+def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost]:
+    """The cost of every subgraph that stands for others, by its name; see `learn_budget` for the runs."""
+    first = twins(plan)
+    whole: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    short: dict[str, list[float]] = defaultdict(list)
+    chunk_length = runs[0].pipeline.chunk_length
+    for record in runs:
+        samples: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for event in record.events:
+            name = first[plan.subgraphs[event.task.subgraph].name]
+            samples[name, event.task.chunk].append(event.end_ns - event.start_ns)
+        for (name, chunk), durations in samples.items():
+            us = fmean(durations) / 1000
+            (short[name] if record.num_tokens < chunk_length else whole[name][chunk]).append(us)
+    chunks = cut(max(record.num_tokens for record in runs), chunk_length)
+    costs = {}
+    for subgraph in plan.subgraphs:
+        if first[subgraph.name] != subgraph.name:
+            continue
+        medians = {chunk: median(samples) for chunk, samples in whole[subgraph.name].items()}
+        if subgraph.state:
+            pairs = np.array([chunks[chunk].pairs for chunk in medians], np.float64)
+            slope, base = np.polyfit(pairs, list(medians.values()), 1)
+            pair_us = max(0.0, float(slope))
+            base = max(0.0, float(base) if slope > 0 else fmean(medians.values()))
+        else:
+            pair_us, base = 0.0, fmean(medians.values())
+        row_us = 0.0
+        if subgraph.rows == "T" and short[subgraph.name]:
+            half = chunk_length // 2
+            rest = median(short[subgraph.name]) - pair_us * half * (half + 1) / 2
+            row_us = min(max(0.0, (base - rest) / (chunk_length - half)), base / chunk_length)
+        costs[subgraph.name] = SubgraphCost(
+            subgraph=subgraph.name, fixed_us=base - row_us * chunk_length, row_us=row_us, pair_us=pair_us
+        )
+    return costs
+
+
+def learn_speeds(
+    plan: Plan, costs: Mapping[str, SubgraphCost], runs: Sequence[RunRecord], workers: int
+) -> tuple[float, ...]:
+    """Speeds of each of 1, 2, ... `workers` tasks that run at once.
+
+    Tasks are taken together that mostly ran as one of so many. Their speed is their work alone, less the time for which
+    each did run alone, over the rest of their time. The median over the runs.
+    """
+    first = twins(plan)
+    found: dict[int, list[float]] = defaultdict(list)
+    for record in runs:
+        chunks = cut(record.num_tokens, record.pipeline.chunk_length)
+        sums = np.zeros((workers + 1, 2))
+        for event, times in zip(record.events, _times_by_crowd(record.events, workers), strict=True):
+            subgraph, chunk = plan.subgraphs[event.task.subgraph], chunks[event.task.chunk]
+            cost = costs[first[subgraph.name]]
+            us = cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * chunk.pairs
+            sums[1 + int(times.argmax())] += us - times[0] / 1000, times[1:].sum() / 1000
+        for number in range(2, workers + 1):
+            work, time = sums[number]
+            if time > 0:
+                found[number].append(work / time)
+    speeds = [1.0]
+    for number in range(2, workers + 1):
+        speed = median(found[number]) if found[number] else speeds[-1]
+        speeds.append(min(speeds[-1], max(SLOWEST, speed)))
+    return tuple(speeds)
+
+
+def _times_by_crowd(events: Sequence[TaskEvent], workers: int) -> list[np.ndarray]:
+    """For every event the nanoseconds that it spent as one of 1, 2, ... `workers` tasks."""
+    cuts = sorted({event.start_ns for event in events} | {event.end_ns for event in events})
+    index = {moment: i for i, moment in enumerate(cuts)}
+    change = np.zeros(len(cuts), np.int64)
+    for event in events:
+        change[index[event.start_ns]] += 1
+        change[index[event.end_ns]] -= 1
+    crowd = np.cumsum(change)[:-1]
+    lengths = np.diff(np.array(cuts, np.float64))
+    times = []
+    for event in events:
+        span = slice(index[event.start_ns], index[event.end_ns])
+        sums = np.bincount(np.clip(crowd[span], 1, workers) - 1, lengths[span], minlength=workers)
+        times.append(sums)
+    return times
+
+
+def _makespan(events: Sequence[TaskEvent]) -> int:
+    return max(event.end_ns for event in events) - min(event.start_ns for event in events)
+
+
+def _overhead_ns(record: RunRecord) -> int:
+    """Between tasks: what workers lost although they could have run one, up to the run's last task."""
+    inner = min(event.start_ns for event in record.events), max(event.end_ns for event in record.events)
+    lost = sum(time.idle_ns.get("overhead", 0) for time in where_time_went([record]))
+    outside = (inner[0] - record.start_ns) + (record.end_ns - inner[1])
+    workers = sum(processor.workers for processor in record.pipeline.processors)
+    return max(0, lost - outside * workers)

@@ -1,0 +1,200 @@
+"""Measured profiles: what every subgraph of one model took on the machine at hand, written by `chunkrt profile`.
+
+A subgraph's time is a line over its rows and the positions that they attend to. Subgraphs of the same shape share one
+measurement, under the name of the first of them. Beside it stands how much tasks slow each other down when all workers
+are busy: they share memory, caches and, where both roles run on the CPU, its threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.runtime.schedule import Processor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubgraphCost:
+    """Microseconds of one subgraph: fixed_us + row_us * rows + pair_us * (pairs of a row and a position it attends to).
+
+    Taken while nothing else runs, with all threads of the budget.
+    """
+
+    subgraph: str
+    fixed_us: float
+    row_us: float
+    pair_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadsCost:
+    """One thread budget.
+
+    speeds: of each of k tasks that run at once, relative to one that runs alone; entry k-1.
+    prompt_us: of a prompt, beside its tasks. task_us: between two tasks.
+    """
+
+    threads: int
+    prompt_us: float
+    task_us: float
+    speeds: tuple[float, ...]
+    subgraphs: Mapping[str, SubgraphCost]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredProfile:
+    """One model on one machine.
+
+    has_npu: whether an NPU ran the static subgraphs, beside the CPU. conditions: what was measured, and when.
+    """
+
+    name: str
+    model: str
+    scheme: str
+    chunk_length: int
+    has_npu: bool
+    conditions: str
+    budgets: Mapping[int, ThreadsCost]
+
+    def processors(self, threads: int) -> tuple[Processor, ...]:
+        """Who runs tasks under a thread budget."""
+        if not self.has_npu:
+            return (Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=threads),)
+        return (
+            Processor(name="npu", devices=frozenset(("npu",)), workers=1),
+            Processor(name="cpu", devices=frozenset(("cpu",)), workers=threads),
+        )
+
+    def budget(self, threads: int | None) -> ThreadsCost:
+        """The measurements of a thread budget, by default of the largest.
+
+        Raises:
+            ConfigError: that budget was not measured.
+        """
+        threads = threads or max(self.budgets)
+        if threads not in self.budgets:
+            raise ConfigError(
+                f"{self.name} was measured with {', '.join(map(str, self.budgets))} threads, not {threads}; "
+                f"run `chunkrt profile` with --threads {threads}"
+            )
+        return self.budgets[threads]
+
+
+def twins(plan: Plan) -> dict[str, str]:
+    """For every subgraph the first one of the same operators and shapes, which stands for it."""
+    first: dict[Any, str] = {}
+    return {s.name: first.setdefault(_signature(s, plan), s.name) for s in plan.subgraphs}
+
+
+def _signature(subgraph: Subgraph, plan: Plan) -> Any:
+    nodes = tuple(
+        (node.op, node.domain, tuple(plan.tensors[name].shape for name in (*node.inputs, *node.outputs) if name))
+        for node in subgraph.nodes
+    )
+    return subgraph.device, subgraph.rows, nodes
+
+
+def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
+    """A profile that `write_measured` wrote.
+
+    Raises:
+        ConfigError: a key is unknown, missing or of the wrong type.
+    """
+    _check_keys(table, ("name", "measured"), path)
+    head = table["measured"]
+    kinds = {"model": str, "scheme": str, "chunk_length": int, "has_npu": bool, "conditions": str, "threads": list}
+    _check_keys(head, tuple(kinds), path, "measured.")
+    for key, kind in kinds.items():
+        if not isinstance(head[key], kind):
+            raise ConfigError(f"{path}: measured.{key} is {head[key]!r}, expected {kind.__name__}")
+    budgets = [_budget(entry, path) for entry in head["threads"]]
+    if not budgets:
+        raise ConfigError(f"{path}: it holds no measurement; run `chunkrt profile` again")
+    return MeasuredProfile(
+        name=str(table["name"]),
+        budgets={budget.threads: budget for budget in budgets},
+        **{key: head[key] for key in kinds if key != "threads"},
+    )
+
+
+def write_measured(profile: MeasuredProfile) -> str:
+    """The profile as TOML."""
+    lines = [
+        "# Written by `chunkrt profile`: every number was measured, in microseconds, on the machine and under the",
+        "# conditions below.",
+        f"name = {_text(profile.name)}",
+        "",
+        "[measured]",
+        *(f"{key} = {_text(getattr(profile, key))}" for key in ("model", "scheme", "chunk_length", "has_npu")),
+        f"conditions = {_text(profile.conditions)}",
+    ]
+    for budget in profile.budgets.values():
+        lines += ["", "[[measured.threads]]"]
+        lines += [f"{key} = {_text(getattr(budget, key))}" for key in ("threads", "prompt_us", "task_us")]
+        lines += [f"speeds = [{', '.join(f'{speed:.4f}' for speed in budget.speeds)}]"]
+        for cost in budget.subgraphs.values():
+            lines += ["", "[[measured.threads.subgraphs]]"]
+            lines += [f"{key} = {_text(value)}" for key, value in asdict(cost).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _budget(entry: Any, path: Path) -> ThreadsCost:
+    place = "measured.threads."
+    _check_keys(entry, ("threads", "prompt_us", "task_us", "speeds", "subgraphs"), path, place)
+    threads, speeds, costs = entry["threads"], entry["speeds"], entry["subgraphs"]
+    if type(threads) is not int or threads < 1:
+        raise ConfigError(f"{path}: {place}threads is {threads!r}, expected at least 1")
+    if not isinstance(speeds, list) or not speeds or not all(_is_number(s) and s > 0 for s in speeds):
+        raise ConfigError(f"{path}: {place}speeds is {speeds!r}, expected a list of numbers above 0")
+    if not isinstance(costs, list):
+        raise ConfigError(f"{path}: {place}subgraphs is {costs!r}, expected a list of tables")
+    return ThreadsCost(
+        threads=threads,
+        prompt_us=_number(entry, "prompt_us", path, place),
+        task_us=_number(entry, "task_us", path, place),
+        speeds=tuple(float(speed) for speed in speeds),
+        subgraphs={cost.subgraph: cost for cost in (_subgraph_cost(entry, path) for entry in costs)},
+    )
+
+
+def _subgraph_cost(entry: Any, path: Path) -> SubgraphCost:
+    place = "measured.threads.subgraphs."
+    _check_keys(entry, tuple(SubgraphCost.__dataclass_fields__), path, place)
+    return SubgraphCost(
+        subgraph=str(entry["subgraph"]),
+        fixed_us=_number(entry, "fixed_us", path, place),
+        row_us=_number(entry, "row_us", path, place),
+        pair_us=_number(entry, "pair_us", path, place),
+    )
+
+
+def _check_keys(table: Any, keys: Sequence[str], path: Path, place: str = "") -> None:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{path}: {place.rstrip('.')} is {table!r}, expected a table")
+    for key in table:
+        if key not in keys:
+            raise ConfigError(f"{path}: {unknown_name('key', place + key, [place + name for name in keys])}")
+    for key in keys:
+        if key not in table:
+            raise ConfigError(f"{path}: the key {place + key!r} is missing")
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < float("inf")
+
+
+def _number(table: Mapping[str, Any], key: str, path: Path, place: str) -> float:
+    if not _is_number(table[key]):
+        raise ConfigError(f"{path}: {place}{key} is {table[key]!r}, expected a number of at least 0")
+    return float(table[key])
+
+
+def _text(value: str | float) -> str:
+    if isinstance(value, bool) or not isinstance(value, float):
+        return json.dumps(value)
+    return f"{value:.6g}" if value else "0.0"

@@ -1,0 +1,141 @@
+"""Device profiles: what tasks cost on a device, as TOML that anybody can read, correct and add to.
+
+Those in `devices/` are put together from what others published; every number names its source, and what is a guess is
+called one. `chunkrt profile` writes one of the machine at hand instead; see `measured.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from chunkrt.backends.qnn.socs import SOCS
+from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.graph.plan import Device
+from chunkrt.runtime.schedule import Processor
+from chunkrt.simulate.measured import MeasuredProfile, read_measured
+from chunkrt.simulate.tables import Source, build, read_table
+
+_FOLDER = Path(__file__).parent / "devices"
+DEVICES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+"""The profiles that come with chunkrt."""
+
+OPERATORS = ("linear_a8", "linear_a16", "linear_float", "attention", "other")
+"""Linears by the bits of their activations; attention over the cache; norms, element-wise operators and look-ups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCost:
+    """One kind of operator: `fixed_us` and the longer of its bytes and its operations.
+
+    gb_per_s: how fast its weights, keys and values, or (for "other") its inputs and outputs stream. gops: 10^9
+    operations a second, a multiply-add counted as two.
+    """
+
+    fixed_us: float
+    gb_per_s: float
+    gops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorCost:
+    """One processor, which runs one task at a time.
+
+    task_us: what starting and ending a task costs there, whatever is in it. busy_watts: while it runs a task.
+    """
+
+    task_us: float
+    busy_watts: float
+    operators: Mapping[str, OperatorCost]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferCost:
+    """Values that cross to another device: converted and copied at `gb_per_s`, `fixed_us` for each of them."""
+
+    fixed_us: float
+    gb_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCost:
+    """The memory that all processors share: `gb_per_s` for them together, picojoules a byte read or written."""
+
+    gb_per_s: float
+    pj_per_byte: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """One device.
+
+    soc: Qualcomm's name, as in `backends/qnn/socs.py`. prompt_us: what a prompt costs before its first task.
+    idle_watts: of the whole device, always. sources: of every parameter, by its dotted path.
+    """
+
+    name: str
+    soc: str
+    prompt_us: float
+    idle_watts: float
+    memory: MemoryCost
+    transfer: TransferCost
+    npu: ProcessorCost
+    cpu: ProcessorCost
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    @property
+    def processors(self) -> tuple[Processor, ...]:
+        """The NPU beside the CPU, one task at a time on each."""
+        devices: tuple[Device, ...] = ("npu", "cpu")
+        return tuple(Processor(name=name, devices=frozenset((name,)), workers=1) for name in devices)
+
+    def processor_cost(self, device: Device) -> ProcessorCost:
+        """Of the processor that plays a role."""
+        return self.npu if device == "npu" else self.cpu
+
+
+def find_device(name: str) -> DeviceProfile | MeasuredProfile:
+    """A profile by the name of one that comes with chunkrt, or by the path of a TOML file.
+
+    Raises:
+        ConfigError: there is none of that name, or the file is wrong.
+    """
+    if name in DEVICES:
+        return read_profile(_FOLDER / f"{name}.toml")
+    if name.endswith(".toml"):
+        return read_profile(Path(name))
+    raise unknown_name("device", name, DEVICES, hint=f"there are: {', '.join(DEVICES)}, or a profile's TOML file")
+
+
+def read_profile(path: Path) -> DeviceProfile | MeasuredProfile:
+    """Read a profile, one with a cost model or a measured one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown, missing or makes no sense.
+    """
+    table = read_table(path)
+    if "measured" in table:
+        return read_measured(table, path)
+    sources: dict[str, Source] = {}
+    profile = build(DeviceProfile, table, str(path), sources)
+    if profile.soc not in SOCS:
+        raise ConfigError(f"{path}: {unknown_name('SoC', profile.soc, SOCS)}")
+    for name in ("npu", "cpu"):
+        operators = getattr(profile, name).operators
+        for operator in operators:
+            if operator not in OPERATORS:
+                raise ConfigError(f"{path}: {unknown_name(f'operator of {name}', operator, OPERATORS)}")
+        for operator in OPERATORS:
+            if operator not in operators:
+                raise ConfigError(f"{path}: the table '{name}.operators.{operator}' is missing")
+    for key in sources:
+        if key.endswith(("gb_per_s", "gops")) and _lookup(profile, key) == 0:
+            raise ConfigError(f"{path}: {key} is 0, expected a speed above 0")
+    return replace(profile, sources=sources)
+
+
+def _lookup(profile: object, key: str) -> object:
+    for part in key.split("."):
+        profile = profile[part] if isinstance(profile, Mapping) else getattr(profile, part)
+    return profile

@@ -1,0 +1,111 @@
+"""Shapes: a decoder's dimensions without its weights, and the plan that they make.
+
+A shape is one TOML file in `shapes/`. Its plan comes from the Llama family's modules, so that partition, runtime and
+simulator see what they see of a checkpoint. Where a model differs from that family, the shape says what was
+approximated; operations and bytes of its linears and its attention are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.graph.placement import Placement
+from chunkrt.graph.plan import Plan
+from chunkrt.simulate.tables import build, read_table
+
+_FOLDER = Path(__file__).parent / "shapes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder's dimensions, in elements.
+
+    intermediate_size: of a gated feed-forward, which has three matrices of it. source: where the dimensions come from.
+    approximations: what the plan takes differently from the model.
+    """
+
+    source: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    approximations: tuple[str, ...] = ()
+
+    def plan(self, placement: Placement | None = None) -> Plan:
+        """The plan of this decoder, with modules placed as asked.
+
+        Raises:
+            ConfigError: the placement names no module.
+        """
+        import numpy as np
+
+        from chunkrt.graph.decoders.config import DecoderConfig
+        from chunkrt.graph.decoders.llama import LlamaDecoder
+        from chunkrt.graph.partition import partition
+        from chunkrt.graph.placement import place
+        from chunkrt.graph.tracing import trace
+
+        config = DecoderConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            rms_norm_eps=1e-6,
+            attention_bias=self.attention_bias,
+            mlp_bias=False,
+            tie_word_embeddings=self.tie_word_embeddings,
+            inverse_frequencies=np.ones(self.head_dim // 2),
+            rope_divisor=None,
+        )
+        decoder = LlamaDecoder(config).named()
+        place(decoder, placement or {})
+        return partition(trace(decoder), family="llama")
+
+
+def shapes() -> Mapping[str, Path]:
+    """The files of all shapes by name, sorted."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def find_shape(name: str) -> Shape:
+    """A shape by its name.
+
+    Raises:
+        ConfigError: there is none of that name; the message offers the nearest and lists all.
+    """
+    known = shapes()
+    if name not in known:
+        raise unknown_name("shape", name, known)
+    return read_shape(known[name])
+
+
+def read_shape(path: Path) -> Shape:
+    """Read one file.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is unknown, missing or makes no sense.
+    """
+    shape = build(Shape, read_table(path), str(path), {})
+    for name in Shape.__dataclass_fields__:
+        value = getattr(shape, name)
+        if type(value) is int and value < 1:
+            raise ConfigError(f"{path}: {name} is {value}, expected at least 1")
+    if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
+        raise ConfigError(
+            f"{path}: {shape.num_heads} heads of {shape.head_dim} with {shape.num_kv_heads} for keys; "
+            "expected an even head_dim and a number of heads that those for keys divide"
+        )
+    return shape

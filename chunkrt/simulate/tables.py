@@ -1,0 +1,104 @@
+"""Dataclasses from TOML tables: every key checked, every number with the source that it comes from.
+
+A parameter is written as `gops = { value = 3000, source = "llm.npu, table 3" }`; one that nobody measured says
+`guess = true`, and its source tells what the guess goes by.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from chunkrt.errors import ConfigError, unknown_name
+
+Table = TypeVar("Table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a parameter's value comes from; a guess is one that nobody measured or published."""
+
+    text: str
+    is_guess: bool
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A TOML file. Raises ConfigError if it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def build(kind: type[Table], table: Any, place: str, sources: dict[str, Source], prefix: str = "") -> Table:
+    """A frozen dataclass from a table.
+
+    Fields of type float are parameters with a source; other plain types are written as they are; dataclasses are
+    tables, mappings of dataclasses tables of tables.
+
+    Args:
+        kind: what to build.
+        table: what was found in the file.
+        place: the file, for messages.
+        sources: receives the source of every parameter by its dotted path.
+        prefix: path of the table, with a dot behind it.
+
+    Raises:
+        ConfigError: a key is unknown, missing or of the wrong type; a parameter is below 0 or without a source.
+    """
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{place}: {prefix.rstrip('.') or 'the file'} is {table!r}, expected a table")
+    known = {field.name: field for field in fields(kind) if field.name != "sources"}  # type: ignore[arg-type]
+    types = get_type_hints(kind)
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{place}: {unknown_name('key', prefix + key, [prefix + name for name in known])}")
+    values = {}
+    for name, field in known.items():
+        path = prefix + name
+        if name in table:
+            values[name] = _value(types[name], table[name], place, path, sources)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{place}: the key {path!r} is missing")
+    return kind(**values)
+
+
+def _value(expected: Any, found: Any, place: str, path: str, sources: dict[str, Source]) -> Any:
+    if expected is float:
+        return _parameter(found, place, path, sources)
+    if is_dataclass(expected) and isinstance(expected, type):
+        return build(expected, found, place, sources, f"{path}.")
+    if get_origin(expected) is tuple:
+        if not isinstance(found, list) or not all(isinstance(item, get_args(expected)[0]) for item in found):
+            raise ConfigError(f"{place}: {path} is {found!r}, expected a list of {get_args(expected)[0].__name__}")
+        return tuple(found)
+    if get_origin(expected) is not None:  # Mapping[str, dataclass]
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{place}: {path} is {found!r}, expected a table of tables")
+        inner = get_args(expected)[1]
+        return {key: build(inner, value, place, sources, f"{path}.{key}.") for key, value in found.items()}
+    if type(found) is not expected:
+        raise ConfigError(f"{place}: {path} is {found!r}, expected {expected.__name__}")
+    return found
+
+
+def _parameter(found: Any, place: str, path: str, sources: dict[str, Source]) -> float:
+    form = '{ value = 1.5, source = "..." }'
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{place}: {path} is {found!r}, expected a value and its source, as in {form}")
+    keys = ("value", "source", "guess")
+    for key in found:
+        if key not in keys:
+            raise ConfigError(f"{place}: {unknown_name('key', f'{path}.{key}', [f'{path}.{name}' for name in keys])}")
+    value, source, guess = found.get("value"), found.get("source"), found.get("guess", False)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{place}: {path} is {value!r}, expected a number of at least 0")
+    if not isinstance(source, str) or not source.strip():
+        raise ConfigError(f"{place}: {path} has no source; write where {value!r} comes from, as in {form}")
+    if not isinstance(guess, bool):
+        raise ConfigError(f"{place}: {path}.guess is {guess!r}, expected true or false")
+    sources[path] = Source(text=source, is_guess=guess)
+    return float(value)

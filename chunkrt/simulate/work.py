@@ -1,0 +1,177 @@
+"""The work of a run: for every task how long it takes alone, and how many bytes of shared memory it moves meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from chunkrt.graph.plan import DTYPE_BYTES, Node, Plan, Subgraph, resolve
+from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
+from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.weights import linear_weights
+from chunkrt.runtime.policy import Task
+from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
+from chunkrt.simulate.profile import DeviceProfile, ProcessorCost
+
+
+class Work(NamedTuple):
+    """One task that runs alone: nanoseconds, and bytes that it moves from and to the shared memory."""
+
+    ns: int
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What a task's size depends on: tokens, rows whose logits are wanted, position of the first token."""
+
+    num_tokens: int
+    num_rows: int
+    position: int
+
+    def rows(self, subgraph: Subgraph) -> int:
+        """That one subgraph runs on."""
+        return self.num_tokens if subgraph.rows == "T" else self.num_rows
+
+    @property
+    def pairs(self) -> int:
+        """Of a token and a position that it attends to."""
+        return self.num_tokens * self.position + self.num_tokens * (self.num_tokens + 1) // 2
+
+
+WorkOf = Callable[[Task], Work]
+
+
+def cut(prompt_length: int, chunk_length: int) -> list[Chunk]:
+    """The chunks of a prompt; only the last token's logits are wanted."""
+    starts = range(0, prompt_length, chunk_length)
+    tokens = [min(chunk_length, prompt_length - start) for start in starts]
+    return [
+        Chunk(num_tokens=n, num_rows=int(start + n == prompt_length), position=start)
+        for start, n in zip(starts, tokens, strict=True)
+    ]
+
+
+def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCost, chunks: Sequence[Chunk]) -> WorkOf:
+    """Durations by a measured profile.
+
+    Args:
+        costs: of every subgraph, by its name.
+    """
+
+    def work(task: Task) -> Work:
+        subgraph, chunk = plan.subgraphs[task.subgraph], chunks[task.chunk]
+        cost = costs[subgraph.name]
+        us = budget.task_us + cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * chunk.pairs
+        return Work(round(1000 * us), 0.0)
+
+    return work
+
+
+class ModelledWork:
+    """Durations by a device's cost model: for every node a fixed time and the longer of its bytes and operations.
+
+    An NPU's subgraphs are compiled for a whole chunk and always take that long.
+
+    Args:
+        plan: the decoder.
+        scheme: how its linears are quantised.
+        device: what they cost.
+        chunk_length: C.
+        chunks: of the run.
+    """
+
+    def __init__(
+        self, plan: Plan, scheme: Scheme, device: DeviceProfile, *, chunk_length: int, chunks: Sequence[Chunk]
+    ) -> None:
+        self._plan, self._scheme, self._device = plan, scheme, device
+        self._chunk_length, self._chunks = chunk_length, chunks
+        self._twins = twins(plan)
+        self._known: dict[tuple[str, Chunk], Work] = {}
+
+    def __call__(self, task: Task) -> Work:
+        """The work of one task."""
+        subgraph, chunk = self._plan.subgraphs[task.subgraph], self._chunks[task.chunk]
+        if subgraph.device == "npu":
+            chunk = Chunk(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
+        if not subgraph.state:
+            chunk = Chunk(num_tokens=chunk.num_tokens, num_rows=chunk.num_rows, position=0)
+        key = self._twins[subgraph.name], chunk
+        if key not in self._known:
+            self._known[key] = self._work(subgraph, chunk)
+        return self._known[key]
+
+    def _work(self, subgraph: Subgraph, chunk: Chunk) -> Work:
+        processor = self._device.processor_cost(subgraph.device)
+        symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows), "P": chunk.position + chunk.num_tokens}
+        crossing = self._crossing(subgraph)
+        crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
+        us = processor.task_us
+        if subgraph.device == "npu":
+            transfer = self._device.transfer
+            us += len(crossing) * transfer.fixed_us + crossing_bytes / (1000 * transfer.gb_per_s)
+        num_bytes = float(crossing_bytes)
+        for node in subgraph.nodes:
+            node_us, node_bytes = self._node(node, processor, chunk, symbols)
+            us += node_us
+            num_bytes += node_bytes
+        return Work(round(1000 * us), num_bytes)
+
+    def _node(self, node: Node, processor: ProcessorCost, chunk: Chunk, symbols: dict[str, int]) -> tuple[float, float]:
+        """Microseconds of one operator, and the bytes of shared memory among those that it reads."""
+        tensors = self._plan.tensors
+        if node.op == "MatMul" and node.inputs[1] in self._linears:
+            weight = node.inputs[1]
+            depth, columns = resolve(tensors[weight].shape, {})
+            operations = 2.0 * symbols[str(tensors[node.outputs[0]].shape[0])] * depth * columns
+            num_bytes = shared_bytes = float(self._weight_bytes[weight])
+            bits = self._scheme.activation_bits_of(weight)
+            kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
+        elif node.op == "CachedAttention":
+            width = resolve(tensors[node.outputs[0]].shape[1:], {})[0]
+            operations = 4.0 * chunk.pairs * width
+            elements = sum(prod(resolve(tensors[n].shape, symbols)) for n in node.inputs if tensors[n].kind == "state")
+            num_bytes = shared_bytes = float(FLOAT16_BYTES * elements)
+            kind = "attention"
+        else:
+            sizes = [prod(resolve(tensors[name].shape, symbols)) for name in node.outputs]
+            operations = float(sum(sizes))
+            read = 1 if node.op == "Gather" else len(node.inputs)
+            num_bytes, shared_bytes = float(DTYPE_BYTES["float32"] * sum(sizes) * (1 + read)), 0.0
+            kind = "other"
+        cost = processor.operators[kind]
+        return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes
+
+    def _crossing(self, subgraph: Subgraph) -> list[str]:
+        """The values that a subgraph takes from the other device, or gives to it."""
+        taken = [name for name in subgraph.inputs if self._homes.get(name, "cpu") != subgraph.device]
+        given = [name for name in subgraph.outputs if self._readers.get(name, set()) - {subgraph.device}]
+        return taken + given
+
+    @cached_property
+    def _homes(self) -> dict[str, str]:
+        return {name: subgraph.device for subgraph in self._plan.subgraphs for name in subgraph.outputs}
+
+    @cached_property
+    def _readers(self) -> dict[str, set[str]]:
+        readers: dict[str, set[str]] = {}
+        for subgraph in self._plan.subgraphs:
+            for name in subgraph.inputs:
+                readers.setdefault(name, set()).add(subgraph.device)
+        return readers
+
+    @cached_property
+    def _linears(self) -> set[str]:
+        return set(linear_weights(self._plan))
+
+    @cached_property
+    def _weight_bytes(self) -> dict[str, float]:
+        """Bytes that a linear's weight streams: 4-bit ones are packed."""
+        stored = weight_bytes(self._plan, self._scheme)
+        return {
+            name: num_bytes / 2 if self._scheme.weight_bits_of(name) == 4 else num_bytes
+            for name, num_bytes in stored.items()
+        }

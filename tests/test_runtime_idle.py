@@ -1,0 +1,314 @@
+"""Idle time by cause: lists of events made by hand whose causes are known, and properties of any run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from fake_backend import CONTEXT, make_executables, make_plan, npu_and_cpu, shared_cpu, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkrt.errors import ConfigError
+from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.idle import CAUSES, Gap, idle_gaps, where_time_went
+from chunkrt.runtime.policy import POLICIES, Task, find_policy
+from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.state import State
+from chunkrt.runtime.virtual_clock import run_on_virtual_clock
+
+PLAN = make_plan(layers=1)
+EMBEDDING, STATIC_0, DYNAMIC, STATIC_1, HEAD = range(5)
+"""Subgraphs of PLAN; the static ones are the NPU's."""
+
+Row = tuple[int, int, str, int, int, int]
+"""Subgraph, chunk, processor, worker, start, end."""
+
+
+def make_record(
+    rows: Sequence[Row],
+    *,
+    num_chunks: int = 1,
+    slots: int = 8,
+    processors: Sequence[Processor] | None = None,
+    copies: Sequence[Row] = (),
+    start: int = 0,
+    end: int | None = None,
+    policy: str = "in_order",
+) -> RunRecord:
+    events = [TaskEvent(Task(s, c), name, worker, begin, stop) for s, c, name, worker, begin, stop in rows]
+    return RunRecord(
+        pipeline=Pipeline(
+            stages=stages_of(PLAN.subgraphs),
+            processors=tuple(processors or npu_and_cpu()),
+            policy=policy,
+            chunk_length=4,
+            num_slots=slots,
+            slot_bytes=100,
+        ),
+        num_tokens=4 * num_chunks,
+        position=0,
+        position_bytes=10,
+        start_ns=start,
+        end_ns=max(event.end_ns for event in events) if end is None else end,
+        events=events,
+        copies=[TaskEvent(Task(s, c), name, worker, begin, stop) for s, c, name, worker, begin, stop in copies],
+    )
+
+
+def lines(record: RunRecord) -> list[str]:
+    """One line a gap: "start-end processor worker: cause"."""
+    gaps = sorted(idle_gaps(record), key=lambda gap: (gap.processor, gap.worker, gap.start_ns))
+    return [f"{g.start_ns}-{g.end_ns} {g.processor} {g.worker}: {g.cause}" for g in gaps]
+
+
+def test_one_chunk_goes_back_and_forth() -> None:
+    rows: list[Row] = [
+        (EMBEDDING, 0, "cpu", 0, 2, 5),
+        (STATIC_0, 0, "npu", 0, 6, 10),
+        (DYNAMIC, 0, "cpu", 0, 10, 17),
+        (STATIC_1, 0, "npu", 0, 17, 20),
+        (HEAD, 0, "cpu", 0, 20, 22),
+    ]
+    assert lines(make_record(rows, end=25)) == [
+        "0-2 cpu 0: overhead",  # it could have begun at once
+        "5-10 cpu 0: linears",
+        "17-20 cpu 0: linears",
+        "22-25 cpu 0: overhead",  # nothing is left to do, the run only has to end
+        "0-5 npu 0: start",
+        "5-6 npu 0: overhead",
+        "10-17 npu 0: attention",
+        "20-22 npu 0: drain",
+        "22-25 npu 0: overhead",
+    ]
+
+
+def test_attention_of_an_earlier_chunk_keeps_the_npu_waiting() -> None:
+    """static.1 of chunk 1 waits for its own attention, whose turn comes only after chunk 0's."""
+    rows: list[Row] = [
+        (EMBEDDING, 0, "cpu", 0, 0, 1),
+        (EMBEDDING, 1, "cpu", 0, 1, 2),
+        (STATIC_0, 0, "npu", 0, 1, 2),
+        (STATIC_0, 1, "npu", 0, 2, 3),
+        (DYNAMIC, 0, "cpu", 0, 2, 10),
+        (DYNAMIC, 1, "cpu", 0, 10, 19),
+        (STATIC_1, 1, "npu", 0, 19, 20),
+        (HEAD, 1, "cpu", 0, 20, 21),
+    ]
+    assert lines(make_record(rows, num_chunks=2)) == [
+        "19-20 cpu 0: linears",
+        "0-1 npu 0: start",
+        "3-19 npu 0: attention",
+        "20-21 npu 0: drain",
+    ]
+
+
+def test_a_worker_waits_for_its_chunks_turn() -> None:
+    rows: list[Row] = [
+        (EMBEDDING, 0, "cpu", 0, 0, 1),
+        (EMBEDDING, 1, "cpu", 1, 0, 1),
+        (STATIC_0, 0, "cpu", 0, 1, 8),
+        (STATIC_0, 1, "cpu", 1, 1, 3),
+        (DYNAMIC, 0, "cpu", 0, 8, 12),
+        (DYNAMIC, 1, "cpu", 1, 12, 20),
+        (STATIC_1, 1, "cpu", 1, 20, 21),
+        (HEAD, 1, "cpu", 1, 21, 22),
+    ]
+    assert lines(make_record(rows, num_chunks=2, processors=shared_cpu(2))) == [
+        "12-22 cpu 0: drain",
+        "3-12 cpu 1: order",
+    ]
+
+
+def test_a_chunk_waits_for_a_ring_slot() -> None:
+    rows: list[Row] = [
+        (EMBEDDING, 0, "cpu", 0, 0, 1),
+        (STATIC_0, 0, "npu", 0, 1, 5),
+        (DYNAMIC, 0, "cpu", 0, 5, 6),
+        (EMBEDDING, 1, "cpu", 0, 6, 7),
+        (STATIC_0, 1, "npu", 0, 7, 8),
+        (DYNAMIC, 1, "cpu", 0, 8, 9),
+        (STATIC_1, 1, "npu", 0, 9, 10),
+        (HEAD, 1, "cpu", 0, 10, 11),
+    ]
+    record = make_record(rows, num_chunks=2, slots=1)
+    assert "5-6 npu 0: buffer" in lines(record)  # chunk 1 may not enter before chunk 0 is through
+    assert "6-7 npu 0: embedding" in lines(record)
+    assert "1-5 cpu 0: linears" in lines(record)
+    wider = make_record(rows, num_chunks=2, slots=2)  # now chunk 1 could have entered, and nobody let it
+    assert "1-5 cpu 0: overhead" in lines(wider)
+    assert "5-7 npu 0: embedding" in lines(wider)
+
+
+def test_what_is_copied_keeps_its_task_waiting() -> None:
+    rows: list[Row] = [
+        (EMBEDDING, 0, "cpu", 0, 0, 1),
+        (STATIC_0, 0, "npu", 0, 3, 5),
+        (DYNAMIC, 0, "cpu", 0, 8, 9),
+        (STATIC_1, 0, "npu", 0, 11, 12),
+        (HEAD, 0, "cpu", 0, 12, 13),
+    ]
+    copies: list[Row] = [
+        (STATIC_0, 0, "copies", 0, 1, 3),
+        (DYNAMIC, 0, "copies", 0, 5, 8),
+        (STATIC_1, 0, "copies", 0, 9, 11),
+    ]
+    assert lines(make_record(rows, copies=copies)) == [
+        "1-3 cpu 0: copy",  # static.0 waits for it, and so does what comes after
+        "3-5 cpu 0: linears",
+        "5-8 cpu 0: copy",
+        "9-11 cpu 0: copy",
+        "11-12 cpu 0: linears",
+        "0-3 npu 0: start",
+        "5-8 npu 0: copy",
+        "8-9 npu 0: attention",
+        "9-11 npu 0: copy",
+        "12-13 npu 0: drain",
+    ]
+
+
+def test_a_policy_that_lets_a_worker_wait_is_named() -> None:
+    """`sequential` takes one task at a time: chunk 1 is ready all the while."""
+    record = virtual_record("sequential", npu_and_cpu(), 2, 8, lambda task: 10)
+    (cpu,) = (time for time in where_time_went([record]) if time.name == "cpu")
+    assert cpu.idle_ns == {"overhead": 10, "linears": 20}  # static.0 of chunk 0; of chunk 1, which is alone by then
+
+
+def virtual_record(
+    policy: str, processors: Sequence[Processor], num_chunks: int, slots: int, duration: object
+) -> RunRecord:
+    schedule = Schedule(
+        PLAN.subgraphs,
+        num_chunks=num_chunks,
+        logit_chunks=range(num_chunks - 1, num_chunks),
+        chunks_in_flight=slots,
+        processors=processors,
+        policy=find_policy(policy),
+    )
+    events = run_on_virtual_clock(schedule, duration)  # type: ignore[arg-type]
+    rows = [(e.task.subgraph, e.task.chunk, e.processor, e.worker, e.start_ns, e.end_ns) for e in events]
+    return make_record(rows, num_chunks=num_chunks, slots=slots, processors=processors, policy=policy)
+
+
+def check_cover(record: RunRecord) -> None:
+    """Tasks and gaps fill every worker's run exactly, and the figures sum to it."""
+    pieces: dict[tuple[str, int], list[tuple[int, int]]] = {
+        (processor.name, worker): [] for processor in record.pipeline.processors for worker in range(processor.workers)
+    }
+    for piece in (*record.events, *idle_gaps(record)):
+        if piece.end_ns > piece.start_ns:
+            pieces[piece.processor, piece.worker].append((piece.start_ns, piece.end_ns))
+    for spans in pieces.values():
+        at = record.start_ns
+        for start, end in sorted(spans):
+            assert start == at
+            at = end
+        assert at == record.end_ns
+    for time in where_time_went([record]):
+        assert time.total_ns == time.workers * (record.end_ns - record.start_ns)
+        assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
+        assert time.idle_ns.keys() <= CAUSES.keys()
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_moment_has_one_cause(data: st.DataObject) -> None:
+    num_chunks = data.draw(st.integers(1, 5))
+    processors = data.draw(st.sampled_from([npu_and_cpu(), npu_and_cpu(2), shared_cpu(1), shared_cpu(3)]))
+    table = data.draw(st.lists(st.integers(0, 9), min_size=5 * num_chunks, max_size=5 * num_chunks))
+    record = virtual_record(
+        data.draw(st.sampled_from(sorted(POLICIES))),
+        processors,
+        num_chunks,
+        data.draw(st.integers(1, 6)),
+        lambda task: table[task.subgraph * num_chunks + task.chunk],
+    )
+    check_cover(record)
+    causes = {gap.cause for gap in idle_gaps(record)}
+    if record.pipeline.num_slots >= num_chunks:
+        assert "buffer" not in causes
+    if record.pipeline.policy == "in_order" and len(processors) == 1:
+        assert "overhead" not in causes  # it takes whatever is ready, at once
+
+
+def test_in_order_never_leaves_a_ready_task_for_an_idle_worker() -> None:
+    for processors in (npu_and_cpu(), npu_and_cpu(2), shared_cpu(2)):
+        record = virtual_record("in_order", processors, 6, 3, lambda task: 1 + (task.subgraph * 7 + task.chunk * 3) % 5)
+        assert "overhead" not in {gap.cause for gap in idle_gaps(record)}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("num_tokens", [1, 7, 40])
+def test_real_runs_are_explained_to_the_last_nanosecond(policy: str, num_tokens: int) -> None:
+    plan = make_plan(layers=2)
+    executor = Executor(
+        plan,
+        make_executables(plan),
+        chunk_length=8,
+        processors=npu_and_cpu(2),
+        policy=find_policy(policy),
+        chunks_in_flight=3,
+    )
+    state = State(plan, CONTEXT)
+    for position in (0, num_tokens):
+        record = executor.run(tokens(num_tokens), state).record
+        assert (record.position, record.num_tokens) == (position, num_tokens)
+        assert record.position_bytes == 2 * 3 * 4  # two caches, three columns of float32
+        check_cover(record)
+
+
+def test_runs_without_threads_have_one_worker() -> None:
+    """A lone chunk runs in the calling thread, so no worker sits idle beside it."""
+    plan = make_plan(layers=2)
+    executor = Executor(
+        plan, make_executables(plan), chunk_length=8, processors=shared_cpu(4), policy=find_policy("in_order")
+    )
+    state = State(plan, CONTEXT)
+    alone, together = executor.run(tokens(8), state).record, executor.run(tokens(9), state).record
+    assert [processor.workers for processor in alone.pipeline.processors] == [1]
+    assert [processor.workers for processor in together.pipeline.processors] == [4]
+
+
+SOUND: list[Row] = [
+    (EMBEDDING, 0, "cpu", 0, 0, 1),
+    (STATIC_0, 0, "npu", 0, 1, 3),
+    (DYNAMIC, 0, "cpu", 0, 3, 5),
+    (STATIC_1, 0, "npu", 0, 5, 6),
+    (HEAD, 0, "cpu", 0, 6, 7),
+]
+
+
+def changed(index: int, row: Row) -> list[Row]:
+    return [row if i == index else old for i, old in enumerate(SOUND)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (changed(1, (STATIC_0, 0, "npu", 0, 0, 3)), "static.0 of chunk 0 started 1 ns before it could"),
+        (changed(1, (STATIC_0, 0, "cpu", 0, 1, 3)), "which no worker 0 of processor 'cpu' runs"),
+        (changed(1, (STATIC_0, 0, "npu", 1, 1, 3)), "which no worker 1 of processor 'npu' runs"),
+        (changed(1, (STATIC_0, 0, "tpu", 0, 1, 3)), "of processor 'tpu' runs"),
+        (changed(1, (STATIC_0, 0, "npu", 0, 3, 1)), "does not lie between"),
+        (changed(1, (STATIC_0, 1, "npu", 0, 1, 3)), "there is no task (1, 1)"),
+        (changed(1, (9, 0, "npu", 0, 1, 3)), "there is no task (9, 0)"),
+        (changed(1, (EMBEDDING, 0, "cpu", 0, 1, 3)), "a task has two events"),
+        (SOUND[:2], "chunk 0 has 2 of 5 tasks"),
+        (changed(4, (HEAD, 0, "cpu", 0, 4, 7)), "overlaps"),
+    ],
+)
+def test_events_that_are_no_runs_are_refused(rows: list[Row], message: str) -> None:
+    with pytest.raises(ConfigError, match="the events are no run's") as raised:
+        idle_gaps(make_record(rows, end=7))
+    assert message in str(raised.value)
+
+
+def test_more_chunks_than_tasks_are_refused_before_they_take_memory() -> None:
+    with pytest.raises(ConfigError, match="5 tasks for 100000000000 chunks"):
+        idle_gaps(make_record(SOUND, num_chunks=10**11))
+
+
+def test_a_gap_names_its_worker() -> None:
+    assert Gap("npu", 0, 0, 1, "start") in idle_gaps(make_record(SOUND))

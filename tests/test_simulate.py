@@ -1,0 +1,244 @@
+"""The simulator: its figures agree with one another and with what can be worked out by hand; its command prints them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from chunkrt.cli import cli
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.policy import POLICIES
+from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_device, find_shape, simulate
+from chunkrt.simulate.learn import learn_costs, learn_speeds
+from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins, write_measured
+from chunkrt.simulate.profile import OperatorCost, ProcessorCost
+from chunkrt.simulate.shape import Shape
+
+SMALL = Shape(
+    source="made up",
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=100,
+    context_length=512,
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return SMALL.plan()
+
+
+@pytest.fixture(scope="module")
+def device() -> DeviceProfile:
+    found = find_device("sd8gen3")
+    assert isinstance(found, DeviceProfile)
+    return found
+
+
+def measured(
+    plan: Plan, *, threads: int = 1, speeds: tuple[float, ...] = (1.0,), pair_us: float = 0.5
+) -> MeasuredProfile:
+    """Every task takes 10 microseconds, and 2 more for each row; attention also for each pair."""
+    costs = {
+        name: SubgraphCost(
+            subgraph=name, fixed_us=10.0, row_us=2.0, pair_us=pair_us if name.startswith("dynamic") else 0.0
+        )
+        for name in twins(plan).values()
+    }
+    budget = ThreadsCost(threads=threads, prompt_us=100.0, task_us=0.0, speeds=speeds, subgraphs=costs)
+    return MeasuredProfile(
+        name="toy",
+        model="small",
+        scheme="w8a16",
+        chunk_length=32,
+        has_npu=False,
+        conditions="none",
+        budgets={threads: budget},
+    )
+
+
+def test_one_worker_takes_the_sum_of_its_tasks(plan: Plan) -> None:
+    found = simulate(plan, measured(plan), prompt_length=80, chunk_length=32, policy="in_order", scheme="w8a16")
+    rows = [32, 32, 16]
+    tasks = [1 + 3 + 3, 1 + 3 + 3, 1 + 4 + 3]  # the last static subgraph and the head are for the last chunk alone
+    us = sum(n * (10 + 2 * r) for n, r in zip(tasks, rows, strict=True)) + 10 + 2  # the head has one row
+    us += 0.5 * 3 * (80 * 81 / 2)
+    assert found.makespan_ms == pytest.approx(us / 1000)
+    assert found.time_to_first_token_ms == pytest.approx((us + 100) / 1000)
+    assert found.tokens_per_s == pytest.approx(80 / (us + 100) * 1e6)
+    assert found.processors["cpu"].busy == pytest.approx(1.0)
+
+
+def test_two_workers_that_halve_each_other_gain_nothing(plan: Plan) -> None:
+    options = {"prompt_length": 160, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
+    alone = simulate(plan, measured(plan), **options)
+    halved = simulate(plan, measured(plan, threads=2, speeds=(1.0, 0.5)), **options)
+    free = simulate(plan, measured(plan, threads=2, speeds=(1.0, 1.0)), **options)
+    assert halved.makespan_ms == pytest.approx(alone.makespan_ms, rel=1e-6)
+    assert free.makespan_ms < 0.7 * alone.makespan_ms
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_busy_and_idle_fill_the_makespan(plan: Plan, device: DeviceProfile, policy: str) -> None:
+    found = simulate(plan, device, prompt_length=200, chunk_length=32, policy=policy, scheme="w8a16")
+    for shares in found.processors.values():
+        assert shares.busy + sum(shares.idle.values()) == pytest.approx(1.0, abs=1e-9)
+    assert found.npu_busy == pytest.approx(found.processors["npu"].busy)
+    assert found.overlap == pytest.approx(
+        found.npu_busy + found.cpu_busy - 1, abs=max(found.processors["npu"].idle.values())
+    )
+    assert found.makespan_ms * 1e6 == max(event.end_ns for event in found.record.events)
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+def test_more_bandwidth_is_never_slower(device: DeviceProfile, policy: str) -> None:
+    plan = replace(SMALL, hidden_size=1024, intermediate_size=4096, head_dim=256).plan()
+    rates = []
+    for gb_per_s in (2, 5, 10, 20, 40, 80):
+        slower = replace(device, memory=replace(device.memory, gb_per_s=float(gb_per_s)))
+        found = simulate(plan, slower, prompt_length=256, chunk_length=32, policy=policy, scheme="w8a16")
+        rates.append(found.tokens_per_s)
+    assert rates == sorted(rates)
+    assert rates[0] < 0.5 * rates[-1]
+
+
+def test_a_linear_costs_the_longer_of_its_bytes_and_its_operations(device: DeviceProfile) -> None:
+    nothing = OperatorCost(fixed_us=0.0, gb_per_s=1e12, gops=1e12)
+    operators = dict.fromkeys(device.npu.operators, nothing)
+    operators["linear_a16"] = OperatorCost(fixed_us=3.0, gb_per_s=1e12, gops=1.0)
+    npu = ProcessorCost(task_us=0.0, busy_watts=1.0, operators=operators)
+    cpu = ProcessorCost(task_us=0.0, busy_watts=0.0, operators=dict.fromkeys(operators, nothing))
+    bare = replace(
+        device,
+        npu=npu,
+        cpu=cpu,
+        prompt_us=0.0,
+        idle_watts=2.0,
+        transfer=replace(device.transfer, fixed_us=0.0, gb_per_s=1e12),
+        memory=replace(device.memory, gb_per_s=1e12, pj_per_byte=0.0),
+    )
+    found = simulate(SMALL.plan(), bare, prompt_length=1, chunk_length=32, policy="in_order", scheme="w8a16")
+    linears = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
+    us = 3 * (4 * 3.0 + 32 * 2 * linears / 1000)  # a whole chunk, whatever it holds
+    assert found.makespan_ms == pytest.approx(us / 1000, rel=1e-4)
+    assert found.energy_joules == pytest.approx(us * 1e-6 * 3.0, rel=1e-4)  # one watt busy, two always
+
+
+def test_memory_holds_weights_twice_and_grows_with_the_prompt(plan: Plan, device: DeviceProfile) -> None:
+    short = simulate(
+        plan, device, prompt_length=32, chunk_length=32, policy="in_order", scheme="w8a16", chunks_in_flight=1
+    )
+    long = simulate(
+        plan, device, prompt_length=64, chunk_length=32, policy="in_order", scheme="w8a16", chunks_in_flight=1
+    )
+    assert long.peak_memory_bytes - short.peak_memory_bytes == 32 * 3 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_length": 0}, "prompt length 0 is outside 1..512"),
+        ({"prompt_length": 513}, "prompt length 513 is outside 1..512"),
+        ({"chunk_length": 0}, "chunk length 0 is outside"),
+        ({"policy": "inorder"}, "did you mean 'in_order'"),
+        ({"scheme": "w8a17"}, "did you mean 'w8a16'"),
+        ({"chunks_in_flight": 0}, "0 chunks in flight"),
+        ({"threads": 2}, "leave the number of threads away"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(plan: Plan, device: DeviceProfile, options: dict, message: str) -> None:
+    good = {"prompt_length": 64, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
+    with pytest.raises(ConfigError) as error:
+        simulate(plan, device, **{**good, **options})
+    assert message in str(error.value)
+
+
+def test_a_profile_of_something_else_is_refused(plan: Plan) -> None:
+    good = {"prompt_length": 64, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
+    with pytest.raises(ConfigError, match="measured with scheme w8a16 and chunks of 32, not float and 32"):
+        simulate(plan, measured(plan), **{**good, "scheme": "float"})
+    with pytest.raises(ConfigError, match="with 1 threads, not 2"):
+        simulate(plan, measured(plan), **good, threads=2)
+    other = replace(SMALL, attention_bias=True, num_layers=1).plan()
+    trimmed = measured(other)
+    trimmed.budgets[1].subgraphs.pop("head")
+    with pytest.raises(ConfigError, match="knows no subgraph head"):
+        simulate(other, trimmed, **good)
+
+
+def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> None:
+    """What `chunkrt profile` makes of runs whose costs are known."""
+    options = {"chunk_length": 32, "scheme": "w8a16"}
+    truth = measured(plan, threads=2, speeds=(1.0, 0.6))
+    runs = [simulate(plan, truth, prompt_length=n, policy="sequential", **options).record for n in (256, 16)]
+    costs = learn_costs(plan, runs)
+    assert set(costs) == set(twins(plan).values())
+    for name, cost in costs.items():
+        expected = truth.budgets[2].subgraphs[name]
+        rows = 1 if name == "head" else 32
+        assert cost.fixed_us + cost.row_us * rows == pytest.approx(expected.fixed_us + expected.row_us * rows, rel=1e-3)
+        assert cost.pair_us == pytest.approx(expected.pair_us, abs=1e-4)
+    crowded = [simulate(plan, truth, prompt_length=256, policy="in_order", **options).record]
+    assert learn_speeds(plan, costs, crowded, 2) == pytest.approx((1.0, 0.6), rel=1e-3)
+
+
+def run_cli(*arguments: str) -> list[dict]:
+    result = CliRunner().invoke(cli, ["simulate", *arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    rows: list[dict] = json.loads(result.stdout)
+    return rows
+
+
+def test_the_command_prints_a_row_for_every_case() -> None:
+    rows = run_cli("gemma-2b", "--device", "sd8gen3", "-p", "64,128", "--chunk", "32,64", "--policy", "all")
+    assert len(rows) == 2 * 2 * len(POLICIES)
+    assert set(rows[0]) == {
+        "model", "device", "scheme", "policy", "prompt_length", "chunk_length", "chunks_in_flight",
+        "time_to_first_token_ms", "tokens_per_s", "makespan_ms", "processors", "npu_busy", "cpu_busy", "overlap",
+        "peak_memory_bytes", "energy_joules",
+    }  # fmt: skip
+    assert set(rows[0]["processors"]) == {"npu", "cpu"}
+    assert set(rows[0]["processors"]["npu"]) == {"busy", "idle"}
+
+
+def test_the_command_prints_a_table() -> None:
+    result = CliRunner().invoke(cli, ["simulate", "phi-2", "--device", "sdxelite", "-p", "64", "--chunk", "32"])
+    assert result.exit_code == 0
+    head, columns, row = result.stdout.splitlines()
+    assert head == "phi-2 on Snapdragon X Elite, scheme w8a16"
+    assert columns.split()[:4] == ["prompt", "chunk", "policy", "ttft"]
+    assert row.split()[:3] == ["64", "32", "look_ahead"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gemma-2b", "--device", "pixel"], "unknown device 'pixel'"),
+        (["gemma-2b", "--device", "sd8gen3", "-p", "0"], "-p is '0', expected"),
+        (["gemma-2b", "--device", "sd8gen3", "--chunk", "x"], "--chunk is 'x', expected"),
+        (["gemma-2b", "--device", "sd8gen3", "--policy", "fast"], "unknown policy 'fast'"),
+        (["gemma-2", "--device", "sd8gen3"], "shapes are: gemma-2b, "),
+    ],
+)
+def test_a_wrong_command_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        CliRunner().invoke(cli, ["simulate", *arguments], catch_exceptions=False)
+    assert message in str(error.value)
+
+
+def test_the_command_takes_a_measured_profile(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    path.write_text(write_measured(measured(find_shape("gemma-2b").plan())), encoding="utf-8")
+    rows = run_cli("gemma-2b", "--device", str(path), "-p", "64")
+    assert [row["chunk_length"] for row in rows] == [32]
+    assert rows[0]["energy_joules"] is None
+    assert set(rows[0]["processors"]) == {"cpu"}

@@ -1,0 +1,119 @@
+"""The clock on which tasks slow each other down, on cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from fake_backend import make_plan, npu_and_cpu, shared_cpu
+
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.policy import POLICIES, Task, find_policy
+from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.virtual_clock import run_on_virtual_clock
+from chunkrt.simulate.shared_clock import Running, crowd_speeds, memory_speeds, run_on_shared_clock
+from chunkrt.simulate.work import Work, cut
+
+ROUNDING_NS = 1
+
+
+def make_schedule(plan: Plan, chunks: int, processors: tuple[Processor, ...], policy: str = "in_order") -> Schedule:
+    return Schedule(
+        plan.subgraphs,
+        num_chunks=chunks,
+        logit_chunks=range(chunks - 1, chunks),
+        chunks_in_flight=chunks,
+        processors=processors,
+        policy=find_policy(policy),
+    )
+
+
+def running(num_bytes: float, ns: int = 100) -> Running:
+    return Running(
+        task=Task(0, 0), processor="cpu", worker=0, start_ns=0.0, work=Work(ns, num_bytes), left_ns=float(ns)
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(20))
+def test_tasks_that_share_nothing_take_the_times_of_the_plain_virtual_clock(policy: str, seed: int) -> None:
+    random = Random(seed)
+    plan, chunks = make_plan(random.randint(1, 4)), random.randint(1, 6)
+    processors = random.choice((npu_and_cpu, shared_cpu))(random.randint(1, 3))
+    durations = {Task(s, c): random.randint(1, 50) for s in range(len(plan.subgraphs)) for c in range(chunks)}
+    expected = run_on_virtual_clock(make_schedule(plan, chunks, processors, policy), durations.__getitem__)
+    found = run_on_shared_clock(
+        make_schedule(plan, chunks, processors, policy),
+        lambda task: Work(durations[task], 1e9),
+        lambda running: [1.0] * len(running),
+    )
+    assert found == expected
+
+
+def test_two_tasks_that_both_stream_all_the_time_take_twice_as_long() -> None:
+    plan = make_plan(1)  # embedding, static.0, dynamic.0, static.1, head
+    work = {0: Work(0, 0.0), 1: Work(100, 1000.0), 2: Work(100, 1000.0), 3: Work(50, 0.0), 4: Work(10, 0.0)}
+    events = run_on_shared_clock(
+        make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], memory_speeds(10.0)
+    )
+    spans = {event.task: (event.start_ns, event.end_ns) for event in events}
+    assert spans[Task(1, 0)] == (0, 100)
+    assert spans[Task(1, 1)] == (100, 300)
+    assert spans[Task(2, 0)] == (100, 300)
+    assert spans[Task(2, 1)] == (300, 400)
+    assert spans[Task(3, 1)] == (400, 450)
+    assert spans[Task(4, 1)] == (450, 460)
+    assert len(events) == 3 + 5  # the first chunk, whose logits nobody asked for, ends with its attention
+
+
+def test_a_task_speeds_up_again_when_the_other_ends() -> None:
+    plan = make_plan(1)
+    work = {0: Work(0, 0.0), 1: Work(100, 1000.0), 2: Work(30, 300.0), 3: Work(1, 0.0), 4: Work(1, 0.0)}
+    events = run_on_shared_clock(
+        make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], memory_speeds(10.0)
+    )
+    spans = {event.task: (event.start_ns, event.end_ns) for event in events}
+    assert spans[Task(2, 0)] == (100, 160)  # 30 ns of work at half speed
+    assert spans[Task(1, 1)] == (100, 230)  # 30 ns of its 100 at half speed
+
+
+def test_memory_goes_first_to_who_wants_little() -> None:
+    speeds = memory_speeds(10.0)([running(1000.0), running(200.0), running(0.0)])
+    assert speeds == [0.8, 1.0, 1.0]
+    assert memory_speeds(10.0)([running(600.0), running(400.0)]) == [1.0, 1.0]
+    assert memory_speeds(10.0)([running(1000.0), running(1000.0)]) == [0.5, 0.5]
+
+
+def test_a_crowd_runs_at_the_speed_that_was_measured_for_its_number() -> None:
+    speeds = crowd_speeds([1.0, 0.6])
+    assert speeds([running(0.0)]) == [1.0]
+    assert speeds([running(0.0)] * 2) == [0.6, 0.6]
+    assert speeds([running(0.0)] * 3) == [0.6, 0.6, 0.6]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_task_runs_once_and_none_overlaps_another_on_its_worker(policy: str) -> None:
+    plan, chunks = make_plan(3), 5
+    random = Random(0)
+    work = {
+        Task(s, c): Work(random.randint(1, 99), random.random() * 2000)
+        for s in range(len(plan.subgraphs))
+        for c in range(chunks)
+    }
+    events = run_on_shared_clock(
+        make_schedule(plan, chunks, npu_and_cpu(2), policy), work.__getitem__, memory_speeds(8.0)
+    )
+    assert len({event.task for event in events}) == len(events)
+    by_worker: dict[tuple[str, int], int] = {}
+    for event in sorted(events, key=lambda event: event.start_ns):
+        assert event.start_ns >= by_worker.get((event.processor, event.worker), 0)
+        assert event.end_ns - event.start_ns >= work[event.task].ns - ROUNDING_NS
+        by_worker[event.processor, event.worker] = event.end_ns
+
+
+def test_a_prompt_is_cut_into_chunks_and_the_last_token_alone_gets_logits() -> None:
+    chunks = cut(70, 32)
+    assert [chunk.num_tokens for chunk in chunks] == [32, 32, 6]
+    assert [chunk.position for chunk in chunks] == [0, 32, 64]
+    assert [chunk.num_rows for chunk in chunks] == [0, 0, 1]
+    assert sum(chunk.pairs for chunk in chunks) == 70 * 71 // 2

@@ -1,0 +1,191 @@
+"""Device profiles and shapes: those that come with chunkrt are complete and sourced, and bad ones are refused."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkrt.backends.qnn.socs import SOCS
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.figures import attention_figures, subgraph_figures
+from chunkrt.quant.scheme import find_scheme
+from chunkrt.simulate import DEVICES, DeviceProfile, find_device, find_shape, read_profile, shapes
+from chunkrt.simulate import profile as profile_module
+from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, write_measured
+from chunkrt.simulate.profile import OPERATORS
+
+FOLDER = Path(profile_module.__file__).parent / "devices"
+SHIPPED = {"sd8gen2": "SM8550", "sd8gen3": "SM8650", "sd8elite": "SM8750", "sdxelite": "SC8380XP"}
+
+
+def shipped(name: str) -> DeviceProfile:
+    profile = find_device(name)
+    assert isinstance(profile, DeviceProfile)
+    return profile
+
+
+def parameters(value: Any, prefix: str = "") -> list[str]:
+    """The dotted paths of all numbers in a profile."""
+    if isinstance(value, float):
+        return [prefix]
+    if isinstance(value, dict):
+        return [path for key, item in value.items() for path in parameters(item, f"{prefix}.{key}")]
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.name != "sources"]
+        return [path for n in names for path in parameters(getattr(value, n), f"{prefix}.{n}")]
+    return []
+
+
+@pytest.mark.parametrize(("name", "soc"), SHIPPED.items())
+def test_the_four_snapdragons_are_there(name: str, soc: str) -> None:
+    assert shipped(name).soc == soc
+    assert soc in SOCS
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_number_says_where_it_comes_from(name: str) -> None:
+    profile = shipped(name)
+    found = {path.removeprefix(".") for path in parameters(profile)}
+    assert found == set(profile.sources)
+    assert len(found) == 7 + 2 * (1 + 3 * len(OPERATORS)) + 1
+    assert all(len(source.text) >= 10 for source in profile.sources.values())
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_what_nobody_published_is_called_a_guess(name: str) -> None:
+    for path, source in shipped(name).sources.items():
+        admits = any(word in source.text for word in ("no figure published", "as linear", "guess"))
+        if "no figure published" in source.text:
+            assert source.is_guess, path
+        assert source.is_guess or not admits or "llm.npu has no" in source.text or "llm.npu, table" in source.text, path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "[memory]\ngb_per_s",
+            "[memory]\ngb_per_sec",
+            "unknown key 'memory.gb_per_sec'; did you mean 'memory.gb_per_s'",
+        ),
+        ('soc = "SM8650"', 'soc = "SM8651"', "unknown SoC 'SM8651'; did you mean 'SM8650'"),
+        ("[npu.operators.attention]", "[npu.operators.atention]", "did you mean 'attention'"),
+        ("[cpu]\ntask_us = { value = 20", "[cpu]\ntask_us = { value = -20", "cpu.task_us is -20, expected a number"),
+        ("[cpu]\ntask_us = { value = 20", "[cpu]\ntask_us = { valu = 20", "did you mean 'cpu.task_us.value'"),
+        (
+            "gops = { value = 10000",
+            "gops = { value = 0",
+            "npu.operators.linear_float.gops is 0, expected a speed above 0",
+        ),
+        ('name = "Snapdragon 8 Gen 3"', "name = 3", "name is 3, expected str"),
+        ('name = "Snapdragon 8 Gen 3"', "", "the key 'name' is missing"),
+    ],
+)
+def test_a_wrong_profile_is_refused_by_the_key(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (FOLDER / "sd8gen3.toml").read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "wrong.toml"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        read_profile(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_number_without_a_source_is_refused(tmp_path: Path) -> None:
+    text = (FOLDER / "sd8gen3.toml").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("source = ")]
+    path = tmp_path / "wrong.toml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no source"):
+        read_profile(path)
+
+
+def test_an_unknown_device_is_refused_with_all_names() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'sd8gen3'"):
+        find_device("sd8gen")
+    with pytest.raises(ConfigError, match="cannot read"):
+        find_device("missing.toml")
+
+
+def test_a_measured_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    cost = SubgraphCost(subgraph="static.0", fixed_us=1.5, row_us=0.25, pair_us=0.0)
+    budget = ThreadsCost(threads=2, prompt_us=9.0, task_us=0.5, speeds=(1.0, 0.625), subgraphs={"static.0": cost})
+    profile = MeasuredProfile(
+        name='a "name"',
+        model="m",
+        scheme="float",
+        chunk_length=32,
+        has_npu=False,
+        conditions="quiet",
+        budgets={2: budget},
+    )
+    path = tmp_path / "measured.toml"
+    path.write_text(write_measured(profile), encoding="utf-8")
+    assert read_profile(path) == profile
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert table["measured"]["threads"][0]["speeds"] == [1.0, 0.625]
+    path.write_text(write_measured(profile).replace("row_us", "rows_us"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"did you mean 'measured\.threads\.subgraphs\.row_us'"):
+        read_profile(path)
+
+
+PARAMETERS = {"qwen1.5-1.8b": 1.84e9, "gemma-2b": 2.51e9, "llama-2-7b": 6.74e9, "phi-2": 2.78e9, "mistral-7b": 7.24e9}
+"""As their authors count them."""
+
+
+def num_parameters(plan: Plan) -> int:
+    total = 0
+    for name, tensor in plan.tensors.items():
+        if tensor.kind == "weight" and "rope" not in name:
+            size = 1
+            for dimension in tensor.shape:
+                size *= int(dimension)
+            total += size
+    return total
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
+    shape = find_shape(name)
+    plan = shape.plan()
+    tied = shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings else 0
+    total = num_parameters(plan)
+    if tied and any(n.startswith("lm_head") for n in plan.tensors if plan.tensors[n].kind == "weight"):
+        total -= tied
+    assert total == pytest.approx(PARAMETERS[name], rel=0.01)
+    assert shape.source
+
+
+def test_all_shapes_are_known_and_say_what_they_approximate() -> None:
+    assert set(shapes()) == set(PARAMETERS)
+    assert any("10240" in text for text in find_shape("phi-2").approximations)
+    with pytest.raises(ConfigError, match="did you mean 'phi-2'"):
+        find_shape("phi2")
+
+
+def test_phi_keeps_the_operations_of_its_two_matrices() -> None:
+    plan = find_shape("phi-2").plan()
+    flops = sum(
+        f.linear_flops for f in subgraph_figures(plan, find_scheme("w8a8"), chunk_length=1) if f.device == "npu"
+    )
+    assert flops == pytest.approx(32 * 2 * (4 * 2560**2 + 2 * 2560 * 10240), rel=1e-3)
+
+
+def test_gemma_attends_with_one_head_of_keys() -> None:
+    plan = find_shape("gemma-2b").plan()
+    assert sum(t.num_bytes(P=1) for t in plan.state_tensors) == 18 * 2 * 256 * 4
+    assert attention_figures(plan, chunk_length=1, prompt_length=1).unchunked_flops == 18 * 4 * 8 * 256
+
+
+def test_the_partition_of_llm_npu_has_its_144_subgraphs() -> None:
+    plan = find_shape("qwen1.5-1.8b").plan({"model.layers.*_layernorm": "cpu", "model.norm": "cpu"})
+    inner = [s for s in plan.subgraphs if s.rows == "T" and s.name != "embedding"]
+    attention = [s for s in inner if s.state]
+    assert len(attention) == 24
+    assert len(inner) - len(attention) in (120, 121)  # the embedding melts with the first norm, or stands beside it

@@ -1,0 +1,97 @@
+"""A strict reading of Chrome's Trace Event Format, as Perfetto's importer takes it.
+
+Perfetto's own trace processor is a program that its Python package downloads when it is used, so tests cannot load it.
+This checks what that importer would drop or count as an error: unknown phases, missing or mistyped fields, tasks of a
+track that overlap once times are cut to nanoseconds, and flow events that no task encloses.
+"""
+
+import json
+import math
+from collections import defaultdict
+from itertools import pairwise
+
+REQUIRED = {
+    "X": {"name": str, "cat": str, "ts": float, "dur": float, "pid": int, "tid": int, "args": dict},
+    "M": {"name": str, "pid": int, "args": dict},
+    "C": {"name": str, "ts": float, "pid": int, "tid": int, "args": dict},
+    "s": {"name": str, "cat": str, "id": int, "ts": float, "pid": int, "tid": int},
+    "t": {"name": str, "cat": str, "id": int, "ts": float, "pid": int, "tid": int, "bp": str},
+    "f": {"name": str, "cat": str, "id": int, "ts": float, "pid": int, "tid": int, "bp": str},
+}
+METADATA = {"process_name": ("name", str), "thread_name": ("name", str), "thread_sort_index": ("sort_index", int)}
+
+
+def nanoseconds(microseconds):
+    """As the importer does it: cut off, not rounded."""
+    return int(microseconds * 1000)
+
+
+class CheckedTrace:
+    """A trace file that passed every check, and what is in it.
+
+    `tracks`: names by tid. `slices`: (start, end, name, args) by track name. `flows`: the names of the tasks that an
+    arrow leads through, by its name and id. `counters`: (time, value) by counter.
+    """
+
+    def __init__(self, path):
+        text = path.read_text("utf-8")
+        assert text.startswith('{"')  # by this the importer knows a JSON trace
+        data = json.loads(text, parse_constant=lambda word: 1 / 0)
+        assert set(data) <= {"traceEvents", "otherData", "displayTimeUnit", "systemTraceEvents", "metadata"}
+        self.events = data["traceEvents"]
+        for event in self.events:
+            check_fields(event)
+        self.process = next(e["args"]["name"] for e in self.events if e["name"] == "process_name")
+        self.tracks = {e["tid"]: e["args"]["name"] for e in self.events if e["name"] == "thread_name"}
+        assert len(set(self.tracks.values())) == len(self.tracks)
+        assert 0 not in self.tracks  # the kernel's idle task
+        assert all(e["tid"] in self.tracks for e in self.events if "tid" in e)
+        self.slices = defaultdict(list)
+        for event in self.events:
+            if event["ph"] == "X":
+                start = nanoseconds(event["ts"])
+                end = start + nanoseconds(event["dur"])
+                self.slices[self.tracks[event["tid"]]].append((start, end, event["name"], event["args"]))
+        for slices in self.slices.values():
+            slices.sort(key=lambda s: s[:2])
+            for (_, end, *_), (start, *_) in pairwise(slices):
+                assert start >= end, "tasks of one track overlap"
+        self.flows = self._flows()
+        self.counters = defaultdict(list)
+        for event in self.events:
+            if event["ph"] == "C":
+                for key, value in event["args"].items():
+                    assert type(value) in (int, float)
+                    self.counters[f"{event['name']} {key}"].append((nanoseconds(event["ts"]), value))
+
+    def _flows(self):
+        flows = defaultdict(list)
+        for event in self.events:
+            if event["ph"] in "stf":
+                flows[event["name"], event["id"]].append(event)
+        found = {}
+        for key, points in flows.items():
+            assert [p["ph"] for p in points] == ["s", *["t"] * (len(points) - 2), "f"]
+            assert [p["ts"] for p in points] == sorted(p["ts"] for p in points)
+            found[key] = [self._enclosing(point) for point in points]
+        return found
+
+    def _enclosing(self, point):
+        time = nanoseconds(point["ts"])
+        (name,) = [n for start, end, n, _ in self.slices[self.tracks[point["tid"]]] if start <= time < end]
+        return name
+
+
+def check_fields(event):
+    fields = REQUIRED[event["ph"]]
+    assert set(event) - {"ph"} <= {*fields, "tid"}
+    for name, kind in fields.items():
+        assert type(event[name]) is kind, (name, event)
+    for name in ("ts", "dur"):
+        if name in event:
+            assert math.isfinite(event[name])
+            assert event[name] >= 0
+    if event["ph"] == "M":
+        key, kind = METADATA[event["name"]]
+        assert type(event["args"][key]) is kind
+    assert event.get("bp", "e") == "e"
