@@ -2,22 +2,23 @@
 
     python bench/predict.py smollm2-135m-instruct --budgets 1,2 --rounds 5
 
-Every round profiles the model and then runs it, so that both see the same machine; a ratio is taken within a round,
-and the median over the rounds is reported. A prediction should be within 10 %. The machine should do nothing else: the
-share of its processors that others used is printed.
+In every round the runs that the profile learns from and those that it shall predict take turns, so that both see the
+same machine; none is used for both. A ratio is taken within a round, and the median over the rounds is reported. A
+prediction should be within 10 %. The machine should do nothing else: the share of its processors that others used is
+printed.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import click
 import psutil
 
 from chunkrt.cli.options import engine_options, open_engine
-from chunkrt.cli.profile import measure_profile, run
+from chunkrt.cli.profile import measure_profile
+from chunkrt.runtime.record import RunRecord
 from chunkrt.simulate import simulate
 
 TOLERANCE = 0.1
@@ -39,32 +40,25 @@ def predict(model: str, prompt_lengths: str, budgets: str, rounds: int, repetiti
     ratios: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     spans: dict[tuple[int, int], list[tuple[float, float]]] = {case: [] for case in cases}
     loads = []
+    with open_engine(model, settings) as engine:
+        plan = engine.plan
     for _ in range(rounds):
         loads.append(psutil.cpu_percent(interval=0.5))
-        profile = measure_profile(model, threads, repetitions, settings)
-        for budget in threads:
-            with open_engine(model, {**settings, "threads": budget}) as engine:
-                measured: dict[int, list[float]] = {length: [] for length in lengths}
-                for repetition in range(repetitions + 1):
-                    for length in lengths:
-                        events = run(engine, length).events
-                        if repetition:
-                            makespan_ns = max(e.end_ns for e in events) - min(e.start_ns for e in events)
-                            measured[length].append(makespan_ns / 1e6)
-                for length in lengths:
-                    predicted = simulate(
-                        engine.plan,
-                        profile,
-                        prompt_length=length,
-                        chunk_length=profile.chunk_length,
-                        policy=settings["policy"],
-                        scheme=profile.scheme,
-                        threads=budget,
-                    ).makespan_ms
-                    found = statistics.median(measured[length])
-                    ratios[budget, length].append(predicted / found)
-                    spans[budget, length].append((predicted, found))
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {profile.conditions}")
+        profile, records = measure_profile(model, threads, repetitions, settings, also=lengths)
+        for budget, length in cases:
+            predicted = simulate(
+                plan,
+                profile,
+                prompt_length=length,
+                chunk_length=profile.chunk_length,
+                policy=settings["policy"],
+                scheme=profile.scheme,
+                threads=budget,
+            ).makespan_ms
+            measured = statistics.median(_makespan_ms(record) for record in records[budget, length])
+            ratios[budget, length].append(predicted / measured)
+            spans[budget, length].append((predicted, measured))
+    click.echo(profile.conditions)
     click.echo(f"{rounds} rounds; others used {statistics.median(loads):.0f} % of the processors between them")
     click.echo("| threads | prompt | predicted ms | measured ms | ratio, median | ratio, least - most |")
     click.echo("| ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -76,6 +70,10 @@ def predict(model: str, prompt_lengths: str, budgets: str, rounds: int, repetiti
         )
     if any(abs(statistics.median(found) - 1) > TOLERANCE for found in ratios.values()):
         raise click.exceptions.Exit(1)
+
+
+def _makespan_ms(record: RunRecord) -> float:
+    return (max(e.end_ns for e in record.events) - min(e.start_ns for e in record.events)) / 1e6
 
 
 if __name__ == "__main__":

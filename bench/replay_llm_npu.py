@@ -6,6 +6,8 @@
 Source: Xu et al., Fast On-device LLM Inference with NPUs, ASPLOS 2025 (arXiv 2407.05858), figure 19 and the text; a
 Redmi K70 Pro with a Snapdragon 8 Gen 3. The profile is `sd8gen3-llm-npu`. Three of its numbers were fitted to five
 figures of Gemma-2B, the time to build a graph to a sixth, and what quantisation in groups costs to one of LLaMA2-7B.
+The chunk length of 128, which the paper does not give for these figures, and the way in which a stage changes the costs
+were chosen with all figures in sight.
 
 What a stage of the ablation changes here:
 

@@ -1,11 +1,16 @@
 """chunkrt: a heterogeneous CPU/NPU chunked-prefill runtime for decoder language models."""
 
+from typing import TYPE_CHECKING
+
 from chunkrt.cpu import cpu_info
 from chunkrt.engine import Engine, load
 from chunkrt.errors import ChunkrtError
 from chunkrt.options import EngineOptions
 from chunkrt.sampling import SamplingOptions
 from chunkrt.session import Piece, PrefillResult, Session
+
+if TYPE_CHECKING:
+    from chunkrt.experiments import experiment
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,5 +22,15 @@ __all__ = [
     "SamplingOptions",
     "Session",
     "cpu_info",
+    "experiment",
     "load",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`experiment`, which brings the simulator with it, is imported when it is asked for."""
+    if name == "experiment":
+        from chunkrt.experiments import experiment
+
+        return experiment
+    raise AttributeError(f"module 'chunkrt' has no attribute {name!r}")

@@ -103,7 +103,7 @@ class Sampler:
         if options.top_p < 1:
             # Rarer tokens make less than 1 - top_p together, so they need no sorting to be left out.
             likely = np.flatnonzero(probabilities >= (1 - options.top_p) / len(probabilities))
-            order = likely[np.argsort(-probabilities[likely], kind="stable")]
+            order = likely[np.argsort(-scores[likely], kind="stable")]
             before = np.cumsum(probabilities[order]) - probabilities[order]
             kept = order[before < options.top_p]
             token_ids, probabilities = token_ids[kept], probabilities[kept]

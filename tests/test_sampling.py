@@ -137,3 +137,9 @@ def test_logits_of_another_shape_are_an_error(shape):
 def test_a_history_outside_the_vocabulary_is_an_error(history):
     with pytest.raises(ConfigError, match="expected 0 to 2"):
         Sampler(SamplingOptions(repetition_penalty=1.5)).next(np.zeros(3, np.float32), history)
+
+
+def test_of_tokens_with_equal_probabilities_the_likelier_stays():
+    """Their logits differ by less than an exponential can tell."""
+    token_ids, _ = Sampler(SamplingOptions(temperature=1, top_p=0.5)).distribution(np.array([0, 1e-29], np.float32))
+    assert token_ids.tolist() == [1]

@@ -85,7 +85,7 @@ def test_memory_goes_first_to_who_wants_little() -> None:
 
 
 def test_a_crowd_runs_at_the_speed_that_was_measured_for_its_number() -> None:
-    speeds = crowd_speeds([1.0, 0.6])
+    speeds = crowd_speeds(lambda task: [1.0, 0.6])
     assert speeds([running(0.0)]) == [1.0]
     assert speeds([running(0.0)] * 2) == [0.6, 0.6]
     assert speeds([running(0.0)] * 3) == [0.6, 0.6, 0.6]

@@ -52,17 +52,14 @@ def test_every_number_says_where_it_comes_from(name: str) -> None:
     profile = shipped(name)
     found = {path.removeprefix(".") for path in parameters(profile)}
     assert found == set(profile.sources)
-    assert len(found) == 7 + 2 * (1 + 3 * len(OPERATORS)) + 1
+    assert len(found) == 2 + 2 + 2 + 2 * (2 + 3 * len(OPERATORS))
     assert all(len(source.text) >= 10 for source in profile.sources.values())
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_what_nobody_published_is_called_a_guess(name: str) -> None:
     for path, source in shipped(name).sources.items():
-        admits = any(word in source.text for word in ("no figure published", "as linear", "guess"))
-        if "no figure published" in source.text:
-            assert source.is_guess, path
-        assert source.is_guess or not admits or "llm.npu has no" in source.text or "llm.npu, table" in source.text, path
+        assert source.is_guess or "no figure published" not in source.text, path
 
 
 @pytest.mark.parametrize(
@@ -114,8 +111,8 @@ def test_an_unknown_device_is_refused_with_all_names() -> None:
 
 
 def test_a_measured_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    cost = SubgraphCost(subgraph="static.0", fixed_us=1.5, row_us=0.25, pair_us=0.0)
-    budget = ThreadsCost(threads=2, prompt_us=9.0, task_us=0.5, speeds=(1.0, 0.625), subgraphs={"static.0": cost})
+    cost = SubgraphCost(subgraph="static.0", fixed_us=1.5, row_us=0.25, pair_us=0.0, speeds=(1.0, 0.625))
+    budget = ThreadsCost(threads=2, prompt_us=9.0, task_us=0.5, subgraphs={"static.0": cost})
     profile = MeasuredProfile(
         name='a "name"',
         model="m",
@@ -129,7 +126,7 @@ def test_a_measured_profile_reads_back_as_it_was_written(tmp_path: Path) -> None
     path.write_text(write_measured(profile), encoding="utf-8")
     assert read_profile(path) == profile
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    assert table["measured"]["threads"][0]["speeds"] == [1.0, 0.625]
+    assert table["measured"]["threads"][0]["subgraphs"][0]["speeds"] == [1.0, 0.625]
     path.write_text(write_measured(profile).replace("row_us", "rows_us"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"did you mean 'measured\.threads\.subgraphs\.row_us'"):
         read_profile(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ import click
 import numpy as np
 import psutil
 
+from chunkrt.backends.qnn import QnnBackend
 from chunkrt.cli.options import engine_options, open_engine, progress_bar
 from chunkrt.engine import Engine
 from chunkrt.errors import ConfigError
@@ -23,8 +25,8 @@ from chunkrt.shared_folder import written_aside
 from chunkrt.simulate.learn import learn_budget
 from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measured
 
-LONGEST_PROMPT = 512
-"""Tokens of the prompt that is measured: attention's time is a line, so that longer prompts follow from it."""
+LONGEST_PROMPT = 1024
+"""Tokens of the prompt that is measured. Attention's time is close to a line, so that longer prompts follow from it."""
 
 
 @click.command()
@@ -46,7 +48,7 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, **s
         raise ConfigError(f"-o is {output}, expected a name that ends in .toml")
     EngineOptions(**settings)
     threads = settings.pop("threads") or available_cores()
-    found = measure_profile(model, _budgets(budgets, threads), repetitions, settings)
+    found, _ = measure_profile(model, _budgets(budgets, threads), repetitions, settings)
     try:
         with written_aside(output) as aside:
             aside.write_text(write_measured(found), encoding="utf-8")
@@ -55,13 +57,19 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, **s
     click.echo(f"{output}: {found.conditions}", err=True)
 
 
-def measure_profile(model: str, budgets: list[int], repetitions: int, settings: dict[str, Any]) -> MeasuredProfile:
+def measure_profile(
+    model: str, budgets: list[int], repetitions: int, settings: dict[str, Any], *, also: Sequence[int] = ()
+) -> tuple[MeasuredProfile, Mapping[tuple[int, int], list[RunRecord]]]:
     """Run the model under every budget, in turns, and learn its costs.
 
     Args:
         budgets: of threads.
         repetitions: runs of each kind that count; one more warms up.
         settings: fields of `EngineOptions` but the threads; `policy` is the one to predict.
+        also: lengths of prompts to run in the same turns, without learning from them.
+
+    Returns:
+        The profile, and the records of those prompts by budget and length.
     """
     with ExitStack() as stack:
         engines = {
@@ -72,14 +80,19 @@ def measure_profile(model: str, budgets: list[int], repetitions: int, settings: 
             for policy in dict.fromkeys(("sequential", settings["policy"]))
         }
         engine = next(iter(engines.values()))
-        length = engine.chunk_length
-        num_chunks = min(LONGEST_PROMPT, engine.context_length) // length
+        backend = engine.npu_backend
+        if isinstance(backend, QnnBackend) and backend.htp.is_emulated:
+            raise ConfigError("the NPU is emulated here, and an emulator's times say nothing; profile on a device")
+        chunk_length = engine.chunk_length
+        num_chunks = min(LONGEST_PROMPT, engine.context_length) // chunk_length
         if num_chunks < 2:
             raise ConfigError(
-                f"chunks of {length} in a context of {engine.context_length}: expected room for two; use shorter chunks"
+                f"chunks of {chunk_length} in {min(LONGEST_PROMPT, engine.context_length)} tokens: expected room for "
+                "two, to tell how time grows with the position; use shorter chunks"
             )
-        prompts = [n for n in (num_chunks * length, length // 2) if n > 0]
+        prompts = [n for n in (num_chunks * chunk_length, chunk_length // 2) if n > 0]
         records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}
+        apart: dict[tuple[int, int], list[RunRecord]] = {}
         loads = []
         progress = stack.enter_context(progress_bar())
         for repetition in range(repetitions + 1):
@@ -87,20 +100,24 @@ def measure_profile(model: str, budgets: list[int], repetitions: int, settings: 
             loads.append(psutil.cpu_percent(interval=0.2))
             for key, each in engines.items():
                 runs = [run(each, prompt) for prompt in prompts]
+                others = [run(each, length) for length in also] if key[1] == settings["policy"] else []
                 if repetition:
                     records[key] += runs
+                    for record in others:
+                        apart.setdefault((key[0], record.num_tokens), []).append(record)
         progress("", 0, 0)
         learnt = [_learn(engine, threads, settings["policy"], records) for threads in budgets]
-        return MeasuredProfile(
+        profile = MeasuredProfile(
             name=f"{platform.node() or 'this machine'} ({platform.machine()})",
             model=model,
             scheme=engine.scheme.name,
-            chunk_length=length,
+            chunk_length=chunk_length,
             has_npu=engine.npu_backend.concurrency is not None,
             conditions=f"{datetime.now(UTC):%Y-%m-%d}, {engine.npu_backend.name}, {repetitions} repetitions of "
             f"{prompts[0]} tokens, {os.cpu_count()} cores, other load {statistics.median(loads):.0f} %",
             budgets={budget.threads: budget for budget in learnt},
         )
+        return profile, apart
 
 
 def _learn(engine: Engine, threads: int, policy: str, records: dict[tuple[int, str], list[RunRecord]]) -> ThreadsCost:

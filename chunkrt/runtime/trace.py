@@ -27,8 +27,8 @@ PROCESS = 1
 RUNS_TRACK, FIRST_WORKER_TRACK = 1, 2
 COPIES = "copies"
 TRUNCATION_GUARD_US = 1e-4
-"""Added to all times: viewers cut them to whole nanoseconds, and not every nanosecond is a float. If 8.413 times 1000 came
-out as 8412.999, tasks that touch would overlap."""
+"""Added to all times: viewers cut them to whole nanoseconds, and not every nanosecond is a float. If 8.413 times 1000
+came out as 8412.999, tasks that touch would overlap."""
 
 TASKS_PER_BUSY_SAMPLE, MOST_BUSY_SAMPLES = 16, 128
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 
 import numpy as np
@@ -41,12 +42,12 @@ def learn_budget(
     """
     costs = learn_costs(plan, alone)
     workers = sum(processor.workers for processor in crowded[0].pipeline.processors)
+    speeds = learn_speeds(plan, costs, crowded, workers)
     return ThreadsCost(
         threads=threads,
         prompt_us=median((r.end_ns - r.start_ns - _makespan(r.events)) / 1000 for r in crowded),
         task_us=median(_overhead_ns(record) / len(record.events) / 1000 for record in crowded),
-        speeds=learn_speeds(plan, costs, crowded, workers),
-        subgraphs={cost.subgraph: cost for cost in costs.values()},
+        subgraphs={name: replace(cost, speeds=speeds[name]) for name, cost in costs.items()},
     )
 
 
@@ -90,31 +91,34 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
 
 def learn_speeds(
     plan: Plan, costs: Mapping[str, SubgraphCost], runs: Sequence[RunRecord], workers: int
-) -> tuple[float, ...]:
-    """Speeds of each of 1, 2, ... `workers` tasks that run at once.
+) -> dict[str, tuple[float, ...]]:
+    """Speeds of every subgraph that stands for others as one of 1, 2, ... `workers` tasks that run at once.
 
-    Tasks are taken together that mostly ran as one of so many. Their speed is their work alone, less the time for which
-    each did run alone, over the rest of their time. The median over the runs.
+    Its tasks are taken together that mostly ran as one of so many. Their speed is their work alone, less the time for
+    which each did run alone, over the rest of their time. The median over the runs.
     """
     first = twins(plan)
-    found: dict[int, list[float]] = defaultdict(list)
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for record in runs:
         chunks = cut(record.num_tokens, record.pipeline.chunk_length)
-        sums = np.zeros((workers + 1, 2))
+        sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for event, times in zip(record.events, _times_by_crowd(record.events, workers), strict=True):
             subgraph, chunk = plan.subgraphs[event.task.subgraph], chunks[event.task.chunk]
-            cost = costs[first[subgraph.name]]
-            us = cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * chunk.pairs
-            sums[1 + int(times.argmax())] += us - times[0] / 1000, times[1:].sum() / 1000
-        for number in range(2, workers + 1):
-            work, time = sums[number]
+            name = first[subgraph.name]
+            us = costs[name].fixed_us + costs[name].row_us * chunk.rows(subgraph) + costs[name].pair_us * chunk.pairs
+            total = sums[name, 1 + int(times.argmax())]
+            total[0] += us - times[0] / 1000
+            total[1] += times[1:].sum() / 1000
+        for key, (work, time) in sums.items():
             if time > 0:
-                found[number].append(work / time)
-    speeds = [1.0]
+                found[key].append(work / time)
+    speeds = {name: [1.0] for name in costs}
     for number in range(2, workers + 1):
-        speed = median(found[number]) if found[number] else speeds[-1]
-        speeds.append(min(speeds[-1], max(SLOWEST, speed)))
-    return tuple(speeds)
+        for name, of_subgraph in speeds.items():
+            samples = found[name, number]
+            speed = median(samples) if samples else of_subgraph[-1]
+            of_subgraph.append(min(of_subgraph[-1], max(SLOWEST, speed)))
+    return {name: tuple(of_subgraph) for name, of_subgraph in speeds.items()}
 
 
 def _times_by_crowd(events: Sequence[TaskEvent], workers: int) -> list[np.ndarray]:

@@ -22,27 +22,27 @@ from chunkrt.runtime.schedule import Processor
 class SubgraphCost:
     """Microseconds of one subgraph: fixed_us + row_us * rows + pair_us * (pairs of a row and a position it attends to).
 
-    Taken while nothing else runs, with all threads of the budget.
+    Taken while nothing else runs, with all threads of the budget. speeds: of this one as one of k tasks that run at
+    once, relative to alone; entry k-1.
     """
 
     subgraph: str
     fixed_us: float
     row_us: float
     pair_us: float
+    speeds: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadsCost:
     """One thread budget.
 
-    speeds: of each of k tasks that run at once, relative to one that runs alone; entry k-1.
     prompt_us: of a prompt, beside its tasks. task_us: between two tasks.
     """
 
     threads: int
     prompt_us: float
     task_us: float
-    speeds: tuple[float, ...]
     subgraphs: Mapping[str, SubgraphCost]
 
 
@@ -136,7 +136,6 @@ def write_measured(profile: MeasuredProfile) -> str:
     for budget in profile.budgets.values():
         lines += ["", "[[measured.threads]]"]
         lines += [f"{key} = {_text(getattr(budget, key))}" for key in ("threads", "prompt_us", "task_us")]
-        lines += [f"speeds = [{', '.join(f'{speed:.4f}' for speed in budget.speeds)}]"]
         for cost in budget.subgraphs.values():
             lines += ["", "[[measured.threads.subgraphs]]"]
             lines += [f"{key} = {_text(value)}" for key, value in asdict(cost).items()]
@@ -145,19 +144,16 @@ def write_measured(profile: MeasuredProfile) -> str:
 
 def _budget(entry: Any, path: Path) -> ThreadsCost:
     place = "measured.threads."
-    _check_keys(entry, ("threads", "prompt_us", "task_us", "speeds", "subgraphs"), path, place)
-    threads, speeds, costs = entry["threads"], entry["speeds"], entry["subgraphs"]
+    _check_keys(entry, ("threads", "prompt_us", "task_us", "subgraphs"), path, place)
+    threads, costs = entry["threads"], entry["subgraphs"]
     if type(threads) is not int or threads < 1:
         raise ConfigError(f"{path}: {place}threads is {threads!r}, expected at least 1")
-    if not isinstance(speeds, list) or not speeds or not all(_is_number(s) and s > 0 for s in speeds):
-        raise ConfigError(f"{path}: {place}speeds is {speeds!r}, expected a list of numbers above 0")
     if not isinstance(costs, list):
         raise ConfigError(f"{path}: {place}subgraphs is {costs!r}, expected a list of tables")
     return ThreadsCost(
         threads=threads,
         prompt_us=_number(entry, "prompt_us", path, place),
         task_us=_number(entry, "task_us", path, place),
-        speeds=tuple(float(speed) for speed in speeds),
         subgraphs={cost.subgraph: cost for cost in (_subgraph_cost(entry, path) for entry in costs)},
     )
 
@@ -165,11 +161,15 @@ def _budget(entry: Any, path: Path) -> ThreadsCost:
 def _subgraph_cost(entry: Any, path: Path) -> SubgraphCost:
     place = "measured.threads.subgraphs."
     _check_keys(entry, tuple(SubgraphCost.__dataclass_fields__), path, place)
+    speeds = entry["speeds"]
+    if not isinstance(speeds, list) or not speeds or not all(_is_number(s) and s > 0 for s in speeds):
+        raise ConfigError(f"{path}: {place}speeds is {speeds!r}, expected a list of numbers above 0")
     return SubgraphCost(
         subgraph=str(entry["subgraph"]),
         fixed_us=_number(entry, "fixed_us", path, place),
         row_us=_number(entry, "row_us", path, place),
         pair_us=_number(entry, "pair_us", path, place),
+        speeds=tuple(float(speed) for speed in speeds),
     )
 
 
@@ -194,7 +194,9 @@ def _number(table: Mapping[str, Any], key: str, path: Path, place: str) -> float
     return float(table[key])
 
 
-def _text(value: str | float) -> str:
+def _text(value: str | float | tuple[float, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(f'{number:.4f}' for number in value)}]"
     if isinstance(value, bool) or not isinstance(value, float):
         return json.dumps(value)
     return f"{value:.6g}" if value else "0.0"

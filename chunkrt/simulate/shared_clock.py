@@ -96,10 +96,11 @@ def memory_speeds(gb_per_s: float) -> Speeds:
     return speeds
 
 
-def crowd_speeds(speeds_by_number: Sequence[float]) -> Speeds:
-    """Speeds by how many tasks run, as a measured profile gives them."""
+def crowd_speeds(speeds_of: Callable[[Task], Sequence[float]]) -> Speeds:
+    """Speeds by how many tasks run, as a measured profile gives them for each; entry k-1 for k tasks."""
 
     def speeds(running: Sequence[Running]) -> list[float]:
-        return [speeds_by_number[min(len(running), len(speeds_by_number)) - 1]] * len(running)
+        by_number = [speeds_of(r.task) for r in running]
+        return [numbers[min(len(running), len(numbers)) - 1] for numbers in by_number]
 
     return speeds

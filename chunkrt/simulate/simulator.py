@@ -111,8 +111,9 @@ def simulate(
     else:
         budget = device.budget(threads)
         processors, prompt_us = device.processors(budget.threads), budget.prompt_us
-        work_of = measured_work(plan, _measured(plan, device, budget, chunk_length, scheme), budget, chunks)
-        speeds = crowd_speeds(budget.speeds)
+        costs = _measured(plan, device, budget, chunk_length, scheme)
+        work_of = measured_work(plan, costs, budget, chunks)
+        speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     num_workers = sum(processor.workers for processor in processors)
     record = RunRecord(
         pipeline=Pipeline(

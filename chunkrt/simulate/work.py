@@ -128,6 +128,8 @@ class ModelledWork:
             depth, columns = resolve(tensors[weight].shape, {})
             operations = 2.0 * symbols[str(tensors[node.outputs[0]].shape[0])] * depth * columns
             num_bytes = shared_bytes = float(self._weight_bytes[weight])
+            if processor is self._device.npu and self._scheme.weight_bits_of(weight) == 4:
+                num_bytes = shared_bytes = num_bytes / 2  # packed; the CPU's are spread to 8 bits
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
         elif node.op == "CachedAttention":
@@ -168,10 +170,5 @@ class ModelledWork:
         return set(linear_weights(self._plan))
 
     @cached_property
-    def _weight_bytes(self) -> dict[str, float]:
-        """Bytes that a linear's weight streams: 4-bit ones are packed."""
-        stored = weight_bytes(self._plan, self._scheme)
-        return {
-            name: num_bytes / 2 if self._scheme.weight_bits_of(name) == 4 else num_bytes
-            for name, num_bytes in stored.items()
-        }
+    def _weight_bytes(self) -> dict[str, int]:
+        return weight_bytes(self._plan, self._scheme)

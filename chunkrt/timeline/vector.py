@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from math import floor, log10
 
 from chunkrt.timeline.picture import COLOURS, LABELS, Bar, Picture, Row, ink
 
@@ -88,10 +89,13 @@ def _visible(bars: Sequence[Bar], narrow: float) -> Iterator[Bar]:
 
 def _axis(y: float, milliseconds: float) -> Iterator[str]:
     yield f'<path d="M{LEFT} {y:.1f}h{PLOT}" stroke="#000"/>'
-    for share in range(0, 11, 2):
-        x = LEFT + PLOT * share / 10
-        yield f'<path d="M{x:g} {y:.1f}v5" stroke="#000"/>'
-        yield _text(x, y + 18, f"{milliseconds * share / 10:.4g}{' ms' if share == 10 else ''}", "mid")
+    quarter = max(milliseconds, 1e-6) / 4
+    decade = 10.0 ** floor(log10(quarter))
+    step = max(factor * decade for factor in (1, 2, 5) if factor == 1 or factor * decade <= quarter)
+    for tick in range(int(milliseconds / step) + 1):
+        x = LEFT + PLOT * tick * step / (4 * quarter)
+        yield f'<path d="M{x:.1f} {y:.1f}v5" stroke="#000"/>'
+        yield _text(x, y + 18, f"{tick * step:,.10g}{'' if tick else ' ms'}", "mid")
 
 
 def _percents(bars: Iterable[Bar], y: float) -> Iterator[str]:

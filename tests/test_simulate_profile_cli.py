@@ -1,0 +1,54 @@
+"""`chunkrt profile`: it measures a small model, and the simulator takes what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.simulate import MeasuredProfile, read_profile
+
+GGUF = str(checkpoint("llama_biased_gguf"))
+
+
+def test_a_profile_is_written_and_simulated(command, tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    finished = command("profile", GGUF, "-o", str(path), "-r", "1", "--chunk", "8", "--threads", "2")
+    assert (finished.status, finished.out) == (0, "")
+    profile = read_profile(path)
+    assert isinstance(profile, MeasuredProfile)
+    assert (profile.chunk_length, profile.has_npu, set(profile.budgets)) == (8, False, {1, 2})
+    assert {cost.speeds for cost in profile.budgets[1].subgraphs.values()} == {(1.0,)}
+    assert all(len(cost.speeds) == 2 for cost in profile.budgets[2].subgraphs.values())
+    assert all(cost.fixed_us + cost.row_us + cost.pair_us > 0 for cost in profile.budgets[1].subgraphs.values())
+    simulated = command("simulate", GGUF, "--device", str(path), "-p", "20", "--threads", "1", "--json")
+    assert simulated.status == 0
+    [row] = json.loads(simulated.out)
+    assert (row["scheme"], row["chunk_length"]) == ("w8a8-dynamic", 8)
+    assert row["processors"]["cpu"]["busy"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-o", "here.json"], "expected a name that ends in .toml"),
+        (["-o", "here.toml", "-r", "0"], "--repetitions is 0, expected at least 1"),
+        (["-o", "here.toml", "--budgets", "1,x"], "--budgets is '1,x', expected numbers"),
+        (["-o", "here.toml", "--budgets", "0"], "--budgets is '0', expected numbers of at least 1"),
+    ],
+)
+def test_a_wrong_command_is_one_line(command, tmp_path: Path, options: list[str], message: str) -> None:
+    finished = command("profile", GGUF, *(str(tmp_path / o) if o.startswith("here") else o for o in options))
+    assert finished.status == 1
+    assert message in finished.err
+    assert finished.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_chunks_as_long_as_the_prompt_are_refused(command, tmp_path: Path) -> None:
+    finished = command("profile", GGUF, "-o", str(tmp_path / "here.toml"), "-r", "1", "--chunk", "128")
+    assert finished.status == 1
+    assert "chunks of 128 in 128 tokens" in finished.err
+    assert "use shorter chunks" in finished.err
