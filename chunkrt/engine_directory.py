@@ -20,6 +20,7 @@ from pathlib import Path
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan
+from chunkrt.shared_folder import fingerprint
 from chunkrt.weights.store import WeightStore
 
 FORMAT = 2
@@ -89,7 +90,7 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
 
 def write_manifest(folder: Path, *, model: str, scheme: str, npu: Sequence[NpuTarget] = ()) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
-    files = {p.name: _fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
+    files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
         format=FORMAT, chunkrt=version("chunkrt"), model=model, scheme=scheme, files=files, npu=tuple(npu)
     )
@@ -135,16 +136,11 @@ def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> No
     try:
         size = path.stat().st_size
         is_small = size <= HASHED_WHEN_READ
-        is_whole = expected is not None and size == expected[0] and (not is_small or _fingerprint(path) == expected)
+        is_whole = expected is not None and size == expected[0] and (not is_small or fingerprint(path) == expected)
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
     if not is_whole:
         raise ModelError(f"{path} is not what was written when the model was compiled; compile it again")
-
-
-def _fingerprint(path: Path) -> tuple[int, str]:
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_plan(folder: Path) -> Plan:

@@ -12,7 +12,7 @@ from chunkrt.engine_directory import cached_folder, is_engine_directory, read_ma
 from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import SCHEMES, find_scheme
+from chunkrt.quant.scheme import STATIC_SCHEMES, Scheme, find_scheme
 from chunkrt.shared_folder import only_writer, remove
 
 DEFAULT_SCHEME = "w8a8-dynamic"
@@ -39,11 +39,11 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
         check_compiled(path, options)
         return path
     checkpoint, default_scheme = find_checkpoint(model, progress)
-    scheme = find_scheme(options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default_scheme))
+    scheme = choose_scheme(options, default_scheme)
     if options.calibration and not scheme.is_static:
         raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
     if options.npu == "qnn" and not scheme.is_static:
-        static = ", ".join(name for name, other in SCHEMES.items() if other.is_static)
+        static = ", ".join(STATIC_SCHEMES)
         raise PartitionError(f"the NPU has no linears under the scheme {scheme.name!r}; use a static one: {static}")
     placement = options_placement(options)
     cache = catalogue.home() / "engines"
@@ -89,6 +89,11 @@ def _is_whole(folder: Path) -> bool:
     except ModelError:
         return False
     return True
+
+
+def choose_scheme(options: EngineOptions, default: str) -> Scheme:
+    """The scheme that a checkpoint is compiled under; `default` is its own, where no NPU is used."""
+    return find_scheme(options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default))
 
 
 def wants_npu(options: EngineOptions) -> bool:

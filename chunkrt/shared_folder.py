@@ -7,6 +7,7 @@ the cache, so whatever is hidden there was left by one that died, and the next w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import shutil
 from collections.abc import Iterator
@@ -70,6 +71,12 @@ def written_aside(path: Path) -> Iterator[Path]:
         aside.rename(path)
     finally:
         remove(aside)
+
+
+def fingerprint(path: Path) -> tuple[int, str]:
+    """Bytes and SHA-256 of a file. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove(path: Path) -> None:

@@ -12,9 +12,7 @@ from chunkrt.cli.plan import read_model
 from chunkrt.errors import ConfigError
 from chunkrt.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import SCHEMES
-
-STATIC_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.is_static]
+from chunkrt.quant.scheme import STATIC_SCHEMES
 
 
 @click.command()

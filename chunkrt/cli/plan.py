@@ -13,14 +13,7 @@ from chunkrt.cli.options import engine_options, progress_bar
 from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.model import (
-    DEFAULT_NPU_SCHEME,
-    check_compiled,
-    engine_folder,
-    find_checkpoint,
-    options_placement,
-    wants_npu,
-)
+from chunkrt.model import check_compiled, choose_scheme, engine_folder, find_checkpoint, options_placement
 from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
@@ -66,7 +59,7 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
     if is_engine_directory(Path(model)):
         check_compiled(Path(model), options)
         manifest = read_manifest(Path(model))
-        found, scheme = read_plan(Path(model)), manifest.scheme
+        found, scheme = read_plan(Path(model)), find_scheme(manifest.scheme)
         compiled_for = compiled_chunk_length(manifest)
     else:
         from chunkrt.compiler import plan_checkpoint
@@ -74,12 +67,12 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
         with progress_bar() as progress:
             checkpoint, default_scheme = find_checkpoint(model, progress)
         found = plan_checkpoint(checkpoint, options_placement(options)).plan
-        scheme = options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default_scheme)
+        scheme = choose_scheme(options, default_scheme)
         compiled_for = DEFAULT_CHUNK_LENGTH
     chunk_length = options.chunk_length or compiled_for
     if chunk_length > found.context_length:
         raise ConfigError(f"--chunk is {chunk_length}, longer than the model's context of {found.context_length}")
-    return found, find_scheme(scheme), chunk_length
+    return found, scheme, chunk_length
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path) -> None:

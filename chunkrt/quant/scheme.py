@@ -95,6 +95,9 @@ SCHEMES = {
     )
 }
 
+STATIC_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.is_static)
+"""The names of those that need a calibration; an NPU runs no others."""
+
 
 def find_scheme(name: str) -> Scheme:
     """Look a scheme up by name.

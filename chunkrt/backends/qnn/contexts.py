@@ -6,13 +6,12 @@ last. What is damaged is never loaded.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from chunkrt.shared_folder import only_writer, remove, written_aside
+from chunkrt.shared_folder import fingerprint, only_writer, remove, written_aside
 
 FORMAT = 2
 """Of a context, and of the graphs that `model.py` has compiled: raised when either changes."""
@@ -52,7 +51,7 @@ class ContextFolder:
                 with written_aside(folder) as aside:
                     aside.mkdir()
                     write(aside / WRAPPER)
-                    record = {"format": FORMAT, "files": {p.name: _fingerprint(p) for p in sorted(aside.iterdir())}}
+                    record = {"format": FORMAT, "files": {p.name: fingerprint(p) for p in sorted(aside.iterdir())}}
                     (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
         return folder / WRAPPER
 
@@ -66,13 +65,8 @@ def _problem(folder: Path) -> str:
         if WRAPPER not in record["files"]:
             return "its record names no wrapper"
         for name, expected in record["files"].items():
-            if Path(name).name != name or _fingerprint(folder / name) != expected:
+            if Path(name).name != name or list(fingerprint(folder / name)) != expected:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return str(error) or type(error).__name__
     return ""
-
-
-def _fingerprint(path: Path) -> list[int | str]:
-    with path.open("rb") as file:
-        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from chunkrt.backends.base import Support
 from chunkrt.backends.registry import qualified
 from chunkrt.graph.plan import Node, Plan, Subgraph
-from chunkrt.quant.scheme import BLOCK_LENGTH, SCHEMES, Scheme
+from chunkrt.quant.scheme import BLOCK_LENGTH, STATIC_SCHEMES, Scheme
 
 OPERATORS = ("Add", "MatMul", "Mul", "RMSNormalization", "Sigmoid", "Split")
 """Of standard ONNX; all but MatMul in float16."""
@@ -28,7 +28,7 @@ gated feed-forward with 16-bit activations; and the last of 8-bit values of whic
 DEPTH_MULTIPLE_OF_8_BITS = 4
 """With ROWS_MULTIPLE rows, what makes 8-bit values come in whole 128 bytes."""
 
-_STATIC = ", ".join(name for name, scheme in SCHEMES.items() if scheme.is_static)
+_STATIC = ", ".join(STATIC_SCHEMES)
 
 
 def graph_rows(chunk_length: int) -> int:
