@@ -144,19 +144,20 @@ class Engine:
         on_cpu = {s.name: self._compile(s, self.cpu_backend) for s in self.plan.subgraphs}
         cpu_only = make_processors(self.cpu_backend, self.options.num_threads)
         on_npu = self._compile_for_npu(on_cpu, progress) if self.npu_backend is not self.cpu_backend else {}
+        in_flight = self.options.chunks_in_flight
         if not on_npu:
-            executor = self._make_executor(on_cpu, cpu_only, self.chunk_length)
+            executor = self._make_executor(on_cpu, cpu_only, self.chunk_length, in_flight)
             return executor, executor
         processors = make_processors(self.npu_backend, self.options.num_threads)
-        prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length)
-        return prompts, self._make_executor(on_cpu, cpu_only, 1, chunks_in_flight=1)
+        prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length, in_flight)
+        return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
 
     def _make_executor(
         self,
         executables: Mapping[str, Executable],
         processors: tuple[Processor, ...],
         chunk_length: int,
-        chunks_in_flight: int | None = None,
+        chunks_in_flight: int | None,
     ) -> Executor:
         return Executor(
             self.plan,

@@ -23,6 +23,7 @@ from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
 from chunkrt.quant.weights import linear_weights
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.ring import ring_slots
+from chunkrt.runtime.schedule import Processor
 
 MOST_SESSIONS = 4
 """Sessions on the NPU that a process is given, by what others report; an emulator has no such limit."""
@@ -144,7 +145,11 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         PartitionError: the NPU cannot run one of the NPU's subgraphs.
     """
     contexts = [_context(s, plan, scheme, soc, chunk_length) for s in plan.subgraphs if s.device == "npu"]
-    rings = ((chunk_length, ring_slots(plan, chunk_length, 1 + soc.num_cores)), (1, 1))  # prompts, with the NPU; decode
+    processors = (
+        Processor(name="npu", devices=frozenset(("npu",)), workers=1),
+        Processor(name="cpu", devices=frozenset(("cpu",)), workers=soc.num_cores),
+    )
+    rings = ((chunk_length, ring_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
     cache_shapes = (resolve(tensor.shape, {"P": context_length}) for tensor in plan.state_tensors)
     return Fit(
         soc=soc,

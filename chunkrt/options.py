@@ -34,6 +34,8 @@ class EngineOptions:
     scheme: how linears are quantised; by default what an engine directory was compiled with, else "w8a16" on an NPU,
         else the catalogue's, else "w8a8-dynamic".
     policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.
+    chunks_in_flight: chunks that are under way at once, at least 1, each with buffers of its own; by default as many as
+        help and fit into 64 MiB.
     threads: the budget for workers and kernel threads together; by default the processor's cores.
     context_length: positions a session can hold; by default the model's.
     cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere.
@@ -51,6 +53,7 @@ class EngineOptions:
     chunk_length: int | None = None
     scheme: str | None = None
     policy: str = DEFAULT_POLICY
+    chunks_in_flight: int | None = None
     threads: int | None = None
     context_length: int | None = None
     cache_dtype: CacheDtype | None = None
@@ -65,7 +68,7 @@ class EngineOptions:
             raise unknown_name("NPU choice", self.npu, NPU_CHOICES)
         if self.npu == "off" and self.placement is not None:
             raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
-        for name in ("chunk_length", "threads", "context_length"):
+        for name in ("chunk_length", "chunks_in_flight", "threads", "context_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_backend import CONTEXT, finish, make_executables, make_plan, npu_and_cpu, subgraph, tokens
+from fake_backend import CONTEXT, finish, make_executables, make_plan, npu_and_cpu, shared_cpu, subgraph, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,10 +119,17 @@ def test_an_executor_learns_from_prompts_of_several_chunks() -> None:
 def test_slots_are_bounded_by_memory_first() -> None:
     plan = make_plan()
     slot = BufferLayout(plan, 8).num_bytes
-    assert ring_slots(plan, 8, 2) == MOST_CHUNKS_IN_FLIGHT
-    assert ring_slots(plan, 8, 100) == 101
-    assert [ring_slots(plan, 8, 2, num_bytes=b) for b in (0, slot, 5 * slot - 1, 5 * slot)] == [1, 1, 4, 5]
-    assert ring_slots(plan, 8, 100, num_bytes=5 * slot) == 5
+    assert ring_slots(plan, 8, npu_and_cpu(1)) == MOST_CHUNKS_IN_FLIGHT
+    assert ring_slots(plan, 8, npu_and_cpu(99)) == 101
+    sizes = (0, slot, 5 * slot - 1, 5 * slot)
+    assert [ring_slots(plan, 8, npu_and_cpu(1), num_bytes=b) for b in sizes] == [1, 1, 4, 5]
+    assert ring_slots(plan, 8, npu_and_cpu(99), num_bytes=5 * slot) == 5
+
+
+def test_workers_of_one_processor_share_two_slots_each() -> None:
+    plan = make_plan()
+    assert [ring_slots(plan, 8, shared_cpu(workers)) for workers in (1, 2, 4)] == [2, 4, 8]
+    assert ring_slots(plan, 8, shared_cpu(4), num_bytes=3 * BufferLayout(plan, 8).num_bytes) == 3
 
 
 def test_an_executor_takes_as_many_slots_as_the_memory_has_room_for() -> None:

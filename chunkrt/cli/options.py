@@ -44,6 +44,9 @@ _ENGINE_OPTIONS = (
         show_default=True,
         help="Order of tasks.",
     ),
+    click.option(
+        "--in-flight", "chunks_in_flight", type=int, help="Chunks under way at once.  [default: as many as help]"
+    ),
     click.option("--threads", type=int, help="Thread budget.  [default: the cores]"),
     click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]"),
     click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules."),

@@ -89,7 +89,7 @@ class Executor:
         self.costs = Costs(plan)
         """What tasks take, learnt from every run."""
         num_workers = sum(processor.workers for processor in processors)
-        num_slots = chunks_in_flight or ring_slots(plan, chunk_length, num_workers)
+        num_slots = chunks_in_flight or ring_slots(plan, chunk_length, processors)
         layout = BufferLayout(plan, chunk_length)
         self.ring = [ChunkBuffers(layout) for _ in range(num_slots)]
         self.num_bytes = layout.num_bytes * num_slots

@@ -7,10 +7,13 @@ simulator drive the same objects, so what was simulated is what runs. No policy 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from chunkrt.errors import unknown_name
 from chunkrt.graph.plan import Device
+
+if TYPE_CHECKING:
+    from chunkrt.runtime.schedule import Processor
 
 DEFAULT_POLICY = "look_ahead"
 
@@ -28,6 +31,11 @@ class Task(NamedTuple):
 
 class ScheduleView(Protocol):
     """What a policy may know beyond the ready tasks."""
+
+    @property
+    def processors(self) -> Sequence[Processor]:
+        """Who asks for tasks."""
+        ...
 
     @property
     def num_tasks(self) -> int:
@@ -140,9 +148,10 @@ class CriticalPath:
 
 
 class LookAhead:
-    """Follows whichever policy ends first by the estimated durations; a long run goes by the first.
+    """Follows whichever policy ends first by the estimated durations.
 
-    So it is never slower than any of them, as far as the estimates are right.
+    So it is never slower than any of them, as far as the estimates are right. A long run goes by the first, and so does
+    one on a single processor: there every order keeps the workers busy, and foreseeing costs more than it gains.
     """
 
     name = "look_ahead"
@@ -155,7 +164,7 @@ class LookAhead:
         """What the quickest policy selects."""
         if len(ready) == 1:
             return ready[0]
-        if schedule.num_tasks > MOST_TASKS_FORESEEN:
+        if schedule.num_tasks > MOST_TASKS_FORESEEN or len(schedule.processors) == 1:
             return self._policies[0].select(ready, schedule)
         return min(self._policies, key=schedule.makespan).select(ready, schedule)
 

@@ -114,14 +114,13 @@ def simulate(
         costs = _measured(plan, device, budget, chunk_length, scheme)
         work_of = measured_work(plan, costs, budget, chunks)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
-    num_workers = sum(processor.workers for processor in processors)
     record = RunRecord(
         pipeline=Pipeline(
             stages=stages_of(plan.subgraphs),
             processors=processors,
             policy=policy,
             chunk_length=chunk_length,
-            num_slots=chunks_in_flight or ring_slots(plan, chunk_length, num_workers),
+            num_slots=chunks_in_flight or ring_slots(plan, chunk_length, processors),
             slot_bytes=BufferLayout(plan, chunk_length).num_bytes,
         ),
         num_tokens=prompt_length,
