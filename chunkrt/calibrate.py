@@ -22,8 +22,11 @@ from chunkrt.backends.reference import operators
 from chunkrt.engine_directory import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.plan import Plan, Subgraph, resolve
-from chunkrt.quant.calibration import FORMAT, Calibration
+from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
+from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
+from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import Method, Range
+from chunkrt.quant.rotation import rotation
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.shared_folder import only_writer
 from chunkrt.tokenizer import Tokenizer
@@ -47,48 +50,67 @@ def cached_calibration(
     checkpoint: Path,
     *,
     model: str,
-    text: str | None = None,
+    token_ids: TokenIds | None = None,
     method: Method = "mse",
-    num_tokens: int | None = None,
+    equalisation: float | None = None,
+    is_rotated: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Calibration, Path]:
-    """The calibration of a checkpoint on a text, from the cache, or made and put there.
+    """The calibration of a checkpoint on some tokens, from the cache, or made and put there.
 
     Args:
-        planned: the checkpoint, opened and planned.
+        planned: the checkpoint, opened and planned, with nothing placed and nothing shadowed.
         model: what it is called.
-        text: by default one that comes with chunkrt.
-        num_tokens: how many tokens of the text to use; by default DEFAULT_NUM_TOKENS, or as many as it has.
+        token_ids: int64 [n]; by default those of a text that comes with chunkrt.
+        equalisation, is_rotated: of the scheme that it is for; see `quant/scheme.py`.
         progress: told (subgraphs done, subgraphs in all), if there is anything to do.
 
     Returns:
         The calibration, and the file that holds it.
 
     Raises:
-        ConfigError: the text is empty, or has fewer tokens than asked for.
         ModelError: the checkpoint has no tokenizer or is damaged; the file cannot be written.
-        QuantizationError: a value is not finite.
+        QuantizationError: a value is not finite, or the decoder cannot be rotated.
     """
-    token_ids = calibration_tokens(planned, shipped_text() if text is None else text, num_tokens)
-    key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), method=method)
+    if token_ids is None:
+        token_ids = calibration_tokens(planned, shipped_text(), None)
+    settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
+    key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
     if found := _load_cached(path, model):
         return found, path
     parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
+    folding = Folding.none()
+    if equalisation is not None:
+        before, _ = cached_calibration(
+            planned,
+            checkpoint,
+            model=model,
+            token_ids=token_ids,
+            method=method,
+            is_rotated=is_rotated,
+            progress=progress,
+        )
+        folding = before.folding
+
+    def load(name: str) -> Float32:
+        return folding.apply(name, parameters[name].load(planned.source))
+
     try:
         with only_writer(path.parent, "calibrating"):
             if found := _load_cached(path, model):  # made by another process meanwhile
                 return found, path
             if path.exists():
                 log.warning("%s is damaged; calibrating again", path)
-            calibration = calibrate(
-                planned.plan,
-                lambda name: parameters[name].load(planned.source),
-                token_ids,
-                model=model,
-                method=method,
-                progress=progress,
-            )
+            if equalisation is not None:
+                factors = equalise(
+                    planned.plan, load, before.channel_peaks, equalisation, most_for_products=MOST_FOR_PRODUCTS
+                )
+                folding = folding.then(factors)
+            elif is_rotated:
+                folding = rotation(planned.plan, load)
+            calibration = calibrate(planned.plan, load, token_ids, model=model, method=method, progress=progress)
+            calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
             calibration.save(path)
             return calibration, path
     except OSError as error:
@@ -115,7 +137,8 @@ def calibration_tokens(planned: Planned, text: str, num_tokens: int | None) -> T
     make some of its values larger than any word does.
 
     Raises:
-        ConfigError, ModelError: see `cached_calibration`.
+        ConfigError: the text is empty, or has fewer tokens than asked for.
+        ModelError: the checkpoint has no tokenizer.
     """
     if num_tokens is not None and num_tokens < 1:
         raise ConfigError(f"the number of calibration tokens is {num_tokens}, expected at least 1")
@@ -140,7 +163,7 @@ def _conversation(tokenizer: Tokenizer, paragraphs: list[str]) -> list[int]:
 
 
 def text_digest(token_ids: TokenIds) -> str:
-    """What a calibration notes of its text: SHA-256 of the tokens, in hexadecimal."""
+    """SHA-256 of a text's tokens, in hexadecimal."""
     return hashlib.sha256(token_ids.astype("<i8").tobytes()).hexdigest()
 
 
@@ -156,7 +179,8 @@ def calibrate(
     """Run a decoder over tokens and keep the limits of its values.
 
     Args:
-        load: a weight's float32 values by its plan name; called once a weight.
+        load: a weight's float32 values by its plan name; called once a weight. What it folds into them is for the
+            caller to note.
         token_ids: int64 [n], n at least 1; cut into windows of WINDOW_LENGTH, the context permitting.
         model: what the model is called.
         progress: told (subgraphs done, subgraphs in all).
@@ -178,7 +202,7 @@ def calibrate(
         weights |= {name: load(name) for name in subgraph.weights if name not in weights}
         for window in windows:
             window.run(subgraph, weights, observer)
-        observer.finish()
+        observer.finish(subgraph, weights)
         later = {name for s in plan.subgraphs[done + 1 :] for name in (*s.inputs, *s.weights)}
         for values in (weights, *(window.values for window in windows)):
             for name in values.keys() - later:
@@ -186,12 +210,18 @@ def calibrate(
     progress(len(plan.subgraphs), len(plan.subgraphs))
     return Calibration(
         model=model,
-        text=text_digest(token_ids),
+        token_ids=token_ids,
         method=method,
-        num_tokens=token_ids.size,
+        equalisation=None,
+        is_rotated=False,
+        folding=Folding.none(),
         peaks=observer.peaks,
         limits=observer.limits,
+        shadow_limits=observer.shadow_limits,
         column_peaks=observer.column_peaks,
+        channel_peaks=observer.channel_peaks,
+        shadowed_column_peaks=observer.shadowed_column_peaks,
+        hot_channels=observer.hot_channels,
     )
 
 
@@ -201,27 +231,65 @@ class _Observer:
     def __init__(self, plan: Plan, method: Method) -> None:
         self.peaks: dict[str, float] = {}
         self.limits: dict[str, float] = {}
+        self.shadow_limits: dict[str, float] = {}
         self.column_peaks: dict[str, Float32] = {}
+        self.channel_peaks: dict[str, Float32] = {}
+        self.shadowed_column_peaks: dict[str, Float32] = {}
+        self.hot_channels: dict[str, NDArray[np.int32]] = {}
         linears = linear_nodes(plan).values()
-        self._methods: dict[str, Method] = {node.inputs[0]: method for node in linears}
-        self._linear_outputs = {node.outputs[0] for node in linears}
+        self._method: Method = method
+        self._inputs: dict[str, list[Float32]] = {node.inputs[0]: [] for node in linears}
+        """The inputs of the linears that are on their way, window by window."""
+        self._outputs = {node.outputs[0] for node in linears}
         self._ranges: dict[str, Range] = {}
 
     def see(self, name: str, values: Float32) -> None:
         """Take more rows of a value. Raises QuantizationError if one is not finite."""
-        found = self._ranges.setdefault(name, Range(self._methods.get(name, "absmax")))
+        if name not in self._ranges:
+            self._ranges[name] = Range(self._method if name in self._inputs else "absmax", counts=name in self._inputs)
+        found = self._ranges[name]
         found.update(values)
         if not np.isfinite(found.largest):
             raise QuantizationError(f"{name} is not finite on the calibration text; is the checkpoint damaged?")
-        if name in self._linear_outputs:
-            largest = np.maximum(values.max(axis=0), -values.min(axis=0))
-            self.column_peaks[name] = np.maximum(self.column_peaks.get(name, np.float32(0)), largest)
+        if name in self._outputs:
+            self.column_peaks[name] = np.maximum(self.column_peaks.get(name, np.float32(0)), _largest(values))
+        if name in self._inputs:
+            self.channel_peaks[name] = np.maximum(self.channel_peaks.get(name, np.float32(0)), _largest(values))
+            self._inputs[name].append(values)
 
-    def finish(self) -> None:
-        """Nothing more comes of what was seen: keep its peaks and limits, and drop the rest."""
-        self.peaks |= {name: float(found.largest) for name, found in self._ranges.items()}
-        self.limits |= {name: found.limit for name, found in self._ranges.items() if name in self._methods}
+    def finish(self, subgraph: Subgraph, weights: dict[str, Float32]) -> None:
+        """Nothing more comes of what a subgraph computed: keep its peaks and limits, and drop the rest.
+
+        The head gets no shadow.
+        """
+        for name, found in self._ranges.items():
+            self.peaks[name] = float(found.largest)
+            if name in self._inputs:
+                self.limits[name], self.shadow_limits[name] = found.limit, found.quantile(1 - SHADOW_SHARE)
+                self.hot_channels[name] = self._hot_channels(name)
         self._ranges.clear()
+        for node in subgraph.nodes:
+            if node.outputs[0] in self._outputs and subgraph.rows == "T":
+                limit = np.float32(self.shadow_limits[node.inputs[0]])
+                products = (x.clip(-limit, limit) @ weights[node.inputs[1]] for x in self._inputs[node.inputs[0]])
+                self.shadowed_column_peaks[node.outputs[0]] = np.max(
+                    [_largest(product) for product in products], axis=0
+                )
+        for name in {node.inputs[0] for node in subgraph.nodes} & self._inputs.keys():
+            self._inputs[name].clear()
+
+    def _hot_channels(self, name: str) -> NDArray[np.int32]:
+        """Those that exceed the grid of a shadowed linear most often; of equals, the first."""
+        limit = self.shadow_limits[name]
+        times = sum((np.abs(x) > limit).sum(axis=0) for x in self._inputs[name])
+        ranking = np.argsort(-np.asarray(times), kind="stable")
+        return np.sort(ranking[: num_hot_channels(len(ranking))]).astype(np.int32)
+
+
+def _largest(values: Float32) -> Float32:
+    """The largest magnitude of each column."""
+    largest: Float32 = np.maximum(values.max(axis=0), -values.min(axis=0))
+    return largest
 
 
 class _Window:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chunkrt.calibrate import cached_calibration
+from chunkrt.choose import cached_choice
 from chunkrt.engine_directory import PLAN, WEIGHTS, write_manifest
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
@@ -20,10 +21,12 @@ from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import partition
 from chunkrt.graph.placement import Placement, place
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import write_weights
+from chunkrt.quant.folding import Folding
+from chunkrt.quant.scheme import Recipe, Scheme
+from chunkrt.quant.weights import check_shadowed, write_weights
 from chunkrt.shared_folder import written_aside
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.weights.checkpoint import open_checkpoint
@@ -42,8 +45,11 @@ class Planned:
     plan: Plan
 
 
-def plan_checkpoint(checkpoint: Path, placement: Placement) -> Planned:
+def plan_checkpoint(checkpoint: Path, placement: Placement, scheme: Scheme | None = None) -> Planned:
     """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
+
+    Args:
+        scheme: linears that it shadows are cut out.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
@@ -52,13 +58,16 @@ def plan_checkpoint(checkpoint: Path, placement: Placement) -> Planned:
     source = open_checkpoint(checkpoint)
     decoder = build_decoder(source)
     place(decoder, placement)
-    plan = partition(trace(decoder), family=source.architecture)
+    graph = trace(decoder)
+    if scheme is not None:
+        cut_shadowed(graph, scheme.is_shadowed)
+    plan = partition(graph, family=source.architecture)
     return Planned(source=source, decoder=decoder, plan=plan)
 
 
 def compile_checkpoint(
     checkpoint: Path,
-    scheme: Scheme,
+    recipe: Recipe,
     placement: Placement,
     folder: Path,
     *,
@@ -70,16 +79,21 @@ def compile_checkpoint(
 
     Args:
         folder: where it shall be; nothing may be there yet, and nobody else may be writing it.
-        calibration: for a static scheme; by default one is made from the text that comes with chunkrt.
+        recipe: a scheme; or what is searched for, on the calibration's text.
+        calibration: for a static scheme; by default one is made from the text that comes with chunkrt. One that was
+            made for another equalisation or rotation gives its text, and is made anew.
         progress: told (what is being done, how much is done, how much there is).
 
     Raises:
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
             left behind.
     """
-    planned = plan_checkpoint(checkpoint, placement)
+    scheme, ranges = recipe.scheme, None
+    if scheme.is_static:
+        scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
+    planned = plan_checkpoint(checkpoint, placement, scheme)
     parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
-    ranges = _calibration(planned, checkpoint, scheme, calibration, model, progress)
+    folding = ranges.folding if ranges else Folding.none()
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
@@ -87,14 +101,14 @@ def compile_checkpoint(
             write_weights(
                 planned.plan,
                 scheme,
-                lambda name: parameters[name].load(planned.source),
+                lambda name: folding.apply(name, parameters[name].load(planned.source)),
                 aside / WEIGHTS,
                 calibration=ranges,
                 progress=lambda done, total: progress("compiling", done, total),
             )
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
-            write_manifest(aside, model=model, scheme=scheme.name)
+            write_manifest(aside, model=model, scheme=scheme, placement=placement)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
@@ -102,14 +116,42 @@ def compile_checkpoint(
     return planned.plan
 
 
-def _calibration(
-    planned: Planned, checkpoint: Path, scheme: Scheme, path: Path | None, model: str, progress: Progress
-) -> Calibration | None:
-    if not scheme.is_static:
-        return None
-    if path is not None:
-        return Calibration.load(path)
-    made, _ = cached_calibration(
-        planned, checkpoint, model=model, progress=lambda done, total: progress("calibrating", done, total)
-    )
-    return made
+def prepare(
+    checkpoint: Path,
+    recipe: Recipe,
+    calibration: Path | None,
+    *,
+    model: str,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Scheme, Calibration]:
+    """The scheme that a static recipe comes to for a checkpoint, and its calibration; from the cache if they can be.
+
+    Raises:
+        ConfigError, ModelError, QuantizationError: see `compile_checkpoint`; a shadow is asked for a linear that is not
+            there; nothing is within the budget.
+    """
+    planned = plan_checkpoint(checkpoint, {})
+    scheme = recipe.scheme
+    check_shadowed(planned.plan, scheme)
+    ranges = Calibration.load(calibration) if calibration else None
+    if ranges is None or (ranges.equalisation, ranges.is_rotated) != (scheme.equalisation, scheme.is_rotated):
+        ranges, _ = cached_calibration(
+            planned,
+            checkpoint,
+            model=model,
+            token_ids=ranges.token_ids if ranges else None,
+            method=ranges.method if ranges else "mse",
+            equalisation=scheme.equalisation,
+            is_rotated=scheme.is_rotated,
+            progress=lambda done, total: progress("calibrating", done, total),
+        )
+    if recipe.search:
+        choice, _ = cached_choice(
+            planned,
+            checkpoint,
+            recipe,
+            ranges,
+            progress=lambda done, total: progress("choosing schemes", done, total),
+        )
+        scheme = choice.scheme
+    return scheme, ranges

@@ -23,7 +23,6 @@ from chunkrt.errors import ConfigError, ModelError
 from chunkrt.model import Progress, engine_folder
 from chunkrt.npu import contexts_folder
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import find_scheme
 from chunkrt.shared_folder import only_writer, written_aside
 
 
@@ -58,7 +57,7 @@ def compile_engine(
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
     manifest, plan, weights = read_manifest(engine), read_plan(engine), open_weights(engine)
-    scheme = find_scheme(manifest.scheme)
+    scheme = manifest.scheme
     if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
     compiled: dict[NpuTarget, list[Path]] = {}
@@ -78,7 +77,7 @@ def compile_engine(
         raise ModelError(f"cannot write the engine directory {output}: {reason}") from error
     return {
         "model": manifest.model,
-        "scheme": manifest.scheme,
+        "scheme": scheme.name,
         "bytes": sum(p.stat().st_size for p in output.rglob("*") if p.is_file()),
         "npu": [{**asdict(target), "contexts": len(paths)} for target, paths in compiled.items()],
     }
@@ -91,4 +90,10 @@ def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Seq
             shutil.copyfile(engine / name, aside / name)
         for path in (path for paths in compiled.values() for path in paths):
             shutil.copytree(path, aside / CONTEXTS / path.name)
-        write_manifest(aside, model=manifest.model, scheme=manifest.scheme, npu=list(compiled))
+        write_manifest(
+            aside,
+            model=manifest.model,
+            scheme=manifest.scheme,
+            npu=list(compiled),
+            placement=manifest.placement,
+        )

@@ -26,7 +26,7 @@ from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.model import Progress, engine_folder
 from chunkrt.npu import compiled_chunk_length, open_npu
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import Scheme, find_scheme
+from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
 from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
@@ -75,7 +75,7 @@ class Engine:
         self.options = options
         self.manifest = read_manifest(folder)
         self.plan: Plan = read_plan(folder)
-        self.scheme: Scheme = find_scheme(self.manifest.scheme)
+        self.scheme: Scheme = self.manifest.scheme
         self.context_length = _context_length(self.plan, options)
         chunk_length = options.chunk_length or compiled_chunk_length(self.manifest)
         self.chunk_length = _chunk_length(self.context_length, chunk_length)

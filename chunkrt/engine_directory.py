@@ -14,16 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 from chunkrt.errors import ConfigError, ModelError
+from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import Recipe, Scheme
 from chunkrt.shared_folder import fingerprint
 from chunkrt.weights.store import WeightStore
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
@@ -40,14 +42,18 @@ class NpuTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an engine directory says of itself. `files`: bytes and SHA-256 of each, contexts excepted."""
+    """What an engine directory says of itself.
+
+    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for.
+    """
 
     format: int
     chunkrt: str
     model: str
-    scheme: str
+    scheme: Scheme
     files: Mapping[str, tuple[int, str]]
     npu: Sequence[NpuTarget] = ()
+    placement: Placement = field(default_factory=dict)
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -56,11 +62,11 @@ def is_engine_directory(path: Path) -> bool:
 
 
 def cached_folder(
-    cache: Path, checkpoint: Path, *, scheme: str, placement: Mapping[str, str], calibration: Path | None = None
+    cache: Path, checkpoint: Path, *, recipe: Recipe, placement: Placement, calibration: Path | None = None
 ) -> Path:
     """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
 
-    The name covers the checkpoint's files (path, size, time of change), the scheme, the placement, the calibration's
+    The name covers the checkpoint's files (path, size, time of change), the recipe, the placement, the calibration's
     content, chunkrt's version and the format.
 
     Raises:
@@ -73,11 +79,11 @@ def cached_folder(
     key = cache_key(
         checkpoint,
         format=FORMAT,
-        scheme=scheme,
+        recipe=asdict(recipe),
         placement=list(placement.items()),
         grids=grids,
     )
-    return cache / f"{checkpoint.stem}-{scheme}-{key}"
+    return cache / f"{checkpoint.stem}-{recipe.scheme.name}-{key}"
 
 
 def cache_key(checkpoint: Path, **made_with: object) -> str:
@@ -88,11 +94,19 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
-def write_manifest(folder: Path, *, model: str, scheme: str, npu: Sequence[NpuTarget] = ()) -> None:
+def write_manifest(
+    folder: Path, *, model: str, scheme: Scheme, npu: Sequence[NpuTarget] = (), placement: Placement | None = None
+) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
     files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
-        format=FORMAT, chunkrt=version("chunkrt"), model=model, scheme=scheme, files=files, npu=tuple(npu)
+        format=FORMAT,
+        chunkrt=version("chunkrt"),
+        model=model,
+        scheme=scheme,
+        files=files,
+        npu=tuple(npu),
+        placement=dict(placement or {}),
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 
@@ -109,6 +123,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ModelError(
                 f"{folder} has engine format {found}, this chunkrt reads {FORMAT}; compile the model again"
             )
+        data["scheme"] = Scheme.from_dict(data["scheme"])
         data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
         data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
         manifest = Manifest(**data)
@@ -124,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _is_sound(manifest: Manifest) -> bool:
     return (
         isinstance(manifest.model, str)
-        and isinstance(manifest.scheme, str)
+        and isinstance(manifest.placement, dict)
         and all(Path(name).name == name for name in manifest.files)
         and all(isinstance(target.soc, str) and type(target.chunk_length) is int for target in manifest.npu)
         and all(target.chunk_length > 0 for target in manifest.npu)

@@ -18,21 +18,24 @@ The worker processes import the script that called: one that is run as a file ca
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from operator import index
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 from chunkrt.compiler import plan_checkpoint
+from chunkrt.dask_cluster import run_on_dask
 from chunkrt.engine_directory import is_engine_directory, read_plan
 from chunkrt.errors import ConfigError
-from chunkrt.graph.placement import Placement
+from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.model import Progress, find_checkpoint
 from chunkrt.options import available_cores
@@ -111,6 +114,7 @@ def experiment(
     placements: Iterable[Placement] = ({},),
     chunks_in_flight: Iterable[int | None] = (None,),
     workers: int | None = None,
+    dask: str | Any = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Rows:
     """Simulate the prefill of a model at every point of a grid.
@@ -125,18 +129,20 @@ def experiment(
         placements: devices by patterns of module paths; by default everything is where it is by nature.
         chunks_in_flight: at least 1; None for as many as the executor takes.
         workers: processes, at least 1; by default the cores of this machine. 1 simulates in this process.
+        dask: the address of a Dask scheduler, or a `distributed.Client`: its workers simulate, in place of processes.
         progress: told about downloads, and after every simulation.
 
     Returns:
-        A row for each point. The order does not depend on `workers`: devices vary slowest, then placements, schemes,
-        prompt lengths, chunk lengths, policies, and chunks in flight fastest.
+        A row for each point. The order does not depend on who simulates: devices vary slowest, then placements,
+        schemes, prompt lengths, chunk lengths, policies, and chunks in flight fastest.
 
     Raises:
-        ConfigError: an axis is empty, an unknown name, a value out of range, or a profile that was measured otherwise.
+        ConfigError: an axis is empty, an unknown name, a value out of range, or a profile that was measured otherwise;
+            or the Dask cluster cannot be used.
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
     found_devices = [find_device(d) if isinstance(d, str) else d for d in _axis("devices", devices)]
-    found_placements = [_checked_placement(p) for p in _axis("placements", placements)]
+    found_placements = [check_placement(p, "placements") for p in _axis("placements", placements)]
     names = [find_scheme(name).name for name in _axis("schemes", schemes)]
     policy_names = _axis("policies", policies)
     for name in policy_names:
@@ -146,7 +152,7 @@ def experiment(
     flights = [None if flight is None else _whole("chunks_in_flight", flight) for flight in flights]
     if workers is not None:
         workers = _whole("workers", workers)
-    plans = _plans(model, found_placements, progress)
+    plans = plans_of(model, found_placements, progress)
     context = plans[0].context_length
     prompts = [_whole("prompt_lengths", length, context) for length in prompts]
     chunks = [_whole("chunk_lengths", length, context) for length in chunks]
@@ -154,6 +160,8 @@ def experiment(
     grid = _Grid(model=label, placements=found_placements, plans=plans, devices=found_devices)
     places = range(len(found_devices)), range(len(plans))
     points = list(product(*places, names, prompts, chunks, policy_names, flights))
+    if dask is not None:
+        return Rows(run_on_dask(dask, _row, grid, points, lambda done: progress("simulating", done, len(points))))
     workers = min(workers or available_cores(), len(points))
     return _run_here(grid, points, progress) if workers == 1 else _run_on(workers, grid, points, progress)
 
@@ -174,9 +182,12 @@ def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> Rows:
 def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> Rows:
     """Run on worker processes. They are spawned: a fork would copy locks that threads of this process hold."""
     rows = Rows()
+    others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (grid,)) as pool:
         try:
-            for future in [pool.submit(_row_of_worker, point) for point in points]:
+            with _interrupts_held_back():
+                futures = [pool.submit(_row_of_worker, point) for point in points]
+            for future in futures:
                 rows.append(future.result())
                 progress("simulating", len(rows), len(points))
         except BrokenProcessPool as error:
@@ -185,9 +196,35 @@ def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress)
                 "from a script, or with workers=1"
             ) from error
         except BaseException:
+            for process in set(active_children()) - others:
+                process.terminate()  # some may not even have begun
             pool.shutdown(cancel_futures=True)
             raise
     return rows
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C comes after this, so that no process is forgotten that is just being started.
+
+    Processes that are started within it never get it: who started them ends them.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if current_thread() is not main_thread() or before is None:  # no KeyboardInterrupt will be raised here
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 _worker_grid: _Grid
@@ -219,8 +256,8 @@ def _row(grid: _Grid, point: _Point) -> Row:
     return Row(**own, **{f.name: getattr(simulation, f.name) for f in fields(Row) if f.name not in own})  # type: ignore[arg-type]
 
 
-def _plans(model: str | Path | Shape, placements: list[Placement], progress: Progress) -> list[Plan]:
-    """The plan of every placement."""
+def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:
+    """The plan of every placement; arguments and errors are those of `experiment`."""
     name = str(model)
     if isinstance(model, Shape) or name in shapes():
         shape = model if isinstance(model, Shape) else find_shape(name)
@@ -256,12 +293,3 @@ def _whole(name: str, value: Any, most: int | None = None) -> int:
         expected = "at least 1" if most is None else f"1 to {most}, the model's context"
         raise ConfigError(f"{name}: {value!r}, expected a whole number of {expected}")
     return number
-
-
-def _checked_placement(placement: Placement) -> Placement:
-    if not isinstance(placement, Mapping):
-        raise ConfigError(f"placements holds {placement!r}, expected a mapping such as {{'lm_head': 'npu'}}")
-    for pattern, device in placement.items():
-        if device not in ("npu", "cpu"):
-            raise ConfigError(f"placements: {pattern!r} is placed on {device!r}, expected 'npu' or 'cpu'")
-    return dict(placement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from chunkrt import catalogue
@@ -12,11 +13,14 @@ from chunkrt.engine_directory import cached_folder, is_engine_directory, read_ma
 from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import STATIC_SCHEMES, Scheme, find_scheme
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, MIXED, STATIC_SCHEMES, Recipe, Search, find_scheme
 from chunkrt.shared_folder import only_writer, remove
 
 DEFAULT_SCHEME = "w8a8-dynamic"
 DEFAULT_NPU_SCHEME = "w8a16"
+
+STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
+"""Those of the options that a static scheme alone has a use for."""
 
 Progress = Callable[[str, int, int], None]
 """Told (what is being done, how much is done, how much there is)."""
@@ -39,7 +43,8 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
         check_compiled(path, options)
         return path
     checkpoint, default_scheme = find_checkpoint(model, progress)
-    scheme = choose_scheme(options, default_scheme)
+    recipe = choose_recipe(options, default_scheme)
+    scheme = recipe.scheme
     if options.calibration and not scheme.is_static:
         raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
     if options.npu == "qnn" and not scheme.is_static:
@@ -50,7 +55,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     folder = cached_folder(
         cache,
         checkpoint,
-        scheme=scheme.name,
+        recipe=recipe,
         placement=placement,
         calibration=options.calibration,
     )
@@ -70,7 +75,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
                     remove(folder)
                 compile_checkpoint(
                     checkpoint,
-                    scheme,
+                    recipe,
                     placement,
                     folder,
                     model=model,
@@ -91,9 +96,46 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def choose_scheme(options: EngineOptions, default: str) -> Scheme:
-    """The scheme that a checkpoint is compiled under; `default` is its own, where no NPU is used."""
-    return find_scheme(options.scheme or (DEFAULT_NPU_SCHEME if wants_npu(options) else default))
+def choose_recipe(options: EngineOptions, default: str) -> Recipe:
+    """What a checkpoint is compiled under; `default` is its own scheme, where no NPU is used.
+
+    Raises:
+        ConfigError: an option that the scheme has no use for.
+    """
+    is_for_npu = wants_npu(options)
+    scheme = find_scheme(options.scheme or (DEFAULT_NPU_SCHEME if is_for_npu else default))
+    if not scheme.is_static:
+        for name in STATIC_OPTIONS:
+            if _is_given(getattr(options, name)):
+                raise ConfigError(f"the scheme {scheme.name!r} is not static and has no {name}; leave it away")
+        return Recipe(scheme=scheme)
+    if options.outputs == "float" or (options.outputs is None and scheme.name == "w8a8" and not is_for_npu):
+        scheme = replace(scheme, float_outputs=("*",))
+    if options.equalisation is not None:
+        scheme = replace(scheme, equalisation=None if options.equalisation == "off" else options.equalisation)
+    scheme = replace(scheme, is_rotated=options.rotation)
+    search: Search | None = None
+    if scheme.name == MIXED:
+        if options.shadow is not None:
+            raise ConfigError("the scheme 'mixed' chooses shadows by itself; leave --shadow away, or use 'w8a8'")
+        search = "mixed"
+    elif options.shadow == "auto":
+        search = "shadow"
+    elif options.shadow not in (None, "none"):
+        patterns = ("*",) if options.shadow == "all" else tuple(part.strip() for part in options.shadow.split(","))
+        scheme = replace(scheme, shadowed=patterns)
+    if scheme.activation_bits == 16 and (search or scheme.shadowed):
+        raise ConfigError(
+            f"linears of the scheme {scheme.name!r} take 16 bits and need no shadow; use 'w8a8' or 'mixed'"
+        )
+    if search is None and options.budget is not None:
+        raise ConfigError("a budget is for --shadow auto and for --scheme mixed; leave it away")
+    return Recipe(scheme=scheme, search=search, budget=search and (options.budget or DEFAULT_BUDGETS[search]))
+
+
+def _is_given(option: object) -> bool:
+    """Whether a static option was set; an equalisation of 0 was."""
+    return option is not None and option is not False
 
 
 def wants_npu(options: EngineOptions) -> bool:
@@ -105,13 +147,20 @@ def check_compiled(folder: Path, options: EngineOptions) -> None:
     """Refuse options that a compiled model cannot follow any more.
 
     Raises:
-        ConfigError: another scheme, a placement, a calibration, or npu "off".
+        ConfigError: another scheme, another placement, a calibration, or npu "off".
         ModelError: the folder is not an engine directory of this format.
     """
     manifest = read_manifest(folder)
-    if options.scheme not in (None, manifest.scheme):
-        raise ConfigError(f"{folder} was compiled under {manifest.scheme!r}, not {options.scheme!r}; compile it again")
-    if options.placement is not None or options.npu == "off":
+    if options.scheme not in (None, manifest.scheme.name):
+        compiled = manifest.scheme.name
+        raise ConfigError(f"{folder} was compiled under {compiled!r}, not {options.scheme!r}; compile it again")
+    for name in STATIC_OPTIONS:
+        if _is_given(getattr(options, name)):
+            raise ConfigError(f"{folder} is compiled, its {name} is fixed; give the checkpoint to compile it anew")
+    is_placed = options.placement is None or list(options_placement(options).items()) == list(
+        manifest.placement.items()
+    )
+    if options.npu == "off" or not is_placed:
         raise ConfigError(f"{folder} is compiled, its placement is fixed; give the checkpoint to place it anew")
     if options.calibration is not None:
         raise ConfigError(f"{folder} is compiled, its grids are fixed; give the checkpoint to calibrate it anew")
@@ -136,4 +185,6 @@ def options_placement(options: EngineOptions) -> Placement:
     """Where the options place modules. Raises ConfigError if the placement file is wrong."""
     if options.npu == "off":
         return ALL_ON_CPU
-    return read_placement(options.placement) if options.placement else {}
+    if isinstance(options.placement, Path):
+        return read_placement(options.placement)
+    return options.placement or {}

@@ -11,7 +11,6 @@ from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.engine_directory import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
-from chunkrt.quant.scheme import find_scheme
 
 DEFAULT_EMULATED_SOC = "SM8650"
 log = logging.getLogger(__name__)
@@ -28,8 +27,8 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         if options.soc is not None:
             log.warning("--soc %s has no effect: the CPU does the NPU's work; try --npu qnn", options.soc)
         return None
-    if options.npu == "auto" and not find_scheme(manifest.scheme).is_static:
-        log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme)
+    if options.npu == "auto" and not manifest.scheme.is_static:
+        log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme.name)
         return None
     try:
         soc = choose_soc(options.soc, manifest)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from chunkrt.backends import BACKENDS
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy
 from chunkrt.runtime.state import CacheDtype
@@ -19,8 +21,11 @@ NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
 MOST_THREADS = 256
 
+Outputs = Literal["grid", "float"]
+OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 OnNpuFailure = Literal["fallback", "fail"]
 ON_NPU_FAILURE: tuple[OnNpuFailure, ...] = get_args(OnNpuFailure)
+CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +44,19 @@ class EngineOptions:
     threads: the budget for workers and kernel threads together; by default the processor's cores.
     context_length: positions a session can hold; by default the model's.
     cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere.
-    placement: a TOML file that places modules; see `graph/placement.py`.
+    placement: devices by patterns of module paths, or a TOML file of them; see `graph/placement.py`.
     calibration: a file that `chunkrt calibrate` wrote, for static schemes; by default one is made from a text that
         comes with chunkrt.
+    shadow: which linears of 8 bits get a shadow (`quant/scheme.py`): "none", "all", "auto" (the fewest that keep the
+        loss within the budget), or patterns of weight names with commas between. By default "none"; scheme "mixed"
+        chooses by itself.
+    budget: of "auto" and of scheme "mixed": the most mean KL divergence from the float model, in nats; by default
+        0.03 and 0.02.
+    outputs: what static linears give: "grid", as many bits as they take, which is an NPU's rule; or "float". By default
+        "float" for scheme "w8a8" where no NPU is used, else "grid".
+    equalisation: how much of the unevenness of activations moves into the weights, 0 to 1, or "off"; by default the
+        scheme's.
+    rotation: whether the residual stream is rotated before static schemes quantise.
     soc: the processor whose NPU is compiled for, such as "SM8650"; by default this machine's, and in emulation what an
         engine directory was compiled for.
     htp: settings of Qualcomm's NPU.
@@ -57,25 +72,48 @@ class EngineOptions:
     threads: int | None = None
     context_length: int | None = None
     cache_dtype: CacheDtype | None = None
-    placement: Path | None = None
+    placement: Path | Placement | None = None
     calibration: Path | None = None
+    shadow: str | None = None
+    budget: float | None = None
+    outputs: Outputs | None = None
+    equalisation: float | Literal["off"] | None = None
+    rotation: bool = False
     soc: str | None = None
     htp: HtpOptions = field(default_factory=HtpOptions)
     on_npu_failure: OnNpuFailure | None = None
 
     def __post_init__(self) -> None:
+        for name in ("npu", "scheme", "policy", "cache_dtype", "shadow", "soc", "on_npu_failure"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) or (value is None and name not in ("npu", "policy"))):
+                raise ConfigError(f"{name} is {value!r}, expected text")
         if self.npu not in NPU_CHOICES:
             raise unknown_name("NPU choice", self.npu, NPU_CHOICES)
         if self.npu == "off" and self.placement is not None:
             raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
         for name in ("chunk_length", "chunks_in_flight", "threads", "context_length"):
             value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise ConfigError(f"{name} is {value!r}, expected a whole number")
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.placement is not None and not isinstance(self.placement, Path):
+            check_placement(self.placement, "placement")
+        if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
+            raise unknown_name("type of the cache", self.cache_dtype, CACHE_DTYPES)
         if self.threads is not None and self.threads > MOST_THREADS:
             raise ConfigError(f"threads is {self.threads}, expected at most {MOST_THREADS}")
         if self.on_npu_failure is not None and self.on_npu_failure not in ON_NPU_FAILURE:
             raise unknown_name("answer to an NPU's failure", self.on_npu_failure, ON_NPU_FAILURE)
+        if self.outputs is not None and self.outputs not in OUTPUTS:
+            raise unknown_name("kind of outputs", self.outputs, OUTPUTS)
+        if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
+            raise ConfigError(f"budget is {self.budget!r}, expected a number of nats above 0")
+        if self.equalisation not in (None, "off") and not (
+            _is_number(self.equalisation) and 0 <= self.equalisation <= 1
+        ):
+            raise ConfigError(f"equalisation is {self.equalisation!r}, expected 0 to 1, or 'off'")
         find_policy(self.policy)
         if self.scheme is not None:
             find_scheme(self.scheme)
@@ -91,6 +129,10 @@ class EngineOptions:
     def falls_back(self) -> bool:
         """Whether the CPU takes over when the NPU fails."""
         return (self.on_npu_failure or ("fallback" if self.npu == "auto" else "fail")) == "fallback"
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def available_cores() -> int:

@@ -9,7 +9,7 @@ changes the logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Thread
 from typing import Any, TypeVar, cast
 
@@ -28,12 +28,17 @@ CONTEXT = 128
 VOCABULARY = 160
 MODULUS = 97
 HEAD_WEIGHT = (np.arange(WIDTH * VOCABULARY).reshape(WIDTH, VOCABULARY) * 7 % MODULUS).astype(np.float32)
+STATIC_KINDS = ("static", "linear", "shadow", "join")
 TIMEOUT = 60.0
 """Seconds after which a test that waits has deadlocked."""
 
 
-def make_plan(layers: int = 2, *, split_head: bool = False) -> Plan:
-    """embedding, static.0, dynamic.0, ..., static.layers, head; `split_head` makes the head two subgraphs."""
+def make_plan(layers: int = 2, *, split_head: bool = False, shadowed: int = 0) -> Plan:
+    """embedding, static.0, dynamic.0, ..., static.layers, head; `split_head` makes the head two subgraphs.
+
+    The first `shadowed` static subgraphs, up to layers + 1, fork and join: after static.i come linear.i on the NPU and
+    shadow.i on the CPU, which read the same, and join.i, which reads both.
+    """
     rows = [value("hidden.embedding")]
     subgraphs = [subgraph("embedding", "cpu", ["input_ids"], ["hidden.embedding"])]
     hidden = "hidden.embedding"
@@ -41,7 +46,16 @@ def make_plan(layers: int = 2, *, split_head: bool = False) -> Plan:
         inputs = [hidden] if i == 0 else [hidden, f"attention.{i - 1}"]
         outputs = [f"hidden.{i}"] if i == layers else [f"hidden.{i}", f"qkv.{i}"]
         rows += [value(name) for name in outputs]
-        subgraphs.append(subgraph(f"static.{i}", "npu", inputs, outputs))
+        if i < shadowed:
+            subgraphs += [
+                subgraph(f"static.{i}", "npu", inputs, [f"residual.{i}", f"narrow.{i}"]),
+                subgraph(f"linear.{i}", "npu", [f"narrow.{i}"], [f"main.{i}"]),
+                subgraph(f"shadow.{i}", "cpu", [f"narrow.{i}"], [f"outliers.{i}"]),
+                subgraph(f"join.{i}", "npu", [f"residual.{i}", f"main.{i}", f"outliers.{i}"], outputs),
+            ]
+            rows += [value(f"{name}.{i}") for name in ("residual", "narrow", "main", "outliers")]
+        else:
+            subgraphs.append(subgraph(f"static.{i}", "npu", inputs, outputs))
         hidden = f"hidden.{i}"
         if i < layers:
             reads = [f"qkv.{i}", "position"]
@@ -75,6 +89,15 @@ def make_plan(layers: int = 2, *, split_head: bool = False) -> Plan:
     )
 
 
+def with_second_start(plan: Plan, reader: int) -> Plan:
+    """The plan with a second subgraph that waits for nothing, whose values subgraph number `reader`, static.i, adds."""
+    part = plan.subgraphs[reader]
+    again = subgraph("embedding.again", "cpu", ["input_ids"], ["hidden.again"])
+    part = replace(part, inputs=(*part.inputs, "hidden.again"))
+    subgraphs = (*plan.subgraphs[:reader], again, part, *plan.subgraphs[reader + 1 :])
+    return replace(plan, subgraphs=subgraphs, tensors={**plan.tensors, "hidden.again": value("hidden.again")})
+
+
 def value(name: str) -> Tensor:
     return Tensor(name=name, dtype="float32", shape=("T", WIDTH))
 
@@ -106,9 +129,9 @@ def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[st
     kind = subgraph.name.partition(".")[0]
     if kind == "embedding":
         ids = inputs["input_ids"]
-        outputs["hidden.embedding"][:] = np.stack([ids, ids * 3 % 97, ids * 5 % 97, ids * 7 % 97], axis=1)
-    elif kind == "static":
-        total = sum(inputs[name] for name in subgraph.inputs)
+        outputs[subgraph.outputs[0]][:] = np.stack([ids, ids * 3 % 97, ids * 5 % 97, ids * 7 % 97], axis=1)
+    elif kind in STATIC_KINDS:
+        total = sum(inputs[name] for name in subgraph.inputs) + STATIC_KINDS.index(kind)
         for number, name in enumerate(subgraph.outputs):
             outputs[name][:] = (np.roll(total, 1 + number, axis=1) * 3 + 5 + number) % MODULUS
             outputs[name][:, 0] = inputs[subgraph.inputs[0]][:, 0]

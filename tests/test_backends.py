@@ -251,6 +251,27 @@ class TruncatesActivations(Odd):
         super().run(inputs, outputs)
 
 
+@breaks("values")
+class ForgetsTheShadow(Odd):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        if self.subgraph.nodes[0].op == "ShadowLinear":
+            for output in outputs.values():
+                output[...] = 0
+
+
+@breaks("values")
+class PutsFloatOutputsOnAGrid(Odd):
+    """Of 4 bits: one of 8 is too fine to show in a layer, and is for the clause `linears`."""
+
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        if self.scheme.float_outputs and self.is_static:
+            for output in outputs.values():
+                step = np.abs(output).max() / 7
+                output[...] = np.rint(output / step) * step
+
+
 @breaks("chunks")
 class PositionsOfTheChunk(Odd):
     """Rounds the position down to a whole chunk, which only two chunk lengths compared can show."""
@@ -294,11 +315,11 @@ class SharesItsScratch(Odd):
 
 @breaks("linears")
 class RoundsHalvesUp(OddBackend):
-    """Rounds ties away from zero; values of a decoder hardly ever lie on one."""
+    """Rounds ties away from zero, where the suite tries a linear alone; a decoder's values hardly ever lie on one."""
 
     def compile(self, subgraph, plan, chunk_length, scheme, weights):
         executable = super().compile(subgraph, plan, chunk_length, scheme, weights)
-        alone = len(subgraph.nodes) == 1 and subgraph.nodes[0].op == "MatMul"
+        alone = subgraph.name.startswith("linear ") and subgraph.nodes[0].op == "MatMul"
         return HalvesUp(executable, subgraph, chunk_length, scheme) if alone else executable
 
 

@@ -21,11 +21,13 @@ from chunkrt.calibrate import (
     calibrate,
     calibration_tokens,
     shipped_text,
+    text_digest,
 )
 from chunkrt.catalogue import find, pulled
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.calibration import SHADOW_SHARE, Calibration, num_hot_channels
+from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import METHODS
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.tokenizer import Tokenizer
@@ -36,6 +38,7 @@ TEXT = "A short text.\n\nIn three parts, two of which\nare short.\n\nAnd an end.
 REAL_NAME = "smollm2-135m-instruct"
 REAL_MODEL = pulled(find(REAL_NAME))
 TOKENS = np.random.default_rng(3).integers(0, 128, 300)
+IDS = np.random.default_rng(4).integers(0, 128, 20)
 
 
 def loader(planned):
@@ -139,6 +142,42 @@ def check_against_hand(calibration, folder, windows, planned):
         np.testing.assert_allclose(limits, expected, rtol=1e-4, atol=1e-5, err_msg=name)
         assert limits.dtype == np.float32
         assert limits.max() == calibration.peaks[name]
+    assert calibration.channel_peaks.keys() == {node.inputs[0] for node in linears}
+    for name, peaks in calibration.channel_peaks.items():
+        expected = np.max([np.abs(values[name]).max(axis=0) for values in seen], axis=0)
+        np.testing.assert_allclose(peaks, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    check_shadows_against_hand(calibration, folder, seen, planned)
+
+
+def check_shadows_against_hand(calibration, folder, seen, planned):
+    """Where a shadowed linear's grid ends, what its main half gives then, and which channels exceed it most often."""
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    merged = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    narrow = {w: n for w, n in linear_nodes(planned.plan).items() if w != "lm_head.weight"}
+    assert calibration.shadow_limits.keys() == calibration.hot_channels.keys() == calibration.limits.keys()
+    assert calibration.shadowed_column_peaks.keys() == {node.outputs[0] for node in narrow.values()}
+    for weight, node in narrow.items():
+        source, result = node.inputs[0], node.outputs[0]
+        x = np.abs(np.concatenate([values[source] for values in seen]))
+        limit = calibration.shadow_limits[source]
+        # Of the values, 5 in 1000 are above the limit; it is the edge of a bin, 128 of them an octave.
+        quantile = np.sort(x, axis=None)[int(np.ceil((1 - SHADOW_SHARE) * x.size)) - 1]
+        assert quantile * (1 - 1e-4) <= limit <= float(quantile) * (1 + 2**-7) * (1 + 1e-4), source
+        assert limit <= calibration.peaks[source]
+        assert (x > limit * (1 + 1e-4)).sum() <= SHADOW_SHARE * x.size
+        times = (x > limit * (1 + 1e-4)).sum(axis=0)
+        most = (x > limit * (1 - 1e-4)).sum(axis=0)
+        hot = calibration.hot_channels[source]
+        assert hot.dtype == np.int32
+        assert (len(hot), len(set(hot))) == (num_hot_channels(x.shape[1]),) * 2
+        assert (np.diff(hot) > 0).all()
+        others = np.delete(np.arange(x.shape[1]), hot)
+        assert most[hot].min() >= times[others].max(initial=0), source
+        kind = weight.split(".")[-2]
+        path = weight.removesuffix(f"{kind}.weight")
+        w = np.concatenate([tensors[f"{path}{name}.weight"] for name in merged.get(kind, [kind])]).T
+        expected = np.max([np.abs(v[source].clip(-limit, limit) @ w).max(axis=0) for v in seen], axis=0)
+        np.testing.assert_allclose(calibration.shadowed_column_peaks[result], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_windows_no_longer_than_the_context(planned):
@@ -162,8 +201,10 @@ def test_a_text_that_windows_do_not_divide(long_context):
 
 def test_what_it_says_of_itself(planned):
     found = run(planned, TOKENS[:9], method="mse")
-    assert (found.model, found.method, found.num_tokens) == ("toy", "mse", 9)
-    assert found.text == run(planned, TOKENS[:9]).text != run(planned, TOKENS[:8]).text
+    assert (found.model, found.method) == ("toy", "mse")
+    np.testing.assert_array_equal(found.token_ids, TOKENS[:9])
+    assert (found.equalisation, found.is_rotated, found.folding) == (None, False, Folding.none())
+    assert text_digest(TOKENS[:9]) == text_digest(TOKENS[:9].astype(np.int32)) != text_digest(TOKENS[:8])
 
 
 def test_methods_narrow_limits_and_leave_columns(planned):
@@ -217,12 +258,20 @@ def test_a_value_that_is_not_finite(planned, wrong, method):
 
 
 def same(left, right):
-    return (
-        {name: vars(left)[name] for name in vars(left) if name != "column_peaks"}
-        == {name: vars(right)[name] for name in vars(right) if name != "column_peaks"}
-        and left.column_peaks.keys() == right.column_peaks.keys()
-        and all(np.array_equal(limits, right.column_peaks[name]) for name, limits in left.column_peaks.items())
-    )
+    """Whether two calibrations say the same, bit for bit."""
+
+    def parts(calibration):
+        found = {name: getattr(calibration, name) for name in vars(calibration) if name != "folding"}
+        return found | {"folding": calibration.folding.arrays()}
+
+    def equal(one, other):
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        if isinstance(one, np.ndarray):
+            return (one.dtype, one.shape) == (other.dtype, other.shape) and np.array_equal(one, other)
+        return type(one) is type(other) and one == other
+
+    return equal(parts(left), parts(right))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -276,13 +325,13 @@ def test_a_place_that_cannot_be_written(planned, tmp_path):
 
 
 def test_the_second_time_nothing_is_computed(planned_gguf, cache, monkeypatch):
-    made, path = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     assert list(cache.iterdir()) == [path]
     monkeypatch.setattr(calibration_module, "calibrate", lambda *_, **__: pytest.fail("computed again"))
-    found, again = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    found, again = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     assert again == path
     assert same(found, made)
-    renamed, _ = cached_calibration(planned_gguf, GGUF, model="another name", text=TEXT)
+    renamed, _ = cached_calibration(planned_gguf, GGUF, model="another name", token_ids=IDS)
     assert renamed.model == "another name"
 
 
@@ -291,31 +340,75 @@ def test_what_the_cache_tells_apart(cache, tmp_path):
     planned = plan_checkpoint(copy, {})
 
     def path_of(**options):
-        return cached_calibration(planned, copy, model="toy", **{"text": TEXT} | options)[1]
+        return cached_calibration(planned, copy, model="toy", **{"token_ids": IDS} | options)[1]
 
     paths = [
         path_of(),
-        path_of(text=TEXT + "!"),
-        path_of(num_tokens=5),
+        path_of(token_ids=IDS[:5]),
+        path_of(token_ids=IDS[::-1].copy()),
         *(path_of(method=m) for m in METHODS if m != "mse"),
+        path_of(is_rotated=True),
+        path_of(equalisation=0.5),
+        path_of(equalisation=0.25),
+        path_of(equalisation=0.5, is_rotated=True),
     ]
     copy.touch()
     paths.append(path_of())
     assert len(set(paths)) == len(paths) == len(list(cache.iterdir()))
-    assert path_of(num_tokens=calibration_tokens(planned, TEXT, None).size) == paths[-1]
+    assert path_of() == path_of(token_ids=IDS.astype(np.int32)) == paths[-1]
+
+
+def test_the_text_that_ships_is_the_default(planned_gguf, cache):
+    found, _ = cached_calibration(planned_gguf, GGUF, model="toy")
+    np.testing.assert_array_equal(found.token_ids, calibration_tokens(planned_gguf, shipped_text(), None))
+
+
+def folded(planned, calibration):
+    """Weights as a calibration's folding leaves them."""
+    load = loader(planned)
+    return lambda name: calibration.folding.apply(name, load(name))
+
+
+def test_equalisation_and_rotation_are_kept_with_what_they_did(planned_gguf, cache):
+    """What the cache holds is of the folded weights, and says how they were folded; so does what is loaded again."""
+    plain, _ = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, method="absmax")
+    assert plain.folding == Folding.none()
+    for options in ({"equalisation": 0.5}, {"is_rotated": True}, {"equalisation": 0.5, "is_rotated": True}):
+        made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, method="absmax", **options)
+        assert {name: getattr(made, name) for name in options} == options
+        assert made.folding.has_rotation == made.is_rotated
+        assert bool(made.folding.rows) == (made.equalisation is not None)
+        assert same(Calibration.load(path), made)
+        again = calibrate(planned_gguf.plan, folded(planned_gguf, made), IDS, model="toy", method="absmax")
+        assert made.peaks == again.peaks != plain.peaks
+        # The logits are the float decoder's all the same.
+        assert made.peaks["lm_head.output"] == pytest.approx(plain.peaks["lm_head.output"], rel=1e-4)
+
+
+def test_an_equalised_calibration_takes_the_plain_one_from_the_cache(planned_gguf, cache, monkeypatch):
+    cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    runs = []
+
+    def count(*arguments, **options):
+        runs.append(arguments)
+        return calibrate(*arguments, **options)
+
+    monkeypatch.setattr(calibration_module, "calibrate", count)
+    cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, equalisation=0.5)
+    assert len(runs) == 1
 
 
 def test_another_version_s_calibration_is_not_used(planned_gguf, cache, monkeypatch):
     """Values may have other names in it."""
-    _, path = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    _, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     monkeypatch.setattr("chunkrt.engine_directory.version", lambda name: "9.9")
-    assert cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)[1] != path
+    assert cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)[1] != path
 
 
 def test_a_damaged_cache_is_made_anew(planned_gguf, cache, caplog):
-    made, path = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     path.write_bytes(path.read_bytes()[:-30])
-    found, _ = cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+    found, _ = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     assert same(found, made)
     assert same(Calibration.load(path), made)
     (record,) = caplog.records
@@ -325,7 +418,7 @@ def test_a_damaged_cache_is_made_anew(planned_gguf, cache, caplog):
 
 def test_two_at_once(planned_gguf, cache):
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(cached_calibration, planned_gguf, GGUF, model="toy", text=TEXT) for _ in range(2)]
+        both = [pool.submit(cached_calibration, planned_gguf, GGUF, model="toy", token_ids=IDS) for _ in range(2)]
     (first, path), (second, _) = (future.result() for future in both)
     assert same(first, second)
     assert list(cache.iterdir()) == [path]
@@ -337,7 +430,7 @@ def test_an_interruption_leaves_nothing(planned_gguf, cache, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT, progress=interrupt)
+        cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, progress=interrupt)
     assert not cache.exists()
 
     def interrupt_writing(file, **arrays):
@@ -346,7 +439,7 @@ def test_an_interruption_leaves_nothing(planned_gguf, cache, monkeypatch):
 
     monkeypatch.setattr(np, "savez_compressed", interrupt_writing)
     with pytest.raises(KeyboardInterrupt):
-        cached_calibration(planned_gguf, GGUF, model="toy", text=TEXT)
+        cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     assert not any(cache.iterdir())
 
 

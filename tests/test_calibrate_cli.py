@@ -9,7 +9,7 @@ from fixture_checkpoints import checkpoint
 from chunkrt import calibrate as calibration_module
 from chunkrt.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.scheme import SCHEMES, Recipe
 from chunkrt.quant.weights import linear_nodes
 
 GGUF, FOLDER = checkpoint("llama_biased_gguf"), checkpoint("llama_gqa")
@@ -34,7 +34,7 @@ def test_a_summary_and_a_file(command, cache, text):
     (path,) = cache.iterdir()
     made = Calibration.load(path)
     assert finished.out.splitlines()[-1] == f"saved to {path}"
-    assert f"{made.num_tokens} tokens, {len(made.peaks)} values, limits by mse" in finished.out
+    assert f"{made.token_ids.size} tokens, {len(made.peaks)} values, limits by mse" in finished.out
     assert f"widest: {max(made.peaks, key=made.peaks.get)}, " in finished.out
 
 
@@ -119,7 +119,7 @@ def test_an_empty_text(command, text):
 
 
 def test_an_engine_directory(command, tmp_path):
-    compile_checkpoint(GGUF, SCHEMES["w8a8-dynamic"], {}, tmp_path / "engine", model="toy")
+    compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
     expect_one_line(command("calibrate", tmp_path / "engine"), 1, "is compiled, its grids are fixed")
 
 

@@ -11,7 +11,7 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 from chunkrt.compiler import compile_checkpoint
 from chunkrt.engine_directory import write_manifest
-from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.scheme import SCHEMES, Recipe
 
 GGUF = checkpoint("llama_biased_gguf")
 TEMPLATE = (
@@ -31,10 +31,10 @@ def answer(prompt, count):
 def chat_model(tmp_path):
     """An engine directory with a chat template of one letter a role."""
     folder = tmp_path / "engine"
-    compile_checkpoint(GGUF, SCHEMES["w8a8-dynamic"], {}, folder, model="toy")
+    compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, folder, model="toy")
     path = folder / "text.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    write_manifest(folder, model="toy", scheme="w8a8-dynamic")
+    write_manifest(folder, model="toy", scheme=SCHEMES["w8a8-dynamic"])
     return folder
 
 

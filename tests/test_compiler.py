@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from importlib.metadata import version
 
 import numpy as np
@@ -20,17 +21,22 @@ from chunkrt import compiler, engine_directory, shared_folder
 from chunkrt.compiler import compile_checkpoint
 from chunkrt.engine_directory import FORMAT, cached_folder, is_engine_directory, read_manifest, write_manifest
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.scheme import SCHEMES, Recipe
 from chunkrt.weights.store import WeightWriter
 
 CHECKPOINT = checkpoint("llama_biased_gguf")
 TOKENS = input_ids("llama_biased_gguf")[:20]
-W8A8 = SCHEMES["w8a8-dynamic"]
+W8A8 = Recipe(scheme=SCHEMES["w8a8-dynamic"])
 FILES = {"engine.json", "plan.json", "weights.safetensors", "tokenizer.json", "text.json"}
 
 
 def compile_into(folder, **options):
     return compile_checkpoint(CHECKPOINT, W8A8, {}, folder, model="toy", **options)
+
+
+def as_json(scheme):
+    """A scheme as a manifest tells it."""
+    return json.loads(json.dumps(asdict(scheme)))
 
 
 def logits(model, **options):
@@ -51,7 +57,8 @@ def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
         "format": FORMAT,
         "chunkrt": version("chunkrt"),
         "model": "toy",
-        "scheme": "w8a8-dynamic",
+        "scheme": as_json(W8A8.scheme),
+        "placement": {},
         "npu": [],
         "files": {
             name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
@@ -233,12 +240,30 @@ def test_a_cache_hit_imports_nothing_of_the_compile_half():
 def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
 
-    def folder(scheme="float", **placement):
-        return cached_folder(tmp_path, path, scheme=scheme, placement=placement)
+    static = SCHEMES["w8a8"]
+    searched = Recipe(scheme=static, search="shadow")
+
+    def folder(recipe=Recipe(scheme=SCHEMES["float"]), **placement):  # noqa: B008
+        return cached_folder(tmp_path, path, recipe=recipe, placement=placement)
 
     folders = [
         folder(),
-        folder("w8a8-dynamic"),
+        folder(W8A8),
+        *(
+            folder(Recipe(scheme=scheme))
+            for scheme in (
+                static,
+                replace(static, float_outputs=("*",)),
+                replace(static, shadowed=("*",)),
+                replace(static, shadowed=("*.down_proj.weight",)),
+                replace(static, equalisation=None),
+                replace(static, equalisation=0.0),
+                replace(static, is_rotated=True),
+            )
+        ),
+        folder(searched),
+        folder(replace(searched, search="mixed")),
+        folder(replace(searched, budget=0.02)),
         folder(lm_head="cpu"),
         folder(a="cpu", b="npu"),
         folder(b="npu", a="cpu"),
@@ -302,7 +327,7 @@ def test_a_file_that_is_not_there_is_reported(engine_folder, name):
 @pytest.mark.parametrize("name", ["plan.json", "weights.safetensors"])
 def test_a_file_of_another_model_is_reported_though_the_manifest_knows_it(engine_folder, name):
     of_another_model(engine_folder / name)
-    write_manifest(engine_folder, model="toy", scheme=W8A8.name)
+    write_manifest(engine_folder, model="toy", scheme=W8A8.scheme)
     with pytest.raises(ModelError, match="the stored weights do not belong to the plan"):
         logits(engine_folder)
 
@@ -320,10 +345,14 @@ def test_of_a_large_file_the_size_is_compared(engine_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 1}, r"engine format 1, this chunkrt reads 2; compile the model again"),
+        ({"format": 1}, r"engine format 1, this chunkrt reads 3; compile the model again"),
         ({"surprise": 1}, "is not an engine directory .*surprise"),
-        ({"scheme": "float"}, "the stored weights do not belong to the plan"),
-        ({"scheme": 8}, "is not an engine directory .*values of the wrong kind"),
+        ({"scheme": as_json(SCHEMES["float"])}, "the stored weights do not belong to the plan"),
+        ({"scheme": as_json(SCHEMES["w8a8"])}, "the stored weights do not belong to the plan"),
+        ({"scheme": "float"}, "is not an engine directory"),
+        ({"scheme": 8}, "is not an engine directory"),
+        ({"scheme": {}}, "is not an engine directory"),
+        ({"scheme": as_json(SCHEMES["float"]) | {"surprise": 1}}, "is not an engine directory .*surprise"),
         ({"files": {}}, "plan.json is not what was written"),
         ({"files": {"../plan.json": [1, ""]}}, "is not an engine directory .*values of the wrong kind"),
         ({"npu": [{"soc": "SM8650", "chunk_length": "32", "library": "2.7.0"}]}, "values of the wrong kind"),
@@ -340,6 +369,6 @@ def test_a_manifest_that_says_something_else_is_reported(engine_folder, changes,
 def test_a_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_path):
     with pytest.raises(ConfigError, match="was compiled under 'w8a8-dynamic', not 'float'"):
         chunkrt.load(engine_folder, scheme="float")
-    (tmp_path / "placement.toml").write_text("")
+    (tmp_path / "placement.toml").write_text('lm_head = "npu"')
     with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
         chunkrt.load(engine_folder, placement=tmp_path / "placement.toml")

@@ -1,4 +1,4 @@
-"""The conformance suite notices what static linears get wrong."""
+"""The conformance suite notices what static linears and their shadows get wrong."""
 
 import numpy as np
 import pytest
@@ -16,13 +16,18 @@ class StaticLinear:
         self.name = subgraph.nodes[0].inputs[1]
         self.bits = scheme.activation_bits_of(self.name)
         self.integers, self.scale = weights.linear(self.name)
-        self.input_step, self.output_step = (weights.array(self.name + s) for s in (".input_step", ".output_step"))
+        self.input_step = weights.array(self.name + ".input_step")
+        has_grid = not scheme.has_float_output(self.name)
+        self.output_step = weights.array(self.name + ".output_step") if has_grid else None
 
     def run(self, inputs, outputs):
         ((x,), (out,)) = inputs.values(), outputs.values()
         steps = self.saturate(self.round(x / self.input_step)).astype(np.int64)
         result = self.multiply(steps, self.integers.astype(np.int64)) * (self.input_step * self.scale)
-        out[...] = self.saturate(np.rint(result / self.output_step)) * self.output_step
+        out[...] = result if self.output_step is None else self.to_grid(result)
+
+    def to_grid(self, result):
+        return self.saturate(np.rint(result / self.output_step)) * self.output_step
 
     round = staticmethod(np.rint)
     multiply = staticmethod(np.matmul)
@@ -32,14 +37,19 @@ class StaticLinear:
         return steps.clip(-levels, levels)
 
 
+def is_alone(subgraph, op):
+    """Whether a subgraph is one that the suite made of a single node."""
+    return subgraph.name.startswith("linear ") and subgraph.nodes[0].op == op
+
+
 class OwnStaticLinears(ReferenceBackend):
-    """The reference, but for static linears that stand alone."""
+    """The reference, but for static linears that the suite tries alone."""
 
     name = "own"
     linear = StaticLinear
 
     def compile(self, subgraph, plan, chunk_length, scheme, weights):
-        if scheme.is_static and [node.op for node in subgraph.nodes] == ["MatMul"]:
+        if scheme.is_static and is_alone(subgraph, "MatMul"):
             return self.linear(subgraph, scheme, weights)
         return super().compile(subgraph, plan, chunk_length, scheme, weights)
 
@@ -97,6 +107,30 @@ class SumsInFloat16(StaticLinear):
         return (steps @ integers / 4096).astype(np.float16).astype(np.float64) * 4096
 
 
+@wrong
+class HasACoarserGrid(StaticLinear):
+    def to_grid(self, result):
+        return np.rint(result / (4 * self.output_step)) * 4 * self.output_step
+
+
+@wrong
+class GivesAGridWhereFloatIsWanted(StaticLinear):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        if self.output_step is None:
+            ((out),) = outputs.values()
+            step = np.abs(out).max() / 32639
+            out[...] = np.rint(out / step) * step
+
+
+@wrong
+class GoesOneStepBeyondTheLastLevel(StaticLinear):
+    """As unsigned integers allow; a shadow counts from the last level."""
+
+    def saturate(self, steps):
+        return steps.clip(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
+
+
 def test_linears_in_int64_conform():
     check_backend(OwnStaticLinears())
 
@@ -108,3 +142,117 @@ def test_what_a_linear_gets_wrong_is_noticed(linear):
     with pytest.raises(ConformanceError) as raised:
         check_backend(backend)
     assert raised.value.clause == "linears"
+
+
+class Shadow:
+    """The shadow of a linear in float64, of which others get one thing wrong."""
+
+    fixed_length = None
+
+    def __init__(self, subgraph, weights):
+        name = subgraph.nodes[0].inputs[1]
+        self.integers, self.scale = weights.linear(name)
+        self.step = weights.array(f"{name}.input_step").astype(np.float64)
+
+    def run(self, inputs, outputs):
+        ((x,), (out,)) = inputs.values(), outputs.values()
+        out[...] = self.excess(x / self.step) * self.step @ (self.integers * self.scale.astype(np.float64))
+
+    def excess(self, steps):
+        return np.where(np.abs(np.rint(steps)) > 127, steps - steps.clip(-127, 127), 0)
+
+
+class OwnShadows(ReferenceBackend):
+    """The reference, but for shadows that the suite tries alone."""
+
+    name = "own"
+    shadow = Shadow
+
+    def compile(self, subgraph, plan, chunk_length, scheme, weights):
+        if is_alone(subgraph, "ShadowLinear"):
+            return self.shadow(subgraph, weights)
+        return super().compile(subgraph, plan, chunk_length, scheme, weights)
+
+
+WRONG_SHADOWS = []
+
+
+def wrong_shadow(shadow):
+    """Register a shadow that breaks the clause."""
+    WRONG_SHADOWS.append(shadow)
+    return shadow
+
+
+@wrong_shadow
+class GivesNothing(Shadow):
+    def excess(self, steps):
+        return np.zeros_like(steps)
+
+
+@wrong_shadow
+class CountsFromTheThreshold(Shadow):
+    def excess(self, steps):
+        return steps - steps.clip(-127.5, 127.5)
+
+
+@wrong_shadow
+class AddsWhatRoundsToTheLastLevel(Shadow):
+    """127 and a little more: the main half rounds it, and errs by that."""
+
+    def excess(self, steps):
+        return steps - steps.clip(-127, 127) + np.where(np.abs(steps) == 127, 2.0**-6, 0)
+
+
+@wrong_shadow
+class LeavesTheTieToTheGrid(Shadow):
+    def excess(self, steps):
+        return np.where(np.abs(steps) > 127.5, super().excess(steps), 0)
+
+
+@wrong_shadow
+class TakesTheWholeValue(Shadow):
+    """As if the main half gave nothing where it saturates."""
+
+    def excess(self, steps):
+        return np.where(np.abs(np.rint(steps)) > 127, steps, 0)
+
+
+@wrong_shadow
+class KnowsOneSide(Shadow):
+    def excess(self, steps):
+        return super().excess(steps).clip(0)
+
+
+@wrong_shadow
+class CountsFromTheLeastOfTheType(Shadow):
+    def excess(self, steps):
+        return super().excess(steps) + (np.rint(steps) < -127)
+
+
+@wrong_shadow
+class LooksAtEightChannels(Shadow):
+    """As many as a list of outlier channels has room for."""
+
+    def excess(self, steps):
+        found = super().excess(steps)
+        found[:, np.argsort(-np.abs(found).max(axis=0))[8:]] = 0
+        return found
+
+
+@wrong_shadow
+class RoundsTheExcess(Shadow):
+    def excess(self, steps):
+        return np.rint(super().excess(steps))
+
+
+def test_shadows_in_float64_conform():
+    check_backend(OwnShadows())
+
+
+@pytest.mark.parametrize("shadow", WRONG_SHADOWS, ids=lambda shadow: shadow.__name__)
+def test_what_a_shadow_gets_wrong_is_noticed(shadow):
+    backend = OwnShadows()
+    backend.shadow = shadow
+    with pytest.raises(ConformanceError) as raised:
+        check_backend(backend)
+    assert raised.value.clause == "shadows"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 
 import numpy as np
@@ -25,6 +25,7 @@ from chunkrt.engine_directory import FORMAT, NpuTarget, read_manifest
 from chunkrt.errors import CompileError, ConfigError, ModelError
 from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import EngineOptions
+from chunkrt.quant.scheme import SCHEMES
 
 pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
 
@@ -105,11 +106,12 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
         "format": FORMAT,
         "chunkrt": version("chunkrt"),
         "model": str(CHECKPOINT),
-        "scheme": "w8a16",
+        "scheme": json.loads(json.dumps(asdict(SCHEMES["w8a16"]))),
         "files": {name: [(output / name).stat().st_size, digests[name]] for name in sorted(FILES - {"engine.json"})},
         "npu": [
             {"soc": soc, "chunk_length": chunk, "library": version("onnxruntime-qnn")} for soc, chunk in COMPILED_FOR
         ],
+        "placement": {},
     }
 
 

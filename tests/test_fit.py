@@ -223,12 +223,21 @@ def test_the_command_in_json(command):
 
 
 def test_the_command_takes_an_engine_directory(command, tmp_path):
-    with chunkrt.load(GGUF, npu="native", scheme="w8a8") as engine:
+    with chunkrt.load(GGUF, npu="native", scheme="w8a8", outputs="grid") as engine:
         finished = command("fit", engine.folder, "--soc", "SM8650", "--json")
     assert json.loads(finished.out)["scheme"] == "w8a8"
     other = command("fit", engine.folder, "--soc", "SM8650", "--scheme", "w8a16")
     assert other.status == 1
     assert "was compiled under 'w8a8'" in other.err
+
+
+def test_the_command_refuses_an_engine_with_outputs_in_float(command):
+    with chunkrt.load(GGUF, npu="native", scheme="w8a8") as engine:
+        finished = command("fit", engine.folder, "--soc", "SM8650", "--json")
+    (line,) = finished.err.splitlines()
+    assert (finished.status, finished.out) == (1, "")
+    assert "into float32" in line
+    assert "--outputs grid" in line
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from native_cases import Case, make_case, node, random_rows, run, tensor
@@ -15,8 +17,12 @@ from chunkrt.quant.scheme import LEVELS, SCHEMES, Scheme, find_scheme
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX
 
 HIDDEN, INNER = 70, 41  # neither is whole groups or blocks
-STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
 WIDE = "layers.0.down_proj.weight"
+STATIC = [
+    *(scheme for scheme in SCHEMES.values() if scheme.is_static),
+    replace(SCHEMES["w8a8"], name="mixed", wide=("*.down_proj.weight",)),
+    replace(SCHEMES["w8a8"], name="w8a8-float-outputs", wide=("*.down_proj.weight",), float_outputs=("*",)),
+]
 
 schemes = pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
 
@@ -76,13 +82,15 @@ def test_linear_equals_int64_exactly(scheme: Scheme, weight: str, rows: int) -> 
 
     store = case[2]
     integers, scales = store.linear(weight)
-    step, output_step = store.array(weight + INPUT_STEP_SUFFIX), store.array(weight + OUTPUT_STEP_SUFFIX)
+    step = store.array(weight + INPUT_STEP_SUFFIX)
     levels = LEVELS[scheme.activation_bits_of(weight)]
     q = np.clip(np.rint(inputs["x"] / step), -levels, levels).astype(np.int64)
     assert (np.abs(q) == levels).any()
     product = (q @ integers.astype(np.int64)).astype(np.float32) * (step * scales)
-    rounded = np.clip(np.rint(product / output_step), -levels, levels).astype(np.float32) * output_step
-    np.testing.assert_array_equal(found, (rounded + store.array("bias")) + inputs["r"])
+    if not scheme.has_float_output(weight):
+        output_step = store.array(weight + OUTPUT_STEP_SUFFIX)
+        product = np.clip(np.rint(product / output_step), -levels, levels).astype(np.float32) * output_step
+    np.testing.assert_array_equal(found, (product + store.array("bias")) + inputs["r"])
 
 
 @schemes

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from chunkrt.errors import ModelError
+from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan, Tensor, resolve
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.decoder import random_decoder
@@ -60,6 +61,20 @@ def test_a_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda parts: parts[2]["outputs"].append("position"),
+        lambda parts: parts[4]["state"].append(parts[2]["state"][0]),
+    ],
+)
+def test_what_two_subgraphs_write_is_damaged(plan, damage):
+    data = json.loads(plan.to_json())
+    damage(data["subgraphs"])
+    with pytest.raises(ModelError, match=r"writes what another writes\); compile the model again"):
+        Plan.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"plan"', "{}"])
 def test_what_is_not_a_plan_at_all_is_damaged(text):
     with pytest.raises(ModelError, match="the plan is damaged"):
@@ -77,6 +92,30 @@ def test_bytes_follow_from_shape_dtype_and_symbols():
     assert resolve(("T", 5), {"T": 7}) == (7, 5)
     with pytest.raises(KeyError, match="P"):
         cache.num_bytes(T=1)
+
+
+def test_a_decoder_is_a_chain(plan):
+    size = len(plan.subgraphs)
+    assert plan.flow.is_chain
+    assert plan.flow.waits_for == ((), *((i,) for i in range(size - 1)))
+    assert plan.flow.with_logits.subgraphs == tuple(range(size))
+    last_state = max(i for i, subgraph in enumerate(plan.subgraphs) if subgraph.state)
+    assert plan.flow.without_logits.subgraphs == tuple(range(last_state + 1))
+
+
+def test_what_waits_for_what_where_subgraphs_fork_and_join():
+    """0 is read by 1 and 2, these by 3, which reads 0 as well; 4 nobody reads; 3 owns state."""
+    flow = Flow([(), (0,), (0,), (2, 0, 1), (1,)], [False, False, False, True, False])
+    assert flow.waits_for == ((), (0,), (0,), (1, 2), (1,))
+    assert flow.ancestors == (0b0, 0b1, 0b1, 0b111, 0b11)
+    assert flow.with_logits == ((0, 1, 2, 3, 4), (0,), ((1, 2), (3, 4), (3,), (), ()))
+    assert flow.without_logits == ((0, 1, 2, 3), (0,), ((1, 2), (3,), (3,), (), ()))
+    assert flow.num_waits == (1, 1, 1, 3, 1)
+    assert not flow.is_chain
+
+
+def test_without_state_a_chunk_whose_logits_nobody_wants_is_the_first_subgraph():
+    assert Flow([(), (0,)], [False, False]).without_logits.subgraphs == (0,)
 
 
 def test_names_are_readable_paths(plan):

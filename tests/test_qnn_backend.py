@@ -16,7 +16,7 @@ from chunkrt.backends.qnn.library import open_session
 from chunkrt.backends.qnn.model import npu_model
 from chunkrt.errors import BackendError, CompileError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Node
-from chunkrt.quant.scheme import LEVELS, SCHEMES
+from chunkrt.quant.scheme import LEVELS, SCHEMES, SENSITIVE
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing import check_backend
 from chunkrt.testing.calls import Recording
@@ -29,7 +29,12 @@ import onnxruntime as ort
 if not open_htp().is_emulated:
     pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
 
-STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
+STATIC = [
+    *(scheme for scheme in SCHEMES.values() if scheme.is_static),
+    replace(SCHEMES["w8a8"], name="mixed", wide=SENSITIVE),
+]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+OF_16_BITS = [(scheme, DOWN) for scheme in STATIC if scheme.activation_bits_of(DOWN) == 16]
 W8A16 = SCHEMES["w8a16"]
 SOC = find_soc("SM8650")
 CHUNK = 8
@@ -119,10 +124,9 @@ def test_a_linear_is_within_one_step_of_the_exact_integers(backend, decoder, sch
         assert (steps <= most).all(), name
 
 
-@by_name
-def test_what_the_npu_drops_of_sums_is_made_up_for(backend, decoder, scheme):
+@pytest.mark.parametrize(("scheme", "name"), OF_16_BITS, ids=lambda value: getattr(value, "name", ""))
+def test_what_the_npu_drops_of_sums_is_made_up_for(backend, decoder, scheme, name):
     """On average, in units of the sum, of which each loses 127.5; small inputs, for float16 to show that."""
-    name = "model.layers.0.mlp.down_proj.weight"
     alone, plan = linear_alone(decoder, name)
     weights = decoder.weights[scheme.name]
     integers, scale = weights.linear(name)

@@ -16,7 +16,7 @@ from chunkrt.backends.qnn.library import Htp
 from chunkrt.compiler import compile_checkpoint
 from chunkrt.engine_directory import open_weights, read_plan
 from chunkrt.errors import CompileError
-from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.scheme import SCHEMES, Recipe
 from chunkrt.weights.store import WeightStore
 
 CHECKPOINT = checkpoint("llama_biased_gguf")
@@ -213,7 +213,7 @@ def test_when_the_one_that_writes_is_killed_the_other_writes(process, tmp_path):
 def engine(tmp_path_factory):
     """An engine directory."""
     folder = tmp_path_factory.mktemp("engine") / "engine"
-    compile_checkpoint(CHECKPOINT, SCHEME, {}, folder, model="toy")
+    compile_checkpoint(CHECKPOINT, Recipe(scheme=SCHEME), {}, folder, model="toy")
     return folder
 
 

@@ -110,6 +110,30 @@ def test_other_schemes_are_refused(plan, scheme, words):
         assert_refused(subgraph, plan, scheme, first, *words)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_an_output_in_float_is_refused(plan, bits):
+    """Of a linear that has one, and of no other."""
+    scheme = replace(SCHEMES["w8a8" if bits == 8 else "w8a16"], float_outputs=("*.gate_up_proj.weight",))
+    subgraph = plan.static_subgraphs[1]
+    node = next(node for node in subgraph.nodes if node.op == "MatMul" and "gate_up_proj" in node.inputs[1])
+    words = [f"MatMul of u{bits} by s8 into float32", "as many bits as what enters it", "--outputs grid"]
+    assert_refused(subgraph, plan, scheme, node, *words)
+    for other in (plan.static_subgraphs[0], plan.static_subgraphs[2]):
+        assert npu_support(other, plan, replace(scheme, float_outputs=("*.layers.0.mlp.gate_up_proj.weight",)))
+
+
+def test_a_shadow_is_refused_and_its_main_half_is_taken():
+    scheme = replace(SCHEMES["w8a8"], name="w8a8-shadowed", shadowed=("*",))
+    plan = random_decoder([scheme], CONFIG_IN_BLOCKS).plans[scheme.name]
+    shadows = [subgraph for subgraph in plan.subgraphs if subgraph.name.startswith("shadow.")]
+    assert len(shadows) == 8
+    for subgraph in shadows:
+        (node,) = subgraph.nodes
+        words = ["no chunkrt::ShadowLinear of float32, float32", "place it on the CPU"]
+        assert_refused(subgraph, plan, scheme, node, *words)
+    assert all(npu_support(subgraph, plan, scheme) for subgraph in plan.static_subgraphs)
+
+
 def test_a_depth_that_blocks_do_not_divide_is_refused(odd_plan):
     subgraph = odd_plan.static_subgraphs[0]
     node = next(node for node in subgraph.nodes if node.op == "MatMul")

@@ -4,19 +4,31 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chunkrt.calibrate import calibrate
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import Node
-from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.grid import grids_of, round_to_grid
+from chunkrt.quant.calibration import Calibration, num_hot_channels
+from chunkrt.quant.folding import Folding
+from chunkrt.quant.grid import excess_over_grid, grids_of, round_to_grid
 from chunkrt.quant.scheme import LEVELS, SCHEMES
 from chunkrt.quant.weights import linear_nodes, quantize_weight_in_blocks, stored_entries, write_weights
 from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, MULTIPLIER_SUFFIX, OUTPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
+from chunkrt.weights.store import (
+    HOT_CHANNELS_SUFFIX,
+    INPUT_STEP_SUFFIX,
+    MULTIPLIER_SUFFIX,
+    OUTPUT_STEP_SUFFIX,
+    SCALE_SUFFIX,
+    WeightStore,
+)
 
 STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
 W8A16, W8A8, W4A16 = (SCHEMES[name] for name in ("w8a16", "w8a8", "w4a16"))
+FLOAT_OUTPUTS = replace(W8A8, name="w8a8 with float outputs", float_outputs=("*",))
+SHADOWED = replace(W8A8, name="w8a8 with shadows", shadowed=("*",))
 QKV, O_PROJ, GATE_UP, DOWN = (
     f"model.layers.0.{name}.weight"
     for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
@@ -40,12 +52,18 @@ def linear(weight):
 
 SEEN = Calibration(
     model="toy",
-    text="",
+    token_ids=np.zeros(1, np.int64),
     method="mse",
-    num_tokens=1,
+    equalisation=None,
+    is_rotated=False,
+    folding=Folding.none(),
     peaks={"x": 32639 / 64, "y": 32639 / 256},
     limits={"x": 127 / 64},
+    shadow_limits={"x": 127 / 512},
     column_peaks={"y": np.array([127.0, 0.0, 32639 / 256], np.float32)},
+    channel_peaks={"x": np.array([32639 / 64, 1.0], np.float32)},
+    shadowed_column_peaks={"y": np.array([12.7, 0.0, 1.27], np.float32)},
+    hot_channels={"x": np.array([0], np.int32)},
 )
 
 FINE = np.full(3, 1e-9, np.float32)
@@ -82,9 +100,94 @@ def test_grids_of_8_bits_end_at_the_limit_and_outputs_at_the_peak_of_their_colum
 
 
 def test_wide_linears_have_grids_of_16_bits_by_column():
-    grids = grids_of(linear(DOWN), W8A8, SEEN, FINE)
+    grids = grids_of(linear(HEAD), W8A8, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([2 * 127 / 32639, 1 / 32639, 2 / 256], np.float32))
+
+
+def test_an_output_in_float_has_no_grid_and_needs_none():
+    """Where only some are, by pattern, the others keep theirs. Every output of a scheme that is not static is one."""
+    for weight, input_step in ((O_PROJ, 1 / 64), (HEAD, 1 / 64)):
+        grids = grids_of(linear(weight), FLOAT_OUTPUTS, SEEN, FINE)
+        np.testing.assert_array_equal(grids.input_step, np.array([input_step], np.float32))
+        assert grids.output_step is None
+    some = replace(W8A8, float_outputs=("*.o_proj.weight",))
+    assert grids_of(linear(O_PROJ), some, SEEN, FINE).output_step is None
+    assert grids_of(linear(QKV), some, SEEN, FINE).output_step.shape == (3,)
+    assert [some.has_column_grids(w) for w in (QKV, O_PROJ)] == [True, False]
+    assert all(SCHEMES[name].has_float_output(O_PROJ) for name in ("float", "w8a8-dynamic"))
+
+
+def test_a_shadow_makes_grids_end_earlier():
+    """The input's where the calibration put it, the output's at what the main half was seen to give."""
+    grids = grids_of(linear(O_PROJ), SHADOWED, SEEN, FINE)
+    np.testing.assert_array_equal(grids.input_step, np.array([1 / 512], np.float32))
+    np.testing.assert_array_equal(grids.output_step, np.array([0.1, 1 / 127, 0.01], np.float32))
+    by_tensor = replace(SHADOWED, column_grids=())
+    np.testing.assert_array_equal(
+        grids_of(linear(O_PROJ), by_tensor, SEEN, FINE).output_step, np.array([12.7 / 127], np.float32)
+    )
+    of_head, without = (grids_of(linear(HEAD), scheme, SEEN, FINE) for scheme in (SHADOWED, W8A8))
+    np.testing.assert_array_equal(of_head.input_step, without.input_step)  # it has 16 bits, and no shadow
+    np.testing.assert_array_equal(of_head.output_step, without.output_step)
+
+
+def test_the_main_half_of_a_cut_linear_has_the_grids_of_the_linear():
+    main = replace(linear(O_PROJ), outputs=("y.main",))
+    found, expected = (grids_of(node, SHADOWED, SEEN, FINE) for node in (main, linear(O_PROJ)))
+    np.testing.assert_array_equal(found.output_step, expected.output_step)
+
+
+def test_only_linears_of_8_bits_have_shadows():
+    assert [SHADOWED.is_shadowed(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] == [True, True, True, True, False]
+    some = replace(W8A8, shadowed=(DOWN,))
+    assert [some.is_shadowed(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] == [False, False, False, True, False]
+    wide, dynamic = (replace(SCHEMES[name], shadowed=("*",)) for name in ("w8a16", "w8a8-dynamic"))
+    assert not any(scheme.is_shadowed(w) for scheme in (wide, dynamic) for w in (QKV, DOWN, HEAD))
+
+
+@pytest.mark.parametrize("bits_apart", range(-3, 4))
+@pytest.mark.parametrize("threshold", [126.5, 127.0, 127.5, 128.0, 1e6])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_excess_begins_where_rounding_leaves_the_grid(threshold, sign, bits_apart):
+    """Half-way from the last level to the next, ties to even: 127.5 steps are beyond it, the float32 below is not."""
+    for step in np.float32([1, 0.3, 2.0**-40]):
+        x = np.float32(sign * threshold) * step
+        for _ in range(abs(bits_apart)):
+            x = np.nextafter(x, np.float32(np.copysign(np.inf, bits_apart)))
+        found = excess_over_grid(np.full((1, 1), x), np.array([step]))[0, 0]
+        is_beyond = abs(np.rint(x / step)) > 127
+        assert found == (x - np.float32(sign * 127) * step if is_beyond else 0)
+        assert is_beyond or threshold <= 127.5
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, 127.0, -127.0, 127.5, -127.5, 128.0]), min_size=1),
+    st.sampled_from([1.0, 0.5, 2.0**-9, 8.0, 0.3, 0.01, 1e-6]),
+)
+def test_what_a_grid_clips_and_the_excess_over_it_make_the_value(values, step):
+    """Exactly where a step is a power of 2 and no digits get lost; else to the rounding of 127 steps and of a sum."""
+    x, step = np.array([values], np.float32), np.array([step], np.float32)
+    excess, kept = excess_over_grid(x, step), round_to_grid(x, step, 8) * step
+    assert excess.dtype == np.float32
+    is_saturated = np.abs(np.rint(x / step)) > 127
+    np.testing.assert_array_equal(excess[~is_saturated], 0)
+    np.testing.assert_array_equal(np.abs(kept[is_saturated]), np.full(is_saturated.sum(), 127 * step[0]))
+    whole = (kept.astype(np.float64) + excess)[is_saturated]
+    off = 2.0**-24 * np.abs(x[is_saturated].astype(np.float64))
+    assert (np.abs(whole - x[is_saturated]) <= off).all()
+    if np.frexp(step)[0] == 0.5:
+        units = x * 2**10 / step
+        is_whole = is_saturated & (units == np.rint(units)) & (np.abs(units) < 2**24)
+        np.testing.assert_array_equal((kept.astype(np.float64) + excess)[is_whole], x[is_whole])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_not_hidden_by_the_excess(value):
+    x = np.array([[1, value, 200]], np.float32)
+    found = excess_over_grid(x, np.array([1], np.float32))
+    assert not np.isfinite(found[0, 1])
+    np.testing.assert_array_equal(found[0, [0, 2]], [0, 73])
 
 
 def test_the_headroom_of_a_column_ends_where_float16_does():
@@ -101,7 +204,7 @@ def test_no_grid_of_16_bits_is_finer_than_an_npus_sums():
     """Which are whole multiples of 256 * input step * scale."""
     scale = np.array([1e-9, 1 / 1024, 1 / 8], np.float32)
     assert grids_of(linear(O_PROJ), W8A16, SEEN, scale).output_step == [np.float32(256 / 64 / 8)]
-    by_column = grids_of(linear(DOWN), W8A8, SEEN, scale).output_step
+    by_column = grids_of(linear(HEAD), W8A8, SEEN, scale).output_step
     np.testing.assert_array_equal(by_column, np.array([2 * 127 / 32639, 256 / 64 / 1024, 256 / 64 / 8], np.float32))
     np.testing.assert_array_equal(
         grids_of(linear(O_PROJ), W8A8, SEEN, scale).output_step, grids_of(linear(O_PROJ), W8A8, SEEN, FINE).output_step
@@ -119,10 +222,10 @@ def test_bits_follow_the_weight_s_name():
     by_scheme = {s.name: [s.activation_bits_of(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] for s in STATIC}
     assert by_scheme == {
         "w8a16": [16, 16, 16, 16, 16],
-        "w8a8": [16, 8, 8, 16, 16],
+        "w8a8": [8, 8, 8, 8, 16],
         "w4a16": [16, 16, 16, 16, 16],
     }
-    assert [W8A8.num_digits(w) for w in (QKV, O_PROJ)] == [2, 1]
+    assert [W8A8.num_digits(w) for w in (HEAD, O_PROJ)] == [2, 1]
     assert [W4A16.weight_bits_of(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] == [4, 4, 4, 4, 8]
     assert {W8A16.weight_bits_of(w) for w in (QKV, HEAD)} == {8}
     assert SCHEMES["float"].weight_bits_of(HEAD) is None
@@ -131,7 +234,7 @@ def test_bits_follow_the_weight_s_name():
     assert {s.name for s in SCHEMES.values() if s.is_static} == set(by_scheme)
 
 
-@pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [*STATIC, FLOAT_OUTPUTS, SHADOWED], ids=lambda scheme: scheme.name)
 def test_the_store_holds_grids_beside_each_linear(scheme):
     decoder = random_decoder([scheme])
     store = decoder.weights[scheme.name]
@@ -145,11 +248,21 @@ def test_the_store_holds_grids_beside_each_linear(scheme):
             INPUT_STEP_SUFFIX: ("float32", (1,)),
             OUTPUT_STEP_SUFFIX: ("float32", (columns,) if scheme.has_column_grids(name) else (1,)),
         }
+        if scheme.has_float_output(name):
+            del shapes[OUTPUT_STEP_SUFFIX]
         if scheme.weight_bits_of(name) == 4:
             shapes[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // 32), columns))
         assert {suffix: (array.dtype.name, array.shape) for suffix, array in parts.items()} == shapes
         assert all((array > 0).all() for array in parts.values())
         assert scale.shape == (columns,)
+        if not scheme.is_shadowed(name):
+            with pytest.raises(KeyError):
+                store.array(name + HOT_CHANNELS_SUFFIX)
+        else:
+            hot = store.array(name + HOT_CHANNELS_SUFFIX)
+            assert (hot.dtype, hot.shape) == (np.int32, (num_hot_channels(depth),))
+            assert (np.diff(hot) > 0).all()
+            assert 0 <= hot.min() <= hot.max() < depth
 
 
 def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_products(tmp_path):
@@ -183,6 +296,8 @@ def test_a_static_scheme_wants_a_calibration(scheme, tmp_path):
         (W8A8, "column_peaks", "layers.0.mlp.gate_up_proj.output"),
         (W4A16, "column_peaks", "layers.1.mlp.down_proj.output"),
         (W8A8, "limits", "layers.1.self_attn.attention"),
+        (SHADOWED, "shadow_limits", "layers.1.self_attn.attention"),
+        (SHADOWED, "shadowed_column_peaks", "layers.0.mlp.gate_up_proj.output"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

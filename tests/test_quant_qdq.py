@@ -9,12 +9,12 @@ from onnx.reference import ReferenceEvaluator
 from chunkrt.graph.export import to_onnx
 from chunkrt.quant.linears import initializer_values, quantize_linears
 from chunkrt.quant.qdq import qdq_values
-from chunkrt.quant.scheme import SCHEMES
 from chunkrt.quant.weights import linear_nodes
+from chunkrt.testing.conformance import TRIED
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
-from chunkrt.testing.exact_linear import exact_linears
+from chunkrt.testing.exact_linear import exact_linears, exact_shadow
 
-STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
+STATIC = [scheme for scheme in TRIED if scheme.is_static]
 DECODERS = {"odd": random_decoder(STATIC, CONFIG), "in blocks": random_decoder(STATIC, CONFIG_IN_BLOCKS)}
 by_decoder = pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
 by_scheme = pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
@@ -32,8 +32,9 @@ def onnx_model(plan, subgraph, scheme, weights):
 @by_decoder
 @by_scheme
 def test_every_linear_multiplies_what_came_through_a_grid_and_leaves_through_one(decoder, scheme):
-    for subgraph in decoder.plan.subgraphs:
-        model = onnx_model(decoder.plan, subgraph, scheme, decoder.weights[scheme.name])
+    plan = decoder.plans[scheme.name]
+    for subgraph in plan.subgraphs:
+        model = onnx_model(plan, subgraph, scheme, decoder.weights[scheme.name])
         onnx.checker.check_model(model, full_check=True)
         made_by = {output: node for node in model.graph.node for output in node.output}
         used_by = {name: node for node in model.graph.node for name in node.input}
@@ -45,12 +46,21 @@ def test_every_linear_multiplies_what_came_through_a_grid_and_leaves_through_one
             assert types[weight] == (
                 onnx.TensorProto.INT4 if scheme.weight_bits_of(weight) == 4 else onnx.TensorProto.INT8
             )
-            leaving = used_by[node.output[0]]
-            for quantize in (made_by[left.input[0]], leaving):
+            arriving, leaving = made_by[left.input[0]], used_by.get(node.output[0])
+            assert [left.op_type, right.op_type] == ["DequantizeLinear"] * 2
+            before = made_by.get(arriving.input[0])
+            is_kept = before is not None and (before.op_type, before.input[-1]) == ("Max", f"{weight}.input_lowest")
+            assert is_kept == scheme.is_shadowed(weight)
+            if scheme.has_float_output(weight):
+                assert leaving is None or leaving.op_type not in ("QuantizeLinear", "Mul")
+                assert f"{weight}.output_step" not in types
+                assert (arriving.op_type, types[arriving.input[2]]) == ("QuantizeLinear", unsigned)
+                continue
+            for quantize in (arriving, leaving):
                 assert quantize.op_type == "QuantizeLinear"
                 assert types[quantize.input[2]] == unsigned
             back = used_by[leaving.output[0]]
-            assert [left.op_type, right.op_type, back.op_type] == ["DequantizeLinear"] * 3
+            assert back.op_type == "DequantizeLinear"
             if scheme.has_column_grids(weight):
                 by_column = used_by[back.output[0]]
                 assert (by_column.op_type, by_column.input[1]) == ("Mul", f"{weight}.column_limit")
@@ -59,8 +69,9 @@ def test_every_linear_multiplies_what_came_through_a_grid_and_leaves_through_one
 @by_decoder
 @by_scheme
 def test_a_subgraph_keeps_its_inputs_and_outputs(decoder, scheme):
-    for subgraph in decoder.plan.static_subgraphs:
-        model = onnx_model(decoder.plan, subgraph, scheme, decoder.weights[scheme.name])
+    plan = decoder.plans[scheme.name]
+    for subgraph in plan.static_subgraphs:
+        model = onnx_model(plan, subgraph, scheme, decoder.weights[scheme.name])
         assert [value.name for value in model.graph.input] == list(subgraph.inputs)
         assert [value.name for value in model.graph.output] == list(subgraph.outputs)
 
@@ -85,10 +96,26 @@ def test_weights_are_what_the_store_holds(decoder, scheme):
 @by_decoder
 @by_scheme
 def test_a_linear_alone_is_within_a_step_of_exact_arithmetic(decoder, scheme):
-    weights = decoder.weights[scheme.name]
-    for node in linear_nodes(decoder.plan).values():
-        for case in exact_linears(node, decoder.plan, scheme, weights, 6):
+    plan, weights = decoder.plans[scheme.name], decoder.weights[scheme.name]
+    for node in linear_nodes(plan).values():
+        for case in exact_linears(node, plan, scheme, weights, 6):
             model = onnx_model(case.plan, case.subgraph, scheme, case.weights)
             (found,) = ReferenceEvaluator(model).run(None, {case.subgraph.inputs[0]: case.values})
             assert (case.exact.least <= found).all()
             assert (found <= case.exact.most).all()
+
+
+@by_decoder
+def test_a_shadow_alone_is_what_exact_arithmetic_says(decoder):
+    """Its step and scales are those of the store, whatever the main half makes of its own."""
+    (scheme,) = (scheme for scheme in STATIC if scheme.shadowed == ("*",))
+    plan, weights = decoder.plans[scheme.name], decoder.weights[scheme.name]
+    shadows = [node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op == "ShadowLinear"]
+    assert len(shadows) == 8
+    for shadow in shadows:
+        case = exact_shadow(shadow, plan, weights, 6)
+        model = onnx_model(case.plan, case.subgraph, scheme, case.weights)
+        (found,) = ReferenceEvaluator(model).run(None, {case.subgraph.inputs[0]: case.values})
+        assert (case.exact.least <= found).all()
+        assert (found <= case.exact.most).all()
+        assert (found[-1] == 0).all()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
 import numpy as np
 import pytest
 from fake_backend import WIDTH, make_plan, subgraph, value
@@ -26,18 +30,67 @@ def test_allocations_are_aligned_and_zero(shape: list[int], dtype: str) -> None:
     assert not array.any()
 
 
-@pytest.mark.parametrize("layers", [1, 2, 30])
-def test_values_that_live_at_the_same_time_never_share(layers: int) -> None:
-    plan = make_plan(layers)
+def alive_at_once(plan: Plan) -> set[frozenset[str]]:
+    """The pairs of values of which one may be written or wanted while the other is, by every order of the graph.
+
+    Walks over what may have ended and what may run at any moment. A value is alive from the start of the subgraph that
+    writes it (graph inputs: always) until those that read it have ended.
+    """
+    parts = plan.subgraphs
+    writers = {name: i for i, part in enumerate(parts) for name in part.outputs}
+    users = {name: {i for i, p in enumerate(parts) if name in (*p.inputs, *p.outputs)} for name in plan.tensors}
+    pairs: set[frozenset[str]] = set()
+    seen: set[tuple[frozenset[int], frozenset[int]]] = set()
+    moments = [(frozenset[int](), frozenset[int]())]
+    while moments:
+        ended, running = moments.pop()
+        if (ended, running) in seen:
+            continue
+        seen.add((ended, running))
+        started = ended | running
+        alive = [n for n, by in users.items() if by - ended and (n in plan.inputs or writers.get(n, -1) in started)]
+        pairs |= {frozenset(pair) for pair in combinations(alive, 2)}
+        moments += [(ended | {i}, running - {i}) for i in running]
+        for i, part in enumerate(parts):
+            if i not in started and all(name in plan.inputs or writers[name] in ended for name in part.inputs):
+                moments.append((ended, running | {i}))
+    return pairs
+
+
+def check_sharing(plan: Plan) -> None:
     layout = BufferLayout(plan, CHUNK)
-    written = dict.fromkeys(plan.inputs, 0) | {name: i for i, s in enumerate(plan.subgraphs) for name in s.outputs}
-    last_read = {name: i for i, s in enumerate(plan.subgraphs) for name in (*s.outputs, *s.inputs)}
-    names = list(layout.buffer_of)
-    for one in names:
-        for other in names:
-            if one < other and layout.buffer_of[one] == layout.buffer_of[other]:
-                apart = last_read[one] < written[other] or last_read[other] < written[one]
-                assert apart, f"{one} and {other} share a buffer while both live"
+    for one, other in map(sorted, alive_at_once(plan)):
+        if plan.output not in (one, other):
+            shared = layout.buffer_of[one] == layout.buffer_of[other]
+            assert not shared, f"{one} and {other} share a buffer while both live"
+
+
+@pytest.mark.parametrize("shadowed", [0, 1, 3])
+@pytest.mark.parametrize("layers", [1, 2, 30])
+def test_values_that_may_live_at_the_same_time_never_share(layers: int, shadowed: int) -> None:
+    check_sharing(make_plan(layers, shadowed=shadowed))
+
+
+@given(data=st.data())
+def test_values_of_any_graph_that_may_live_at_the_same_time_never_share(data: st.DataObject) -> None:
+    """Up to 6 subgraphs that read anything before them, or graph inputs; each writes one or two values."""
+    plan = make_plan(1)
+    known = ["input_ids", "position"]
+    parts = []
+    for i in range(data.draw(st.integers(1, 6))):
+        inputs = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True))
+        outputs = [f"{i}.{k}" for k in range(data.draw(st.integers(1, 2)))]
+        parts.append(subgraph(str(i), "cpu", inputs, outputs))
+        known += outputs
+    values = {name: value(name) for name in known[2:]}
+    check_sharing(replace(plan, subgraphs=tuple(parts), tensors={**plan.tensors, **values}))
+
+
+def test_both_sides_of_a_fork_have_memory_of_their_own() -> None:
+    """By the order of the list, outliers.0 could take narrow.0's memory once linear.0 had read it."""
+    plan = make_plan(1, shadowed=1)
+    buffer_of = BufferLayout(plan, CHUNK).buffer_of
+    assert len({buffer_of[f"{name}.0"] for name in ("residual", "narrow", "main", "outliers")}) == 4
 
 
 def test_memory_does_not_grow_with_the_layers() -> None:
@@ -46,6 +99,8 @@ def test_memory_does_not_grow_with_the_layers() -> None:
     graph_inputs = CHUNK * 8 + 8 + CHUNK * 8
     most_alive_at_once = 4
     assert small.num_bytes == graph_inputs + most_alive_at_once * ROWS_BYTES
+    small, large = (BufferLayout(make_plan(layers, shadowed=layers), CHUNK) for layers in (3, 30))
+    assert small.num_bytes == large.num_bytes == graph_inputs + (most_alive_at_once + 1) * ROWS_BYTES
 
 
 def test_logits_have_no_buffer() -> None:
@@ -87,8 +142,8 @@ def test_slots_do_not_share_memory() -> None:
             assert not np.shares_memory(views[0][name], views[1][other_name])
 
 
-def changed(plan: Plan, **changes: object) -> Plan:
-    return Plan(**vars(plan) | changes)
+def changed(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, **changes)
 
 
 def test_a_value_that_is_read_before_it_is_written_is_refused() -> None:

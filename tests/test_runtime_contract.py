@@ -58,15 +58,20 @@ def make_executor(
     )
 
 
+@pytest.mark.parametrize("shadowed", [0, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_point_1_tasks_run_once_after_their_predecessor_and_state_takes_its_chunks_in_order(policy: str) -> None:
-    plan = make_plan(layers=3)
+def test_point_1_tasks_run_once_after_their_predecessor_and_state_takes_its_chunks_in_order(
+    policy: str, shadowed: int
+) -> None:
+    plan = make_plan(layers=3, shadowed=shadowed)
     executor = make_executor(plan, policy=policy, processors=shared_cpu(4))
     events = finish(lambda: executor.run(tokens(6 * CHUNK), State(plan, CONTEXT), logits="all")).events
     assert Counter(e.task for e in events) == {(s, c): 1 for s in range(len(plan.subgraphs)) for c in range(6)}
     spans = {event.task: (event.start_ns, event.end_ns) for event in events}
     for (subgraph, chunk), (start, _) in spans.items():
-        assert subgraph == 0 or spans[subgraph - 1, chunk][1] <= start  # type: ignore[index]
+        for source, part in enumerate(plan.subgraphs):
+            if set(part.outputs) & set(plan.subgraphs[subgraph].inputs):
+                assert spans[source, chunk][1] <= start  # type: ignore[index]
         assert not plan.subgraphs[subgraph].state or chunk == 0 or spans[subgraph, chunk - 1][1] <= start  # type: ignore[index]
 
 
@@ -112,6 +117,28 @@ def test_point_3_a_chunk_keeps_its_buffers_while_later_ones_go_on() -> None:
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 * CHUNK)))
 
 
+def test_point_3_what_one_side_of_a_fork_reads_stays_while_the_other_goes_on() -> None:
+    """shadow.0 is held until linear.0, all of chunk 1 up to its join and chunk 2's embedding have gone on."""
+    plan = make_plan(shadowed=1)
+    others_went_on, left = Event(), {("linear.0", 0), ("linear.0", CHUNK), ("embedding", 2 * CHUNK)}
+
+    def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("shadow.0", 0):
+            held = {key: array.copy() for key, array in inputs.items()}
+            wait_for(others_went_on)
+            for key, array in inputs.items():
+                np.testing.assert_array_equal(array, held[key])
+
+    def release(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        left.discard((name, tag))
+        if not left:
+            others_went_on.set()
+
+    executor = make_executor(plan, before=hold, after=release, processors=npu_and_cpu(2), chunks_in_flight=3)
+    result = finish(lambda: executor.run(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all"))
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 * CHUNK)))
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_point_4_a_failed_or_cancelled_run_leaves_the_state_and_the_executor_as_they_were(
@@ -136,22 +163,26 @@ def test_point_4_a_failed_or_cancelled_run_leaves_the_state_and_the_executor_as_
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 + 6 * CHUNK))[-1:])
 
 
+@pytest.mark.parametrize("shadowed", [0, 1, 3])
 @pytest.mark.parametrize("num_tokens", [1, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
-def test_point_5_as_many_chunks_as_needed_and_no_padding_in_state_or_logits(num_tokens: int) -> None:
-    plan = make_plan()
-    executor = make_executor(plan, fixed_lengths={s.name: CHUNK for s in plan.static_subgraphs})
+def test_point_5_as_many_chunks_as_needed_and_no_padding_in_state_or_logits(num_tokens: int, shadowed: int) -> None:
+    plan = make_plan(shadowed=shadowed)
+    fixed = plan.static_subgraphs if shadowed < 3 else [s for s in plan.subgraphs if s.rows == "T" and not s.state]
+    executor = make_executor(plan, fixed_lengths={s.name: CHUNK for s in fixed})
     finish(lambda: executor.run(tokens(3 * CHUNK, 100), State(plan, CONTEXT), logits="all"))  # fills all buffers
     state = State(plan, CONTEXT)
     result = finish(lambda: executor.run(tokens(num_tokens), state))
     num_chunks = -(-num_tokens // CHUNK)
     runs = Counter(event.task.subgraph for event in result.events)
-    assert runs == {s: num_chunks if s <= 4 else 1 for s in range(7)}  # what follows the last state runs once
+    last_state = max(index for index, subgraph in enumerate(plan.subgraphs) if subgraph.state)
+    assert runs == {s: num_chunks if s <= last_state else 1 for s in range(len(plan.subgraphs))}
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens))[-1:])
     assert not any(cache[:, num_tokens:].any() for cache in state.tensors.values())
 
 
-def test_point_6_results_do_not_depend_on_policy_threads_or_slots() -> None:
-    plan = make_plan(layers=3)
+@pytest.mark.parametrize("shadowed", [0, 2])
+def test_point_6_results_do_not_depend_on_policy_threads_or_slots(shadowed: int) -> None:
+    plan = make_plan(layers=3, shadowed=shadowed)
     truth = expected_logits(plan, tokens(50))
     for policy in POLICIES:
         for workers in (1, 2, 4):

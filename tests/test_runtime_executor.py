@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ from fake_backend import (
     npu_and_cpu,
     shared_cpu,
     tokens,
+    with_second_start,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan
+from chunkrt.runtime.buffers import ChunkBuffers
 from chunkrt.runtime.executor import Executor, Logits
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.schedule import Processor
@@ -228,6 +231,46 @@ def test_one_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.Monke
         pipelined.run(tokens(9), State(plan, CONTEXT))
 
 
+def test_a_lone_chunk_whose_tasks_suit_one_processor_or_a_lone_token_starts_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a thread was started")
+
+    plan = make_plan(shadowed=1)
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    make_executor(plan, processors=shared_cpu(4)).run(tokens(8), State(plan, CONTEXT))
+    make_executor(plan).run(tokens(1), State(plan, CONTEXT))
+    make_executor(plan, policy=find_policy("sequential")).run(tokens(8), State(plan, CONTEXT))
+    with pytest.raises(AssertionError, match="a thread was started"):
+        make_executor(plan).run(tokens(2), State(plan, CONTEXT))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("logits", ["last", "all", "none"])
+def test_of_several_subgraphs_that_wait_for_nothing_the_first_fills_the_inputs(
+    logits: Logits, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what only the last static subgraph reads is left out where nobody wants logits."""
+    plan, loaded, load = with_second_start(make_plan(), 5), [], ChunkBuffers.load
+
+    def note(buffers: ChunkBuffers, token_ids: Array, *rest: Any) -> None:
+        loaded.append(int(token_ids[0]))
+        load(buffers, token_ids, *rest)
+
+    monkeypatch.setattr(ChunkBuffers, "load", note)
+    executables = make_executables(plan)
+    executor = make_executor(plan, executables, policy=find_policy(policy), chunks_in_flight=2)
+    for _ in range(2):
+        result = finish(lambda: executor.run(tokens(30), State(plan, CONTEXT), logits=logits))
+        truth = expected_logits(plan, tokens(30))
+        if result.logits is not None:
+            np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
+    assert sorted(loaded) == sorted(2 * [0, 8, 16, 24])
+    starts = {"last": [24], "all": [0, 8, 16, 24], "none": []}[logits]
+    assert sorted(executables["embedding.again"].calls) == sorted(2 * starts)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_progress_counts_chunks_up_to_the_last(policy: str) -> None:
     plan = make_plan()
@@ -324,6 +367,6 @@ def test_executables_must_match_the_plan() -> None:
 
 def test_a_plan_whose_logits_do_not_come_last_is_refused() -> None:
     plan = make_plan()
-    without_head = Plan(**vars(plan) | {"subgraphs": plan.subgraphs[:-1]})
+    without_head = replace(plan, subgraphs=plan.subgraphs[:-1])
     with pytest.raises(ModelError, match="last subgraph does not compute 'logits'"):
         make_executor(without_head)

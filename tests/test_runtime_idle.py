@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from fake_backend import CONTEXT, make_executables, make_plan, npu_and_cpu, shared_cpu, tokens
+from fake_backend import CONTEXT, make_executables, make_plan, npu_and_cpu, shared_cpu, subgraph, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.idle import CAUSES, Gap, idle_gaps, where_time_went
@@ -22,6 +24,9 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 PLAN = make_plan(layers=1)
 EMBEDDING, STATIC_0, DYNAMIC, STATIC_1, HEAD = range(5)
 """Subgraphs of PLAN; the static ones are the NPU's."""
+
+FORK = make_plan(layers=1, shadowed=1)
+"""embedding, static.0, linear.0 and shadow.0 at once, join.0, dynamic.0, static.1, head."""
 
 Row = tuple[int, int, str, int, int, int]
 """Subgraph, chunk, processor, worker, start, end."""
@@ -37,11 +42,12 @@ def make_record(
     start: int = 0,
     end: int | None = None,
     policy: str = "in_order",
+    plan: Plan = PLAN,
 ) -> RunRecord:
     events = [TaskEvent(Task(s, c), name, worker, begin, stop) for s, c, name, worker, begin, stop in rows]
     return RunRecord(
         pipeline=Pipeline(
-            stages=stages_of(PLAN.subgraphs),
+            stages=stages_of(plan),
             processors=tuple(processors or npu_and_cpu()),
             policy=policy,
             chunk_length=4,
@@ -169,6 +175,81 @@ def test_what_is_copied_keeps_its_task_waiting() -> None:
     ]
 
 
+def fork_rows(linear_end: int, shadow_end: int) -> list[Row]:
+    """One chunk of FORK: both sides start at 2, everything else takes 1."""
+    join = max(linear_end, shadow_end)
+    return [
+        (0, 0, "cpu", 0, 0, 1),
+        (1, 0, "npu", 0, 1, 2),
+        (2, 0, "npu", 0, 2, linear_end),
+        (3, 0, "cpu", 0, 2, shadow_end),
+        (4, 0, "npu", 0, join, join + 1),
+        (5, 0, "cpu", 0, join + 1, join + 2),
+        (6, 0, "npu", 0, join + 2, join + 3),
+        (7, 0, "cpu", 0, join + 3, join + 4),
+    ]
+
+
+def test_a_join_keeps_the_side_that_ended_first_waiting() -> None:
+    """For linears either way: a shadow is a part of a linear."""
+    around = ["1-2 cpu 0: linears", "0-1 npu 0: start"]
+    assert lines(make_record(fork_rows(5, 9), plan=FORK)) == [
+        around[0],
+        "9-10 cpu 0: linears",
+        "11-12 cpu 0: linears",
+        around[1],
+        "5-9 npu 0: linears",
+        "10-11 npu 0: attention",
+        "12-13 npu 0: drain",
+    ]
+    assert lines(make_record(fork_rows(9, 5), plan=FORK)) == [
+        around[0],
+        "5-10 cpu 0: linears",
+        "11-12 cpu 0: linears",
+        around[1],
+        "10-11 npu 0: attention",
+        "12-13 npu 0: drain",
+    ]
+
+
+def test_of_two_sides_the_one_that_ends_last_is_waited_for() -> None:
+    """join waits for two ways: one through linears that end at 6, one through attention that ends at 9."""
+    parts = [
+        subgraph("start", "npu", ["input_ids"], ["a"]),
+        subgraph("linear", "npu", ["a"], ["b"]),
+        subgraph("attention", "cpu", ["a"], ["c"], state=["cache.0"]),
+        subgraph("join", "npu", ["b", "c"], ["d"]),
+        subgraph("head", "cpu", ["d"], ["logits"], rows="R"),
+    ]
+    plan = replace(FORK, subgraphs=tuple(parts))
+    processors = [replace(npu_and_cpu()[0], workers=2), npu_and_cpu()[1]]
+    rows: list[Row] = [
+        (0, 0, "npu", 1, 0, 1),
+        (1, 0, "npu", 0, 1, 6),
+        (2, 0, "cpu", 0, 1, 9),
+        (3, 0, "npu", 1, 9, 10),
+        (4, 0, "cpu", 0, 10, 11),
+    ]
+    assert lines(make_record(rows, plan=plan, processors=processors)) == [
+        "0-1 cpu 0: start",
+        "9-10 cpu 0: linears",
+        "0-1 npu 0: start",
+        "6-11 npu 0: drain",
+        "1-9 npu 1: attention",
+        "10-11 npu 1: drain",
+    ]
+
+
+def test_a_task_that_starts_before_one_side_of_its_fork_has_ended_is_refused() -> None:
+    rows = fork_rows(5, 9)
+    rows[4] = (4, 0, "npu", 0, 8, 10)
+    with pytest.raises(ConfigError, match=r"join\.0 of chunk 0 started 1 ns before it could"):
+        idle_gaps(make_record(rows, plan=FORK))
+    del rows[3]
+    with pytest.raises(ConfigError, match="chunk 0 has 7 of 8 tasks, with some left out"):
+        idle_gaps(make_record(rows, plan=FORK))
+
+
 def test_a_policy_that_lets_a_worker_wait_is_named() -> None:
     """`sequential` takes one task at a time: chunk 1 is ready all the while."""
     record = virtual_record("sequential", npu_and_cpu(), 2, 8, lambda task: 10)
@@ -177,10 +258,10 @@ def test_a_policy_that_lets_a_worker_wait_is_named() -> None:
 
 
 def virtual_record(
-    policy: str, processors: Sequence[Processor], num_chunks: int, slots: int, duration: object
+    policy: str, processors: Sequence[Processor], num_chunks: int, slots: int, duration: object, plan: Plan = PLAN
 ) -> RunRecord:
     schedule = Schedule(
-        PLAN.subgraphs,
+        plan,
         num_chunks=num_chunks,
         logit_chunks=range(num_chunks - 1, num_chunks),
         chunks_in_flight=slots,
@@ -189,7 +270,7 @@ def virtual_record(
     )
     events = run_on_virtual_clock(schedule, duration)  # type: ignore[arg-type]
     rows = [(e.task.subgraph, e.task.chunk, e.processor, e.worker, e.start_ns, e.end_ns) for e in events]
-    return make_record(rows, num_chunks=num_chunks, slots=slots, processors=processors, policy=policy)
+    return make_record(rows, num_chunks=num_chunks, slots=slots, processors=processors, policy=policy, plan=plan)
 
 
 def check_cover(record: RunRecord) -> None:
@@ -216,14 +297,17 @@ def check_cover(record: RunRecord) -> None:
 @settings(max_examples=150, deadline=None)
 def test_every_moment_has_one_cause(data: st.DataObject) -> None:
     num_chunks = data.draw(st.integers(1, 5))
+    plan = make_plan(layers=1, shadowed=data.draw(st.integers(0, 2)))
+    size = len(plan.subgraphs) * num_chunks
     processors = data.draw(st.sampled_from([npu_and_cpu(), npu_and_cpu(2), shared_cpu(1), shared_cpu(3)]))
-    table = data.draw(st.lists(st.integers(0, 9), min_size=5 * num_chunks, max_size=5 * num_chunks))
+    table = data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
     record = virtual_record(
         data.draw(st.sampled_from(sorted(POLICIES))),
         processors,
         num_chunks,
         data.draw(st.integers(1, 6)),
         lambda task: table[task.subgraph * num_chunks + task.chunk],
+        plan,
     )
     check_cover(record)
     causes = {gap.cause for gap in idle_gaps(record)}
@@ -233,16 +317,20 @@ def test_every_moment_has_one_cause(data: st.DataObject) -> None:
         assert "overhead" not in causes  # it takes whatever is ready, at once
 
 
-def test_in_order_never_leaves_a_ready_task_for_an_idle_worker() -> None:
+@pytest.mark.parametrize("plan", [PLAN, FORK])
+def test_in_order_never_leaves_a_ready_task_for_an_idle_worker(plan: Plan) -> None:
     for processors in (npu_and_cpu(), npu_and_cpu(2), shared_cpu(2)):
-        record = virtual_record("in_order", processors, 6, 3, lambda task: 1 + (task.subgraph * 7 + task.chunk * 3) % 5)
+        record = virtual_record(
+            "in_order", processors, 6, 3, lambda task: 1 + (task.subgraph * 7 + task.chunk * 3) % 5, plan
+        )
         assert "overhead" not in {gap.cause for gap in idle_gaps(record)}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
-def test_real_runs_are_explained_to_the_last_nanosecond(policy: str, num_tokens: int) -> None:
-    plan = make_plan(layers=2)
+@pytest.mark.parametrize("shadowed", [0, 2])
+def test_real_runs_are_explained_to_the_last_nanosecond(policy: str, num_tokens: int, shadowed: int) -> None:
+    plan = make_plan(layers=2, shadowed=shadowed)
     executor = Executor(
         plan,
         make_executables(plan),

@@ -24,7 +24,7 @@ SEARCH_LIMIT = 4.0
 
 @dataclass
 class Instance:
-    """Up to 6 layers and 6 chunks with random durations [subgraphs][chunks]."""
+    """Up to 6 layers and 6 chunks, or up to 2 and 4 that fork and join, with random durations [subgraphs][chunks]."""
 
     plan: Plan
     durations: list[list[int]]
@@ -38,7 +38,7 @@ class Instance:
 
     def makespan(self, policy: str) -> int:
         schedule = Schedule(
-            self.plan.subgraphs,
+            self.plan,
             num_chunks=self.num_chunks,
             logit_chunks=[c for c, length in enumerate(self.lengths) if length == len(self.plan.subgraphs)],
             chunks_in_flight=self.chunks_in_flight,
@@ -51,8 +51,11 @@ class Instance:
 
 def random_instance(random: Random) -> Instance:
     """Every task its own duration, or as in a decoder: linears as long as each other, attention growing."""
-    plan = make_plan(layers=random.randint(1, 6))
-    num_chunks = random.randint(2, 6)
+    if random.random() < 0.5:
+        plan, num_chunks = make_plan(layers=random.randint(1, 6)), random.randint(2, 6)
+    else:
+        layers = random.randint(1, 2)
+        plan, num_chunks = make_plan(layers, shadowed=random.randint(1, layers + 1)), random.randint(2, 4)
     kind = random.choice(("task by task", "subgraph by subgraph", "decoder"))
     npu, cpu, growth = random.randint(5, 20), random.randint(5, 20), random.choice((0, 1, 2, 3))
     durations = []
@@ -62,7 +65,8 @@ def random_instance(random: Random) -> Instance:
             continue
         own = random.randint(1, 20) if kind == "subgraph by subgraph" else npu if subgraph.device == "npu" else cpu
         durations.append([own + growth * chunk * bool(subgraph.state) for chunk in range(num_chunks)])
-    without_logits = len(plan.subgraphs) - (0 if random.random() < 0.2 else 2)
+    last_state = max(i for i, subgraph in enumerate(plan.subgraphs) if subgraph.state)
+    without_logits = len(plan.subgraphs) if random.random() < 0.2 else last_state + 1
     return Instance(
         plan=plan,
         durations=durations,
@@ -86,6 +90,7 @@ def optimum(instance: Instance) -> float:
     ends: dict[tuple[int, int], object] = {}
     intervals: dict[str, list[object]] = {"npu": [], "cpu": []}
     in_flight = []
+    makespan = model.new_int_var(0, horizon, "")
     for chunk, length in enumerate(instance.lengths):
         starts = [model.new_int_var(0, horizon, "") for _ in range(length)]
         for index, start in enumerate(starts):
@@ -93,20 +98,20 @@ def optimum(instance: Instance) -> float:
             intervals[subgraphs[index].device].append(
                 model.new_fixed_size_interval_var(start, instance.durations[index][chunk], "")
             )
-            if index > 0:
-                model.add(start >= ends[index - 1, chunk])
+            for source in range(index):
+                if set(subgraphs[source].outputs) & set(subgraphs[index].inputs):
+                    model.add(start >= ends[source, chunk])
             if subgraphs[index].state and chunk > 0:
                 model.add(start >= ends[index, chunk - 1])
             ends[index, chunk] = end
-        stay = model.new_int_var(0, horizon, "")
-        in_flight.append(model.new_interval_var(starts[0], stay, ends[length - 1, chunk], ""))
+        stay, left = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
+        model.add_max_equality(left, [ends[index, chunk] for index in range(length)])
+        in_flight.append(model.new_interval_var(starts[0], stay, left, ""))
+        model.add(makespan >= left)
     for processor in instance.processors:
         own = intervals[processor.name]
         model.add_cumulative(own, [1] * len(own), processor.workers)
     model.add_cumulative(in_flight, [1] * num_chunks, instance.chunks_in_flight)
-    makespan = model.new_int_var(0, horizon, "")
-    for chunk, length in enumerate(instance.lengths):
-        model.add(makespan >= ends[length - 1, chunk])
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -117,10 +122,12 @@ def optimum(instance: Instance) -> float:
 
 def test_the_default_is_within_3_percent_of_the_optimum_and_never_slower_than_in_order() -> None:
     random = Random(0)
-    excess = []
+    excess: dict[bool, list[float]] = {True: [], False: []}
     for number in range(NUM_INSTANCES):
         instance = random_instance(random)
         best, found = optimum(instance), instance.makespan(DEFAULT_POLICY)
         assert best <= found <= instance.makespan("in_order"), f"instance {number}"
-        excess.append(found / best - 1)
-    assert sum(excess) / len(excess) < 0.03
+        excess[instance.plan.flow.is_chain].append(found / best - 1)
+    for of_kind in excess.values():
+        assert len(of_kind) > NUM_INSTANCES // 3
+        assert sum(of_kind) / len(of_kind) < 0.03

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import pairwise
+from random import Random
 
 import pytest
-from fake_backend import make_plan, npu_and_cpu, shared_cpu
+from fake_backend import make_plan, npu_and_cpu, shared_cpu, subgraph
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError
+from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.policy import DEFAULT_POLICY, MOST_TASKS_FORESEEN, POLICIES, Task, find_policy
 from chunkrt.runtime.ranks import upward_ranks
@@ -33,7 +37,7 @@ def make_schedule(
     table = [list(durations.get(s.name) or durations[s.name.partition(".")[0]]) for s in plan.subgraphs]
     num_chunks = len(table[0])
     return Schedule(
-        plan.subgraphs,
+        plan,
         num_chunks=num_chunks,
         logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
         chunks_in_flight=in_flight,
@@ -114,9 +118,14 @@ def test_out_of_order_prefers_what_gives_the_npu_most_to_do() -> None:
 
 def test_out_of_order_counts_what_the_npu_unlocks_for_itself_against_it() -> None:
     """Two static subgraphs in a row: the first makes 7 ready for the NPU in chunk 0, 2 in chunk 1."""
-    first, dynamic, second, _ = make_plan(layers=1).subgraphs[1:]
+    plan = make_plan(layers=1)
+    row = [
+        subgraph("first", "npu", ["input_ids"], ["hidden.0"]),
+        subgraph("second", "npu", ["hidden.0"], ["hidden.1"]),
+        subgraph("dynamic.0", "cpu", ["hidden.1"], ["attention.0"], state=["cache.0"]),
+    ]
     schedule = Schedule(
-        (first, second, dynamic),
+        replace(plan, subgraphs=tuple(row)),
         num_chunks=2,
         logit_chunks=(),
         chunks_in_flight=2,
@@ -164,6 +173,94 @@ def test_critical_path_prefers_what_most_work_waits_for() -> None:
         ]
 
 
+FORKING = {
+    "embedding": [1] * 3,
+    "static": [1] * 3,
+    "linear": [2] * 3,
+    "shadow": [3] * 3,
+    "join": [1] * 3,
+    "dynamic": [1] * 3,
+    "head": [1] * 3,
+}
+"""linear.0 and shadow.0 read what static.0 writes; join.0 reads both."""
+
+FORKING_ORDERS = {
+    "in_order": [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "1-2 cpu embedding/1",
+        "2-4 npu linear.0/0",
+        "2-5 cpu shadow.0/0",
+        "4-5 npu static.0/1",
+        "5-6 npu join.0/0",  # of chunk 0; linear.0/1 is ready as well
+        "5-8 cpu shadow.0/1",
+        "6-8 npu linear.0/1",
+        "8-9 npu join.0/1",
+        "8-9 cpu dynamic.0/0",
+        "9-10 cpu dynamic.0/1",
+        "10-11 cpu embedding/2",
+        "11-12 npu static.0/2",
+        "12-14 npu linear.0/2",
+        "12-15 cpu shadow.0/2",
+        "15-16 npu join.0/2",
+        "16-17 cpu dynamic.0/2",
+        "17-18 npu static.1/2",
+        "18-19 cpu head/2",
+    ],
+    "out_of_order": [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "1-2 cpu embedding/1",
+        "2-3 cpu embedding/2",  # gives the NPU 1 to do; shadow.0/0 nothing, since linear.0/0 has not ended
+        "2-4 npu linear.0/0",
+        "3-6 cpu shadow.0/0",
+        "4-5 npu static.0/1",
+        "5-7 npu linear.0/1",
+        "6-9 cpu shadow.0/1",
+        "7-8 npu join.0/0",  # gives the NPU nothing; static.0/2 gives it 2, which counts against it
+        "8-9 npu static.0/2",
+        "9-10 npu join.0/1",
+        "9-10 cpu dynamic.0/0",
+        "10-11 cpu dynamic.0/1",
+        "10-12 npu linear.0/2",
+        "11-14 cpu shadow.0/2",
+        "14-15 npu join.0/2",
+        "15-16 cpu dynamic.0/2",
+        "16-17 npu static.1/2",
+        "17-18 cpu head/2",
+    ],
+    "critical_path": [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "1-2 cpu embedding/1",
+        "2-3 npu static.0/1",  # 9 must wait for it, by way of its shadow; 8 for linear.0/0
+        "2-5 cpu shadow.0/0",
+        "3-5 npu linear.0/0",
+        "5-6 cpu embedding/2",
+        "5-7 npu linear.0/1",
+        "6-9 cpu shadow.0/1",
+        "7-8 npu static.0/2",
+        "8-9 npu join.0/0",  # 6, as for linear.0/2
+        "9-11 npu linear.0/2",
+        "9-12 cpu shadow.0/2",  # 7; for dynamic.0/0 it is 5
+        "11-12 npu join.0/1",
+        "12-13 npu join.0/2",
+        "12-13 cpu dynamic.0/0",
+        "13-14 cpu dynamic.0/1",
+        "14-15 cpu dynamic.0/2",
+        "15-16 npu static.1/2",
+        "16-17 cpu head/2",
+    ],
+}
+
+
+@pytest.mark.parametrize("policy", CONCURRENT)
+def test_chunks_that_fork_and_join(policy: str) -> None:
+    plan = make_plan(layers=1, shadowed=1)
+    order = FORKING_ORDERS["critical_path" if policy == "look_ahead" else policy]
+    assert lines(make_schedule(policy, plan, FORKING), plan) == order
+
+
 def test_look_ahead_follows_whichever_policy_ends_first() -> None:
     plan = make_plan(layers=2)
     schedule = make_schedule("look_ahead", plan, HEAVY_ATTENTION)
@@ -182,6 +279,7 @@ def test_look_ahead_goes_by_the_critical_path_in_long_runs() -> None:
 
 @given(
     layers=st.integers(1, 4),
+    shadowed=st.sampled_from([0, 0, 1, 5]),
     num_chunks=st.integers(1, 6),
     in_flight=st.integers(1, 6),
     workers=st.integers(1, 3),
@@ -189,9 +287,9 @@ def test_look_ahead_goes_by_the_critical_path_in_long_runs() -> None:
     data=st.data(),
 )
 def test_look_ahead_is_never_slower_than_what_it_chooses_from(
-    layers: int, num_chunks: int, in_flight: int, workers: int, is_shared: bool, data: st.DataObject
+    layers: int, shadowed: int, num_chunks: int, in_flight: int, workers: int, is_shared: bool, data: st.DataObject
 ) -> None:
-    plan = make_plan(layers)
+    plan = make_plan(layers, shadowed=shadowed)
     times = st.lists(st.integers(0, 20), min_size=num_chunks, max_size=num_chunks)
     durations = {subgraph.name: data.draw(times) for subgraph in plan.subgraphs}
     processors = shared_cpu(workers) if is_shared else npu_and_cpu(workers)
@@ -222,47 +320,50 @@ def test_more_slots_gain_time_where_attention_grows(policy: str) -> None:
     assert found == expected[policy]
 
 
-@given(
-    num_chunks=st.integers(1, 4),
-    is_ordered=st.lists(st.booleans(), min_size=1, max_size=5),
-    in_flight=st.integers(1, 4),
-    data=st.data(),
-)
-def test_ranks_are_the_longest_paths(
-    num_chunks: int, is_ordered: list[bool], in_flight: int, data: st.DataObject
-) -> None:
-    """Against every path, walked."""
-    num_subgraphs = len(is_ordered)
+@given(num_chunks=st.integers(1, 4), in_flight=st.integers(1, 4), data=st.data())
+def test_ranks_are_the_longest_paths(num_chunks: int, in_flight: int, data: st.DataObject) -> None:
+    """Against every path, walked over what every subgraph reads."""
+    flags = data.draw(st.lists(st.booleans(), min_size=1, max_size=6))
+    reads = [data.draw(st.sets(st.integers(0, i - 1))) if i else set() for i in range(len(flags))]
     times = st.lists(st.integers(0, 9), min_size=num_chunks, max_size=num_chunks)
-    durations = data.draw(st.lists(times, min_size=num_subgraphs, max_size=num_subgraphs))
-    lengths = data.draw(st.lists(st.integers(1, num_subgraphs), min_size=num_chunks, max_size=num_chunks))
+    durations = data.draw(st.lists(times, min_size=len(flags), max_size=len(flags)))
+    has_logits = data.draw(st.lists(st.booleans(), min_size=num_chunks, max_size=num_chunks))
 
-    def longest(subgraph: int, chunk: int) -> int:
-        later = [0]
-        if subgraph + 1 < lengths[chunk]:
-            later.append(longest(subgraph + 1, chunk))
-        elif chunk + in_flight < num_chunks:
-            later.append(longest(0, chunk + in_flight))
-        if is_ordered[subgraph] and chunk + 1 < num_chunks and subgraph < lengths[chunk + 1]:
-            later.append(longest(subgraph, chunk + 1))
-        return durations[subgraph][chunk] + max(later)
+    def feeds_state(index: int) -> bool:
+        return flags[index] or any(index in reads[i] and feeds_state(i) for i in range(len(flags)))
 
-    assert upward_ranks(durations, lengths, is_ordered, in_flight) == [
-        [longest(subgraph, chunk) for subgraph in range(lengths[chunk])] for chunk in range(num_chunks)
+    part = {i for i in range(len(flags)) if feeds_state(i)} or {0}
+    passed = [set(range(len(flags))) if wanted else part for wanted in has_logits]
+
+    @cache
+    def longest(index: int, chunk: int) -> int:
+        later = [longest(i, chunk) for i in passed[chunk] if index in reads[i]]
+        if not later and chunk + in_flight < num_chunks:
+            later = [longest(i, chunk + in_flight) for i in passed[chunk + in_flight]]
+        if flags[index] and chunk + 1 < num_chunks:
+            later.append(longest(index, chunk + 1))
+        return durations[index][chunk] + max(later, default=0)
+
+    flow = Flow(reads, flags)
+    routes = [flow.with_logits if wanted else flow.without_logits for wanted in has_logits]
+    assert upward_ranks(durations, routes, flags, in_flight) == [
+        [longest(i, chunk) if i in passed[chunk] else 0 for i in range(len(flags))] for chunk in range(num_chunks)
     ]
 
 
-@given(policy=st.sampled_from(CONCURRENT), seed=st.randoms(use_true_random=False))
-def test_the_order_in_which_tasks_became_ready_does_not_matter(policy: str, seed: object) -> None:
+@given(policy=st.sampled_from(CONCURRENT), shadowed=st.integers(0, 3), seed=st.integers(0, 1000))
+def test_the_order_in_which_tasks_became_ready_does_not_matter(policy: str, shadowed: int, seed: int) -> None:
     """A policy is a function of what is ready, not of a list; so threads that race cannot change the schedule."""
-    plan = make_plan(layers=2)
-    schedule, shuffled = (make_schedule(policy, plan, HEAVY_ATTENTION, processors=shared_cpu(1)) for _ in range(2))
+    plan, random = make_plan(layers=2, shadowed=shadowed), Random(seed)
+    schedule = make_schedule(policy, plan, FORKING | HEAVY_ATTENTION, processors=shared_cpu(1))
     (everyone,) = schedule.processors
-    while (task := schedule.claim(everyone)) is not None:
-        seed.shuffle(shuffled.ready)  # type: ignore[attr-defined]
-        assert shuffled.claim(everyone) == task
+    while ready := schedule.ready:
+        random.shuffle(ready)
+        chosen = find_policy(policy).select(ready, schedule)
+        task = schedule.claim(everyone)
+        assert task is not None
+        assert task == chosen
         schedule.complete(task)
-        shuffled.complete(task)
     assert schedule.is_finished
 
 

@@ -20,6 +20,7 @@ from fake_backend import (
     npu_and_cpu,
     shared_cpu,
     tokens,
+    with_second_start,
 )
 
 from chunkrt.graph.plan import Plan
@@ -73,8 +74,25 @@ def check_graph(seed: int) -> None:
 
 
 def random_plan(random: Random) -> Plan:
-    """A toy decoder; half of them with their subgraphs on any device."""
-    plan = make_plan(layers=random.randint(1, 5), split_head=random.random() < 0.3)
+    """A toy decoder, half of them with layers that fork and join, some with two subgraphs that wait for nothing; half
+    with their subgraphs on any device."""
+    layers = random.randint(1, 5)
+    shadowed = random.choice((0, 0, random.randint(1, layers + 1), layers + 1))
+    plan = make_plan(layers, split_head=random.random() < 0.3, shadowed=shadowed)
+    if random.random() < 0.2:
+        static = [i for i, part in enumerate(plan.subgraphs) if part.name.startswith("static")]
+        plan = with_second_start(plan, random.choice(static))
+    plan = in_another_order(plan, random)
     if random.random() < 0.5:
         return plan
     return replace(plan, subgraphs=tuple(replace(s, device=random.choice(("npu", "cpu"))) for s in plan.subgraphs))
+
+
+def in_another_order(plan: Plan, random: Random) -> Plan:
+    """The same graph; of subgraphs that do not read each other any may come first."""
+    left, ordered = list(plan.subgraphs), []
+    while left:
+        written = {name for part in left for name in part.outputs}
+        ordered.append(random.choice([part for part in left if written.isdisjoint(part.inputs)]))
+        left.remove(ordered[-1])
+    return replace(plan, subgraphs=tuple(ordered))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from fake_backend import make_plan, npu_and_cpu, shared_cpu, subgraph
@@ -29,7 +30,7 @@ def make_schedule(
     processors: Sequence[Processor] | None = None,
 ) -> Schedule:
     return Schedule(
-        plan.subgraphs,
+        plan,
         num_chunks=num_chunks,
         logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
         chunks_in_flight=in_flight,
@@ -126,7 +127,7 @@ def test_a_decoder_that_is_one_subgraph_takes_chunk_after_chunk(in_flight: int) 
     whole = subgraph("whole", "cpu", ["input_ids"], ["hidden"], state=["cache"])
     head = subgraph("head", "cpu", ["hidden", "logit_rows"], ["logits"], rows="R")
     schedule = Schedule(
-        (whole, head),
+        replace(make_plan(), subgraphs=(whole, head)),
         num_chunks=3,
         logit_chunks=(2,),
         chunks_in_flight=in_flight,
@@ -179,7 +180,7 @@ class _Refusing:
 
 def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> None:
     schedule = Schedule(
-        make_plan().subgraphs,
+        make_plan(),
         num_chunks=1,
         logit_chunks=(),
         chunks_in_flight=1,
@@ -206,6 +207,7 @@ class _Adversary:
 
 @given(
     layers=st.integers(1, 3),
+    shadowed=st.integers(0, 4),
     num_chunks=st.integers(1, 5),
     in_flight=st.integers(1, 6),
     all_logits=st.booleans(),
@@ -219,6 +221,7 @@ class _Adversary:
 )
 def test_every_task_runs_once_and_the_rules_hold(
     layers: int,
+    shadowed: int,
     num_chunks: int,
     in_flight: int,
     all_logits: bool,
@@ -227,9 +230,9 @@ def test_every_task_runs_once_and_the_rules_hold(
     policy: Policy,
     durations: list[int],
 ) -> None:
-    plan = make_plan(layers)
+    plan = make_plan(layers, shadowed=shadowed)
     schedule = Schedule(
-        plan.subgraphs,
+        plan,
         num_chunks=num_chunks,
         logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
         chunks_in_flight=in_flight,
@@ -237,27 +240,42 @@ def test_every_task_runs_once_and_the_rules_hold(
         policy=policy,
     )
     spans = simulate(schedule, lambda task: durations[sum(task) % 7])
+    last_state = max(i for i, part in enumerate(plan.subgraphs) if part.state)
     has_logits = [all_logits or chunk == num_chunks - 1 for chunk in range(num_chunks)]
-    lengths = [len(plan.subgraphs) if wanted else 2 * layers + 1 for wanted in has_logits]
+    lengths = [len(plan.subgraphs) if wanted else last_state + 1 for wanted in has_logits]
     expected = [Task(s, chunk) for chunk in range(num_chunks) for s in range(lengths[chunk])]
     assert sorted(task for *_, task in spans) == sorted(expected)
     times = {task: (start, end) for start, end, _, task in spans}
     for task, (start, _) in times.items():
-        if task.subgraph > 0:
-            assert times[Task(task.subgraph - 1, task.chunk)][1] <= start
+        for index, source in enumerate(plan.subgraphs):
+            if set(source.outputs) & set(plan.subgraphs[task.subgraph].inputs):
+                assert times[Task(index, task.chunk)][1] <= start
         if plan.subgraphs[task.subgraph].state and task.chunk > 0:
             assert times[Task(task.subgraph, task.chunk - 1)][1] <= start
     for chunk in range(num_chunks):
         entered = times[Task(0, chunk)][0]
-        ended = [times[Task(lengths[c] - 1, c)][1] for c in range(chunk)]
+        ended = [max(times[Task(s, c)][1] for s in range(lengths[c])) for c in range(chunk)]
         assert sum(end > entered for end in ended) < in_flight
 
 
-@given(choices=st.lists(st.integers(0, 5), max_size=40), in_flight=st.integers(1, 4), all_logits=st.booleans())
-def test_what_a_task_unlocks_is_what_its_end_adds(choices: list[int], in_flight: int, all_logits: bool) -> None:
-    plan = make_plan(2)
+@given(
+    choices=st.lists(st.integers(0, 5), max_size=60),
+    shadowed=st.integers(0, 3),
+    in_flight=st.integers(1, 4),
+    all_logits=st.booleans(),
+    is_headless=st.booleans(),
+)
+def test_what_a_task_unlocks_is_what_its_end_adds(
+    choices: list[int], shadowed: int, in_flight: int, all_logits: bool, is_headless: bool
+) -> None:
+    """Also where a chunk begins and ends with state, so that its end passes on both its turn and its slot."""
+    plan = make_plan(2, shadowed=shadowed)
+    if is_headless:
+        first = replace(plan.subgraphs[0], state=("cache.0",))
+        second = subgraph("second", "cpu", ["input_ids"], ["qkv.0"], state=["cache.1"])
+        plan = replace(plan, subgraphs=(first, second))
     schedule = Schedule(
-        plan.subgraphs,
+        plan,
         num_chunks=4,
         logit_chunks=range(4) if all_logits else (),
         chunks_in_flight=in_flight,
@@ -266,7 +284,86 @@ def test_what_a_task_unlocks_is_what_its_end_adds(choices: list[int], in_flight:
     )
     (everyone,) = schedule.processors
     while (task := schedule.claim(everyone)) is not None:
-        expected = {*schedule.ready, *schedule.unlocked_by(task)}
+        unlocked = schedule.unlocked_by(task)
+        expected = sorted([*schedule.ready, *unlocked])
         schedule.complete(task)
-        assert set(schedule.ready) == expected
+        assert sorted(schedule.ready) == expected
     assert schedule.chunks_done == 4
+
+
+FORK = make_plan(layers=1, shadowed=1)
+"""embedding, static.0, linear.0 and shadow.0 at once, join.0, dynamic.0, static.1, head."""
+
+FORK_TIMES = {"embedding": 1, "static": 1, "linear": 3, "shadow": 2, "join": 1, "dynamic": 2, "head": 1}
+
+
+def fork_lines(policy: str, num_chunks: int) -> list[str]:
+    schedule = make_schedule(FORK, num_chunks, policy=policy)
+    times = [FORK_TIMES[part.name.partition(".")[0]] for part in FORK.subgraphs]
+    return lines(FORK, simulate(schedule, lambda task: times[task.subgraph]))
+
+
+def test_tasks_of_one_chunk_that_do_not_read_each_other_run_at_once() -> None:
+    expected = [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "2-4 cpu shadow.0/0",
+        "2-5 npu linear.0/0",
+        "5-6 npu join.0/0",
+        "6-8 cpu dynamic.0/0",
+        "8-9 npu static.1/0",
+        "9-10 cpu head/0",
+    ]
+    for policy in POLICIES:
+        if policy != "sequential":
+            assert fork_lines(policy, 1) == expected, policy
+
+
+def test_a_join_waits_for_whichever_comes_last() -> None:
+    slow = [10 if part.name == "shadow.0" else 1 for part in FORK.subgraphs]
+    spans = simulate(make_schedule(FORK, 1), lambda task: slow[task.subgraph])
+    assert lines(FORK, spans)[2:5] == ["2-3 npu linear.0/0", "2-12 cpu shadow.0/0", "12-13 npu join.0/0"]
+
+
+def test_sequential_runs_one_side_of_a_fork_after_the_other() -> None:
+    assert fork_lines("sequential", 1) == [
+        "0-1 cpu embedding/0",
+        "1-2 npu static.0/0",
+        "2-5 npu linear.0/0",
+        "5-7 cpu shadow.0/0",
+        "7-8 npu join.0/0",
+        "8-10 cpu dynamic.0/0",
+        "10-11 npu static.1/0",
+        "11-12 cpu head/0",
+    ]
+
+
+def test_a_chunk_without_wanted_logits_leaves_out_what_no_state_reads() -> None:
+    aside = subgraph("aside", "cpu", ["narrow.0"], ["aside"])
+    plan = replace(FORK, subgraphs=(*FORK.subgraphs[:3], aside, *FORK.subgraphs[3:]))
+    passed = {task for *_, task in simulate(make_schedule(plan, 2))}
+    assert {plan.subgraphs[s].name for s, chunk in passed if chunk == 1} == {part.name for part in plan.subgraphs}
+    assert {plan.subgraphs[s].name for s, chunk in passed if chunk == 0} == {
+        "embedding",
+        "static.0",
+        "linear.0",
+        "shadow.0",
+        "join.0",
+        "dynamic.0",
+    }
+
+
+def test_devices_of_different_processors_are_handed_out_to_each() -> None:
+    """One processor runs both roles, the other the NPU's alone."""
+    both = Processor(name="both", devices=frozenset({"npu", "cpu"}), workers=1)
+    npu = Processor(name="npu", devices=frozenset({"npu"}), workers=1)
+    schedule = make_schedule(FORK, 2, processors=[both, npu])
+    assert schedule.claim(npu) is None
+    assert (schedule.num_ready(both), schedule.num_ready(npu)) == (2, 0)
+    schedule.claim(both)
+    schedule.claim(both)
+    schedule.complete(Task(0, 0))
+    schedule.complete(Task(0, 1))
+    assert (schedule.num_ready(both), schedule.num_ready(npu)) == (2, 2)
+    assert schedule.claim(npu) == Task(1, 0)
+    assert schedule.claim(both) == Task(1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.graph.plan import Plan, Tensor
+from chunkrt.graph.plan import Tensor
 from chunkrt.runtime.state import CacheDtype, State
 
 PLAN = make_plan()
@@ -48,13 +49,7 @@ def test_caches_are_zero_aligned_and_of_the_asked_type(dtype: CacheDtype, item_b
 def test_memory_is_reserved_and_not_committed() -> None:
     psutil = pytest.importorskip("psutil", reason="psutil measures the committed memory")
     tensor = Tensor(name="cache", dtype="float32", shape=(64, "P", 128), kind="state")
-    plan = Plan(
-        **vars(PLAN)
-        | {
-            "context_length": 2**15,
-            "tensors": {**PLAN.tensors, "cache.0": tensor},
-        }
-    )
+    plan = replace(PLAN, context_length=2**15, tensors={**PLAN.tensors, "cache.0": tensor})
     before = psutil.Process().memory_info().rss
     state = State(plan, 2**15)
     grown = psutil.Process().memory_info().rss - before
@@ -75,7 +70,7 @@ def test_another_dtype_is_refused() -> None:
 
 def test_a_cache_of_another_form_is_refused() -> None:
     odd = Tensor(name="cache.0", dtype="float32", shape=("P", 3), kind="state")
-    plan = Plan(**vars(PLAN) | {"tensors": {**PLAN.tensors, "cache.0": odd}})
+    plan = replace(PLAN, tensors={**PLAN.tensors, "cache.0": odd})
     with pytest.raises(ModelError, match=r"cache 'cache.0' has shape \('P', 3\)"):
         State(plan, 8)
 
@@ -164,7 +159,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     check_refused(filled(3, dtype="float16"), path, r"float32 \(1, 20, 3\), not float16")
     check_refused(State(make_plan(3), 32), path, "holds 3 tensors, not the 4 of this decoder .*cache.2")
     wide = Tensor(name="cache.1", dtype="float32", shape=(2, "P", 3), kind="state")
-    plan = Plan(**vars(PLAN) | {"tensors": {**PLAN.tensors, "cache.1": wide}})
+    plan = replace(PLAN, tensors={**PLAN.tensors, "cache.1": wide})
     check_refused(State(plan, 32), path, r"'cache.1' is float32 \(1, 20, 3\), not float32 \(2, 20, 3\)")
     check_refused(filled(3), tmp_path / "missing", "cannot load a state from .*No such file")
     check_refused(filled(3), tmp_path, "cannot load a state from")

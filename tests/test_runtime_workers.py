@@ -79,6 +79,19 @@ def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
     check_result(plan, finish(lambda: executor.run(tokens(16), State(plan, CONTEXT))), 16)
 
 
+@pytest.mark.parametrize("num_tokens", [2, CHUNK, 2 * CHUNK])
+def test_two_tasks_of_one_chunk_run_at_the_same_time(num_tokens: int) -> None:
+    plan = make_plan(shadowed=1)
+    both_run = threading.Barrier(2)
+
+    def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) in {("linear.0", 0), ("shadow.0", 0)}:
+            both_run.wait(60)
+
+    executor = make_executor(plan, before=meet)
+    check_result(plan, finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT))), num_tokens)
+
+
 def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
     plan = make_plan()
     arrived = threading.Barrier(2)

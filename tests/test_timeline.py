@@ -1,13 +1,16 @@
 """What a timeline shows: every task and every gap, at its time."""
 
 import xml.etree.ElementTree as ElementTree
+from itertools import combinations, pairwise
 
 import pytest
-from fake_backend import npu_and_cpu
+from fake_backend import make_plan, npu_and_cpu
+from hypothesis import given
+from hypothesis import strategies as st
 from test_trace import virtual_record
 
 from chunkrt.runtime.idle import idle_gaps
-from chunkrt.timeline.picture import COLOURS, LABELS, Bar, Row, ink, make_picture
+from chunkrt.timeline.picture import COLOURS, LABELS, Bar, Row, in_lanes, ink, make_picture
 from chunkrt.timeline.vector import to_html, to_svg
 
 RECORD = virtual_record(npu_and_cpu(2), duration=1_000_000)
@@ -33,6 +36,42 @@ def test_chunks_show_their_tasks_in_order() -> None:
         starts = [bar.start for bar in row.bars]
         assert starts == sorted(starts)
         assert all(bar.text.split(",")[0].endswith(row.name) for bar in row.bars)
+
+
+def test_tasks_of_a_chunk_that_run_at_once_share_its_height() -> None:
+    record = virtual_record(npu_and_cpu(), plan=make_plan(layers=1, shadowed=1), num_chunks=1)
+    (row,) = make_picture(record).chunks
+    lanes = {bar.text.split(" ")[0]: (bar.lane, bar.lanes) for bar in row.bars if bar.end > bar.start}
+    assert lanes == {
+        "static.0": (0, 1),
+        "linear.0": (0, 2),
+        "shadow.0": (1, 2),
+        "join.0": (0, 1),
+        "dynamic.0": (0, 1),
+        "static.1": (0, 1),
+        "head": (0, 1),
+    }
+    text = to_svg(make_picture(record))
+    heights = {
+        path.find("{*}title").text.split(" ")[0]: float(path.attrib["d"].split("v")[1].split("h")[0])  # type: ignore[union-attr]
+        for path in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}path")
+        if path.find("{*}title") is not None
+    }
+    assert heights["linear.0"] == heights["shadow.0"] == pytest.approx(heights["join.0"] / 2, abs=0.1)
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), max_size=12))
+def test_bars_in_one_lane_never_overlap_and_lanes_are_no_more_than_needed(spans: list[tuple[int, int]]) -> None:
+    bars = in_lanes([Bar(start, start + length, "linears", "") for start, length in spans])
+    assert sorted((bar.start, bar.end - bar.start) for bar in bars) == sorted(spans)
+    for bar in bars:
+        assert 0 <= bar.lane < bar.lanes <= len(bars)
+    for one, other in combinations(bars, 2):
+        if one.start < other.end and other.start < one.end:
+            assert one.lanes == other.lanes
+            assert one.lane != other.lane
+    if all(one.end <= other.start for one, other in pairwise(sorted(bars))):
+        assert {bar.lanes for bar in bars} <= {1}
 
 
 def test_shares_fill_a_hundred_percent() -> None:

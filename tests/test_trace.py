@@ -23,10 +23,10 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 PLAN = make_plan(layers=2)
 
 
-def virtual_record(processors, *, num_chunks=4, slots=3, start=10**15, duration=1001, position=0):
+def virtual_record(processors, *, plan=PLAN, num_chunks=4, slots=3, start=10**15, duration=1001, position=0):
     """A run on a virtual clock in which tasks of a worker touch, late on the clock, with odd nanoseconds."""
     schedule = Schedule(
-        PLAN.subgraphs,
+        plan,
         num_chunks=num_chunks,
         logit_chunks=range(num_chunks - 1, num_chunks),
         chunks_in_flight=slots,
@@ -38,7 +38,7 @@ def virtual_record(processors, *, num_chunks=4, slots=3, start=10**15, duration=
         for e in run_on_virtual_clock(schedule, lambda task: duration * (task.subgraph * 3 + task.chunk))
     ]
     pipeline = Pipeline(
-        stages=stages_of(PLAN.subgraphs),
+        stages=stages_of(plan),
         processors=tuple(processors),
         policy="in_order",
         chunk_length=8,
@@ -86,6 +86,41 @@ def test_arrows_lead_along_every_chunk(tmp_path):
         if chunk == 0:
             del stages[0]  # it took no time
         assert tasks == [f"{stage} {name}" for stage in stages]
+
+
+def test_arrows_lead_along_both_sides_of_a_fork(tmp_path):
+    plan = make_plan(layers=1, shadowed=1)
+    record = virtual_record(npu_and_cpu(), plan=plan)
+    write_trace(tmp_path / "out.json", [record], "toy")
+    flows = CheckedTrace(tmp_path / "out.json").flows
+    ways = [["static.0", "linear.0", "join.0", "dynamic.0"], ["static.0", "shadow.0", "join.0"]]
+    expected = [[f"{stage} chunk {chunk}" for stage in way] for chunk in range(4) for way in ways]
+    for chunk in range(4):
+        if chunk > 0:  # of chunk 0 it took no time
+            expected[2 * chunk].insert(0, f"embedding chunk {chunk}")
+    expected[-2] += ["static.1 chunk 3", "head chunk 3"]
+    assert list(flows.values()) == expected
+    back = read_trace(tmp_path / "out.json")
+    assert back[0].pipeline == record.pipeline
+    assert [g[2:] for g in idle_gaps(back[0])] == [
+        (g.start_ns - record.start_ns, g.end_ns - record.start_ns, g.cause) for g in idle_gaps(record)
+    ]
+
+
+def test_a_trace_of_the_format_before_is_read_as_a_chain(tmp_path):
+    path, record = tmp_path / "out.json", virtual_record(npu_and_cpu())
+    write_trace(path, [record], "toy")
+    data = json.loads(path.read_text("utf-8"))
+    data["otherData"]["format"] = "chunkrt trace 1"
+    (pipeline,) = data["otherData"]["pipelines"]
+    pipeline["stages"] = [[stage.name, stage.device, stage.has_state] for stage in record.pipeline.stages]
+    path.write_text(json.dumps(data))
+    (back,) = read_trace(path)
+    assert back.pipeline == record.pipeline
+    pipeline["stages"][2] = ["a", "cpu", True, [1]]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_trace(path)
 
 
 def test_counters(tmp_path):
@@ -264,8 +299,13 @@ NO_TRACES = {
     "many tokens": (set_run(num_tokens=1 << 80), "is no whole number"),
     "pipeline": (set_run(pipeline=3), "is damaged"),
     "slots": (set_pipeline(num_slots=0), "a pipeline of 0 slots"),
-    "device": (set_pipeline(stages=[["a", "gpu", True]]), "'gpu' is no device"),
+    "device": (set_pipeline(stages=[["a", "gpu", "linears", []]]), "'gpu' is no device"),
+    "work": (set_pipeline(stages=[["a", "cpu", True, []]]), "True is no work"),
     "stage": (set_pipeline(stages=[7]), "is damaged"),
+    "stage of another format": (set_pipeline(stages=[["a", "cpu", True]]), "is damaged"),
+    "waits for itself": (set_pipeline(stages=[["a", "cpu", "linears", [0]]]), "stage 0 waits for [0], which do not"),
+    "waits for a word": (set_pipeline(stages=[["a", "cpu", "linears", "b"]]), "'b' is no whole number"),
+    "waits for what is not there": (set_pipeline(stages=[["a", "cpu", "linears", [-1]]]), "-1 is no whole number"),
     "workers": (set_pipeline(processors=[PROCESSOR | {"workers": 10**12}]), "has 1000000000000 workers"),
     "twins": (set_pipeline(processors=[PROCESSOR, PROCESSOR]), "is damaged"),
     "policy": (set_pipeline(policy=[]), "[] is no name"),
@@ -289,7 +329,7 @@ def test_a_file_that_is_no_trace_is_one_clear_line(tmp_path, name):
     [
         (set_run(num_tokens=10**15), "tasks for"),
         (set_run(end_ns=3), "does not lie between"),
-        (set_pipeline(stages=[["only", "cpu", True]]), "there is no task"),
+        (set_pipeline(stages=[["only", "cpu", "attention", []]]), "there is no task"),
         (set_pipeline(processors=[PROCESSOR]), "no worker 0 of processor 'npu' runs"),
         (set_event(dur=1e9), "does not lie between"),
     ],

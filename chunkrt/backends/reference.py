@@ -15,7 +15,7 @@ from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
-from chunkrt.quant.grid import round_to_grid
+from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
@@ -93,10 +93,10 @@ class DynamicWeight:
 
 
 class StaticWeight:
-    """An int8 weight [K, N] with its scales [N], and the grids of the left operand and of the result."""
+    """An int8 weight [K, N] with its scales [N], the grid of the left operand, and that of the result if it has one."""
 
     def __init__(
-        self, integers: NDArray[np.int8], scale: Float32, *, bits: int, input_step: Float32, output_step: Float32
+        self, integers: NDArray[np.int8], scale: Float32, *, bits: int, input_step: Float32, output_step: Float32 | None
     ) -> None:
         self._exact = integers.astype(np.float64)  # sums of 24-bit products are exact up to a depth of 2^29
         self._scale = scale
@@ -107,8 +107,15 @@ class StaticWeight:
     def multiply(self, left: Float32) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]."""
         accumulated = round_to_grid(left, self._input_step, self._bits).astype(np.float64) @ self._exact
-        result = accumulated.astype(np.float32) * (self._input_step * self._scale)
+        result: Float32 = accumulated.astype(np.float32) * (self._input_step * self._scale)
+        if self._output_step is None:
+            return result
         return round_to_grid(result, self._output_step, self._bits) * self._output_step
+
+    def multiply_excess(self, left: Float32) -> Float32:
+        """What `multiply` leaves out where left [T, K] is beyond its grid, float32 [T, N]."""
+        excess = excess_over_grid(left, self._input_step).astype(np.float64)
+        return ((excess @ self._exact) * self._scale).astype(np.float32)
 
 
 def _quantized_weight(name: str, scheme: Scheme, weights: WeightStore) -> DynamicWeight | StaticWeight:
@@ -120,7 +127,7 @@ def _quantized_weight(name: str, scheme: Scheme, weights: WeightStore) -> Dynami
         scale,
         bits=scheme.activation_bits_of(name),
         input_step=weights.array(name + INPUT_STEP_SUFFIX),
-        output_step=weights.array(name + OUTPUT_STEP_SUFFIX),
+        output_step=None if scheme.has_float_output(name) else weights.array(name + OUTPUT_STEP_SUFFIX),
     )
 
 
@@ -134,6 +141,11 @@ def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
 @operators.register("MatMul")
 def _matmul(left: Float32, right: Float32 | DynamicWeight | StaticWeight) -> Float32:
     return left @ right if isinstance(right, np.ndarray) else right.multiply(left)
+
+
+@operators.register("ShadowLinear", "chunkrt")
+def _shadow_linear(left: Float32, right: StaticWeight) -> Float32:
+    return right.multiply_excess(left)
 
 
 @operators.register("Add")

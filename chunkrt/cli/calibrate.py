@@ -9,13 +9,16 @@ from typing import Any
 import click
 import numpy as np
 
-from chunkrt.calibrate import DEFAULT_NUM_TOKENS, cached_calibration
-from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
+from chunkrt.choose import cached_choice
+from chunkrt.cli.choice import choice_lines
+from chunkrt.cli.options import progress_bar, quantisation_options, verbose_option
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.engine_directory import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Node, Plan
-from chunkrt.model import find_checkpoint
+from chunkrt.model import DEFAULT_NPU_SCHEME, choose_recipe, find_checkpoint
+from chunkrt.options import EngineOptions
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.ranges import METHODS, Method
 from chunkrt.quant.weights import linear_nodes
@@ -37,14 +40,24 @@ NUM_SHOWN = 5
 @click.option("--tokens", "num_tokens", type=int, help=f"Tokens to use.  [default: up to {DEFAULT_NUM_TOKENS}]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a copy to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@quantisation_options
 @verbose_option
 def calibrate(
-    model: str, text_file: Path | None, method: Method, num_tokens: int | None, output: Path | None, as_json: bool
+    model: str,
+    text_file: Path | None,
+    method: Method,
+    num_tokens: int | None,
+    output: Path | None,
+    as_json: bool,
+    **quantisation: Any,
 ) -> None:
     """Measure how large the values of MODEL get: a catalogue name, a GGUF file or a Hugging Face folder.
 
     Static schemes take the grids of their activations from it. A model tuned for chat reads the text's paragraphs as
     the turns of a conversation. The result is cached; the default one is made when a static scheme first needs it.
+
+    With --scheme w8a8 --shadow auto, or --scheme mixed, it also searches for what keeps within --budget, and prints
+    what was chosen and why. The other commands find that again under the same options.
 
     percentile is for models without massive values: many decoders keep single values thousands of times the median,
     and stop working when these are cut off.
@@ -53,7 +66,12 @@ def calibrate(
         raise ConfigError(f"--tokens is {num_tokens}, expected at least 1")
     if is_engine_directory(Path(model)):
         raise ConfigError(f"{model} is compiled, its grids are fixed; give the checkpoint to calibrate it anew")
-    text = _read(text_file) if text_file else None
+    if quantisation["calibration"]:
+        raise ConfigError("a calibration is what this command makes; leave --calibration away")
+    text = _read(text_file) if text_file else shipped_text()
+    recipe = choose_recipe(EngineOptions(npu="native", **quantisation), DEFAULT_NPU_SCHEME)
+    if not recipe.scheme.is_static:
+        raise ConfigError(f"the scheme {recipe.scheme.name!r} measures values as they pass; calibrate for a static one")
     with progress_bar() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
@@ -61,18 +79,31 @@ def calibrate(
             planned,
             checkpoint,
             model=model,
-            text=text,
+            token_ids=calibration_tokens(planned, text, num_tokens),
             method=method,
-            num_tokens=num_tokens,
+            equalisation=recipe.scheme.equalisation,
+            is_rotated=recipe.scheme.is_rotated,
             progress=lambda done, total: progress("calibrating", done, total),
         )
+        if recipe.search:
+            choice, choice_path = cached_choice(
+                planned,
+                checkpoint,
+                recipe,
+                calibration,
+                progress=lambda done, total: progress("choosing schemes", done, total),
+            )
     if output:
         calibration.save(output)
     summary = _summary(planned.plan, calibration, output or path)
+    if recipe.search:
+        summary["choice"] = choice.to_dict() | {"path": str(choice_path)}
     if as_json:
         click.echo(json.dumps(summary, indent=1, ensure_ascii=False))
-    else:
-        _print(summary)
+        return
+    _print(summary)
+    if recipe.search:
+        click.echo("\n" + "\n".join(choice_lines(choice)) + f"\nsaved to {choice_path}")
 
 
 def _read(path: Path) -> str:
@@ -91,7 +122,7 @@ def _summary(plan: Plan, calibration: Calibration, path: Path) -> dict[str, Any]
     return {
         "model": calibration.model,
         "method": calibration.method,
-        "tokens": calibration.num_tokens,
+        "tokens": calibration.token_ids.size,
         "values": len(calibration.peaks),
         "widest": {"name": widest, "peak": calibration.peaks[widest]},
         "most_uneven": linears[:NUM_SHOWN],

@@ -4,61 +4,72 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.cli.options import htp_option, progress_bar, verbose_option
+from chunkrt.cli.options import (
+    QUANTISATION_FIELDS,
+    htp_option,
+    progress_bar,
+    quantisation_options,
+    settings_option,
+    verbose_option,
+)
 from chunkrt.errors import ConfigError
+from chunkrt.graph.placement import Placement
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
-from chunkrt.quant.scheme import SCHEMES
 
 
 @click.command()
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
-@click.option("--soc", "socs", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
-@click.option("--chunk", "chunks", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
-@click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16 with --soc]")
-@click.option("--calibration", type=click.Path(path_type=Path), help="What `chunkrt calibrate` wrote.")
+@click.option("--soc", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
+@click.option("--chunk", "chunk_length", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
+@quantisation_options
 @click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 @htp_option
 @verbose_option
+@settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "htp")
 def compile(
     model: str,
     output: Path,
-    socs: str | None,
-    chunks: str | None,
+    soc: str | None,
+    chunk_length: str | int | None,
     as_json: bool,
-    scheme: str | None,
-    calibration: Path | None,
-    placement: Path | None,
+    placement: Path | Placement | None,
     htp: HtpOptions,
+    **quantisation: Any,
 ) -> None:
     """Compile MODEL: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
 
     What was compiled is cached: an interrupted compilation goes on where it stopped. The folder is written whole or
     not at all.
+
+    Of a settings file it takes soc, chunk_length (with a SoC), placement, htp and how to quantise. The rest, such
+    as policy and chunks_in_flight, is not compiled in: give the same file to `chunkrt run` or `bench`.
     """
     from chunkrt.deploy import compile_engine
 
-    if chunks is not None and socs is None:
+    is_chunk_given = click.get_current_context().get_parameter_source("chunk_length") is ParameterSource.COMMANDLINE
+    if is_chunk_given and soc is None:
         raise ConfigError("--chunk says what an NPU is compiled for; name its SoC with --soc")
     options = EngineOptions(
-        npu="qnn" if socs is not None else "native",
-        scheme=scheme,
-        calibration=calibration,
+        npu="qnn" if soc is not None else "native",
         placement=placement,
         htp=htp,
+        **quantisation,
     )
     with progress_bar() as progress:
         written = compile_engine(
             model,
             output,
             options,
-            socs=[] if socs is None else [name.strip() for name in socs.split(",")],
-            chunk_lengths=[DEFAULT_CHUNK_LENGTH] if chunks is None else _chunk_lengths(chunks),
+            socs=[] if soc is None else [name.strip() for name in soc.split(",")],
+            chunk_lengths=[DEFAULT_CHUNK_LENGTH] if chunk_length is None else _chunk_lengths(str(chunk_length)),
             progress=progress,
         )
         progress("", 0, 0)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine import Engine, load
-from chunkrt.options import NPU_CHOICES, ON_NPU_FAILURE
-from chunkrt.quant.scheme import SCHEMES
+from chunkrt.errors import ConfigError
+from chunkrt.options import NPU_CHOICES, ON_NPU_FAILURE, OUTPUTS, EngineOptions
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace_file import check_trace_path, write_trace
+from chunkrt.settings import read_settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -26,6 +30,62 @@ _HTP = click.option(
     callback=lambda context, parameter, value: HtpOptions.parse(value),
     help="A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
 )
+
+
+def _budget(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text.removeprefix("kl="))
+    except ValueError as error:
+        raise ConfigError(f"--budget is {text!r}, expected kl=NATS, as in kl=0.01") from error
+
+
+def _equalisation(text: str | None) -> float | Literal["off"] | None:
+    if text is None or text == "off":
+        return text  # type: ignore[return-value]
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--equalise is {text!r}, expected 0 to 1, or off") from error
+
+
+QUANTISATION_FIELDS = ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation")
+_QUANTISATION_OPTIONS = (
+    click.option("--scheme", type=click.Choice(SCHEME_NAMES), help="Quantisation.  [default: the model's]"),
+    click.option(
+        "--calibration", type=click.Path(path_type=Path), help="What `chunkrt calibrate` wrote.  [default: made]"
+    ),
+    click.option(
+        "--shadow",
+        metavar="none|all|auto|LIST",
+        help="8-bit linears whose largest inputs are computed in float beside them; auto: the fewest within --budget.  "
+        "[default: none]",
+    ),
+    click.option(
+        "--budget",
+        metavar="kl=NATS",
+        callback=lambda context, parameter, value: _budget(value),
+        help="Mean KL divergence from the float model allowed to --shadow auto and --scheme mixed.  "
+        f"[default: kl={DEFAULT_BUDGETS['shadow']} and kl={DEFAULT_BUDGETS['mixed']}]",
+    ),
+    click.option(
+        "--outputs",
+        type=click.Choice(OUTPUTS),
+        help="Of static linears: rounded to a grid, as an NPU does, or float.  "
+        "[default: float for w8a8 on a CPU, else grid]",
+    ),
+    click.option(
+        "--equalise",
+        "equalisation",
+        metavar="0..1|off",
+        callback=lambda context, parameter, value: _equalisation(value),
+        help="Unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
+    ),
+    click.option(
+        "--rotate", "rotation", is_flag=True, help="Rotate the residual stream before a static scheme quantises."
+    ),
+)
 _ENGINE_OPTIONS = (
     click.option(
         "--npu",
@@ -35,7 +95,6 @@ _ENGINE_OPTIONS = (
         help="Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
         "off: no partition, all on the CPU.",
     ),
-    click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: the model's]"),
     click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]"),
     click.option(
         "--policy",
@@ -50,9 +109,6 @@ _ENGINE_OPTIONS = (
     click.option("--threads", type=int, help="Thread budget.  [default: the cores]"),
     click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]"),
     click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules."),
-    click.option(
-        "--calibration", type=click.Path(path_type=Path), help="What `chunkrt calibrate` wrote.  [default: made]"
-    ),
     click.option("--soc", help="The SoC whose NPU is used or emulated.  [default: this one, or SM8650]"),
     click.option(
         "--on-npu-failure",
@@ -61,12 +117,51 @@ _ENGINE_OPTIONS = (
     ),
     _HTP,
 )
+_SETTINGS = click.option(
+    "--settings",
+    "settings_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML file of options, such as `chunkrt tune` writes. Those given here win over it.",
+)
 _VERBOSE = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Logs and tracebacks.")
 
 
 def engine_options(command: Command) -> Command:
-    """Give a command the options that `EngineOptions` takes, and -v; they arrive as keyword arguments."""
-    for option in reversed((*_ENGINE_OPTIONS, _VERBOSE)):
+    """Give a command the options that `EngineOptions` takes, --settings and -v; they arrive as keyword arguments.
+
+    It stands below all other options of the command.
+    """
+    command = settings_option(*EngineOptions.__dataclass_fields__)(command)
+    for option in reversed((*_ENGINE_OPTIONS[:1], *_QUANTISATION_OPTIONS, *_ENGINE_OPTIONS[1:], _VERBOSE)):
+        command = option(command)
+    return command
+
+
+def settings_option(*names: str) -> Callable[[Command], Command]:
+    """Give a command --settings. What the file says of these names arrives as keyword arguments.
+
+    What is given on the command line wins over the file, and the file over an option's default.
+    """
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def with_settings(*arguments: Any, settings_file: Path | None, **options: Any) -> Any:
+            if settings_file is not None:
+                source = click.get_current_context().get_parameter_source
+                found = read_settings(settings_file)
+                given = {name for name in options if source(name) is not ParameterSource.DEFAULT}
+                options |= {name: found[name] for name in names if name in found and name not in given}
+            return command(*arguments, **options)
+
+        return _SETTINGS(cast(Command, with_settings))
+
+    return decorate
+
+
+def quantisation_options(command: Command) -> Command:
+    """Give a command those of the engine's options that say how a checkpoint is quantised."""
+    for option in reversed(_QUANTISATION_OPTIONS):
         command = option(command)
     return command
 

@@ -13,11 +13,11 @@ from chunkrt.cli.options import engine_options, progress_bar
 from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.model import check_compiled, choose_scheme, engine_folder, find_checkpoint, options_placement
+from chunkrt.model import check_compiled, choose_recipe, engine_folder, find_checkpoint, options_placement
 from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
-from chunkrt.quant.scheme import Scheme, find_scheme
+from chunkrt.quant.scheme import Scheme
 
 
 @click.command()
@@ -51,7 +51,9 @@ def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, 
 
 
 def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
-    """A model's plan, and the scheme and the chunk length that an engine would take; no weight is read.
+    """A model's plan, and the scheme and the chunk length that an engine would take.
+
+    No weight is read, unless a scheme has to be searched for.
 
     Raises:
         ConfigError, ModelError: as `chunkrt.load`.
@@ -59,15 +61,18 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
     if is_engine_directory(Path(model)):
         check_compiled(Path(model), options)
         manifest = read_manifest(Path(model))
-        found, scheme = read_plan(Path(model)), find_scheme(manifest.scheme)
+        found, scheme = read_plan(Path(model)), manifest.scheme
         compiled_for = compiled_chunk_length(manifest)
     else:
-        from chunkrt.compiler import plan_checkpoint
+        from chunkrt.compiler import plan_checkpoint, prepare
 
         with progress_bar() as progress:
             checkpoint, default_scheme = find_checkpoint(model, progress)
-        found = plan_checkpoint(checkpoint, options_placement(options)).plan
-        scheme = choose_scheme(options, default_scheme)
+            recipe = choose_recipe(options, default_scheme)
+            scheme = recipe.scheme
+            if recipe.search:
+                scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
+        found = plan_checkpoint(checkpoint, options_placement(options), scheme).plan
         compiled_for = DEFAULT_CHUNK_LENGTH
     chunk_length = options.chunk_length or compiled_for
     if chunk_length > found.context_length:
@@ -80,7 +85,7 @@ def _save_onnx(model: str, options: EngineOptions, folder: Path) -> None:
 
     with progress_bar() as progress:
         engine = engine_folder(model, options, progress)
-        scheme = find_scheme(read_manifest(engine).scheme)
+        scheme = read_manifest(engine).scheme
         num_files = save_subgraphs(
             read_plan(engine), scheme, open_weights(engine), folder, lambda d, t: progress("writing ONNX", d, t)
         )

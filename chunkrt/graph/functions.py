@@ -104,6 +104,26 @@ TwoDigitLinear (x, weight, weight_scale) => (y)
     second = chunkrt.DynamicLinear (remainder, weight, weight_scale)
     y = Add (first, second)
 }
+
+<domain: "chunkrt", opset_import: ["": 23]>
+ShadowLinear (x, weight, step, weight_scale) => (y)
+{
+    # what x exceeds an 8-bit grid by, where it does, times the weight in float
+    levels = Constant <value_float = 127.0> ()
+    minus_levels = Constant <value_float = -127.0> ()
+    zero = Constant <value_float = 0.0> ()
+    quotient = Div (x, step)
+    q = Round (quotient)
+    magnitude = Abs (q)
+    is_beyond = Greater (magnitude, levels)
+    kept = Clip (q, minus_levels, levels)
+    kept_value = Mul (kept, step)
+    rest = Sub (x, kept_value)
+    excess = Where (is_beyond, rest, zero)
+    weight_float = CastLike (weight, x)
+    dequantised = Mul (weight_float, weight_scale)
+    y = MatMul (excess, dequantised)
+}
 """
 
 

@@ -1,7 +1,8 @@
 """Partitioning: from the decoder's graph to the plan.
 
 Every node has a device: its module's, where one was placed, or the rule's. Neighbours on one device melt into one
-subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and a head.
+subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and a head. A
+linear with a shadow (`graph/shadow.py`) is a subgraph of its own, and so is its shadow.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Literal, cast
 
 import onnx_ir as ir
 
-from chunkrt.graph.plan import DTYPE_BYTES, Attribute, Device, Node, Plan, Subgraph, Tensor
-from chunkrt.graph.tracing import DEVICE_KEY
+from chunkrt.graph.functions import DOMAIN
+from chunkrt.graph.plan import DTYPE_BYTES, SHADOW_OP, Attribute, Device, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.tracing import ALONE_KEY, DEVICE_KEY
 
-DYNAMIC_OPS = {("chunkrt", "CachedAttention"), ("", "Gather")}
-"""What depends on position, state or run-time indices; without a place of its own it goes to the CPU."""
+DYNAMIC_OPS = {("chunkrt", "CachedAttention"), (DOMAIN, SHADOW_OP), ("", "Gather")}
+"""What depends on position, state, run-time indices or on which values are large; without a place of its own it goes to
+the CPU."""
 
 _DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.INT64: "int64"}
 
@@ -30,7 +33,7 @@ def partition(model: ir.Model, *, family: str) -> Plan:
     graph = model.graph
     nodes = list(graph)
     state = {v.name or "" for v in graph.inputs if v.shape and "P" in _dimensions(v)}
-    groups = [list(group) for _, group in groupby(nodes, key=lambda n: (_device(n), _rows(n)))]
+    groups = [list(group) for _, group in groupby(nodes, key=_home)]
     names = _names(groups)
     subgraphs = tuple(_subgraph(name, group, nodes, graph, state) for name, group in zip(names, groups, strict=True))
     logits = graph.outputs[0]
@@ -44,6 +47,11 @@ def partition(model: ir.Model, *, family: str) -> Plan:
         vocab_size=int(_dimensions(logits)[-1]),
         context_length=int(_dimensions(cos)[0]) if cos is not None else 0,
     )
+
+
+def _home(node: ir.Node) -> tuple[str, ...]:
+    """Neighbours with the same one share a subgraph."""
+    return _device(node), _rows(node), node.metadata_props.get(ALONE_KEY, "")
 
 
 def _device(node: ir.Node) -> Device:
@@ -67,19 +75,21 @@ def _is_static(nodes: Sequence[ir.Node]) -> bool:
 
 
 def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
-    """What a person would call them: embedding, static.0, dynamic.0, static.1, ..., head."""
+    """What a person would call them: embedding, static.0, dynamic.0, static.1, ..., shadow.0, ..., head."""
     counts: dict[str, int] = {}
     names = []
     for index, group in enumerate(groups):
         if all(node.op_type == "Gather" for node in group) and index == 0:
             kind = "embedding"
+        elif group[0].op_type == SHADOW_OP:
+            kind = "shadow"
         elif _rows(group[0]) == "R":
             kind = "head"
         else:
             kind = "static" if _is_static(group) else "dynamic"
         number = counts.get(kind, 0)
         counts[kind] = number + 1
-        names.append(f"{kind}.{number}" if kind in ("static", "dynamic") or number else kind)
+        names.append(f"{kind}.{number}" if kind in ("static", "dynamic", "shadow") or number else kind)
     return names
 
 
@@ -105,8 +115,7 @@ def _subgraph(
 
 
 def _node(node: ir.Node) -> Node:
-    stateful = node.domain == "chunkrt"
-    outputs = node.outputs[:1] if stateful else node.outputs
+    outputs = node.outputs[:1] if node.domain == DOMAIN else node.outputs  # the others are what its state becomes
     return Node(
         name=node.name or "",
         op=node.op_type,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Device
@@ -37,10 +37,26 @@ def read_placement(path: Path) -> Placement:
         placement = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the placement file {path}: {error}") from error
+    return check_placement(placement, str(path))
+
+
+def check_placement(placement: Any, where: str) -> Placement:
+    """A placement, of which nothing is known yet.
+
+    Args:
+        placement: what was found.
+        where: the file or the argument, for messages.
+
+    Raises:
+        ConfigError: it is no mapping of patterns to devices.
+    """
+    if not isinstance(placement, Mapping):
+        raise ConfigError(f"{where} holds {placement!r}, expected a mapping such as {{'lm_head': 'npu'}}")
     for pattern, device in placement.items():
         if device not in ("npu", "cpu"):
-            raise ConfigError(f"{path}: {pattern!r} is placed on {device!r}, expected 'npu' or 'cpu'")
-    return cast(Placement, placement)
+            hint = "; write the pattern in quotes" if isinstance(device, Mapping) else ""
+            raise ConfigError(f"{where}: {pattern!r} is placed on {device!r}, expected 'npu' or 'cpu'{hint}")
+    return dict(placement)
 
 
 def place(decoder: Module, placement: Placement) -> None:

@@ -13,16 +13,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Literal, get_args
 
 from chunkrt.errors import ModelError
+from chunkrt.graph.flow import Flow
 
 Device = Literal["npu", "cpu"]
 Kind = Literal["value", "weight", "state"]
 Rows = Literal["T", "R"]
 Dimension = int | str
 Attribute = int | float | str | list[int] | list[float]
+
+SHADOW_OP = "ShadowLinear"
+"""Of our domain: what a linear's inputs exceed its grid by, times its weight; see `graph/shadow.py`."""
+
+MAIN_SUFFIX = ".main"
+"""Added to the name of a linear's output where a shadow is added to it under the name itself."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 
@@ -82,7 +90,7 @@ class Subgraph:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The subgraphs of one decoder in execution order, with every tensor they name."""
+    """The subgraphs of one decoder, each after those whose outputs it reads, with every tensor they name."""
 
     family: str
     subgraphs: tuple[Subgraph, ...]
@@ -101,6 +109,16 @@ class Plan:
     def state_tensors(self) -> tuple[Tensor, ...]:
         """Every cache tensor, in the order of the subgraphs that own them."""
         return tuple(self.tensors[name] for s in self.subgraphs for name in s.state)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """What waits for what: a subgraph for those that write its inputs."""
+        writers: dict[str, int] = {}
+        reads = []
+        for index, subgraph in enumerate(self.subgraphs):
+            reads.append({writers[name] for name in subgraph.inputs if name in writers})
+            writers.update(dict.fromkeys(subgraph.outputs, index))
+        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs])
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -156,7 +174,7 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"tensor {name!r} is {tensor}")
     if len({subgraph.name for subgraph in plan.subgraphs}) < len(plan.subgraphs):
         raise ValueError("two subgraphs share a name")
-    known = set(plan.inputs)
+    known, taken = set(plan.inputs), set(plan.inputs)
     for subgraph in plan.subgraphs:
         if subgraph.device not in get_args(Device) or subgraph.rows not in get_args(Rows):
             raise ValueError(f"{subgraph.name} is on {subgraph.device!r} with rows {subgraph.rows!r}")
@@ -174,6 +192,9 @@ def _check(plan: Plan) -> None:
         if not known.issuperset(subgraph.inputs) or not inside.issuperset(subgraph.outputs):
             raise ValueError(f"{subgraph.name} reads or gives what is not there")
         known.update(subgraph.outputs)
+        if not taken.isdisjoint((*subgraph.outputs, *subgraph.state)):
+            raise ValueError(f"{subgraph.name} writes what another writes")
+        taken.update(subgraph.outputs, subgraph.state)
         for name in inside - {""}:
             plan.tensors[name]
     if plan.output not in known or type(plan.vocab_size) is not int or type(plan.context_length) is not int:

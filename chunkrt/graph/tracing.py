@@ -21,6 +21,8 @@ IR_VERSION = 10
 DEVICE_KEY = "chunkrt.device"
 """Where a node's own device is written, in its metadata; a node without it is placed by rule."""
 MODULE_KEY = "chunkrt.module"
+ALONE_KEY = "chunkrt.alone"
+"""Marks a node that shall be a subgraph of its own, by its name."""
 
 _current: ContextVar[Trace] = ContextVar("trace")
 

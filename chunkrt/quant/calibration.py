@@ -7,41 +7,70 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import is_zipfile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError
+from chunkrt.quant.folding import Folding
+from chunkrt.quant.ranges import Method
 
-FORMAT = 1
+FORMAT = 3
+NUMBERS = ("peaks", "limits", "shadow_limits")
+BY_NAME = ("column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels")
+"""Fields of a calibration: a number for each name, an array for each name."""
+
+
+SHADOW_SHARE = 0.005
+"""Of the values of a shadowed linear's input, what its grid leaves to the shadow. The rest has steps as much finer."""
+
+
+def num_hot_channels(depth: int) -> int:
+    """How many rows of a shadowed linear's weight, of so many in all, are kept dequantised."""
+    return max(1, depth // 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What was seen of one decoder on one text.
 
-    model: what was calibrated, as it was named. text: SHA-256 of the text's tokens. method: how limits were chosen.
-    num_tokens: of the text, as far as it was used.
+    model: what was calibrated, as it was named. token_ids: int64 [n], of the text. method: how limits were chosen.
+    equalisation, is_rotated: of the scheme that it is for. folding: what these did to the weights beforehand.
     peaks: for every value between the nodes of a plan, by name, its largest magnitude: 16-bit grids reach so far.
     limits: for every linear's input, where an 8-bit grid should end: at the peak or, depending on the method, below it.
     column_peaks: float32 [N], for every linear's output: the largest magnitude of each column.
+    channel_peaks: float32 [K], for every linear's input: the largest magnitude of each channel.
+
+    For a linear that gets a shadow, which takes over what its input's grid does not hold:
+    shadow_limits: where the 8-bit grid of its input ends, by the input's name.
+    shadowed_column_peaks: as column_peaks, of the product of what the grid holds.
+    hot_channels: int32 [num_hot_channels(K)], ascending: the input's channels that exceed the grid most often.
     """
 
     model: str
-    text: str
-    method: str
-    num_tokens: int
+    token_ids: NDArray[np.int64]
+    method: Method
+    equalisation: float | None
+    is_rotated: bool
+    folding: Folding
     peaks: Mapping[str, float]
     limits: Mapping[str, float]
     column_peaks: Mapping[str, NDArray[np.float32]]
+    channel_peaks: Mapping[str, NDArray[np.float32]]
+    shadow_limits: Mapping[str, float]
+    shadowed_column_peaks: Mapping[str, NDArray[np.float32]]
+    hot_channels: Mapping[str, NDArray[np.int32]]
 
     def save(self, path: Path) -> None:
         """Write a NumPy .npz archive, aside and then renamed. Raises ModelError if that fails."""
-        about = {name: getattr(self, name) for name in ("model", "text", "method", "num_tokens")}
+        about = {name: getattr(self, name) for name in ("model", "method", "equalisation", "is_rotated")}
         names: dict[str, list[str]] = {}
-        arrays = {f"columns/{name}": peaks for name, peaks in self.column_peaks.items()}
-        for field in ("peaks", "limits"):
+        arrays = {f"{field}/{name}": array for field in BY_NAME for name, array in getattr(self, field).items()}
+        arrays |= {f"folding/{name}": array for name, array in self.folding.arrays().items()}
+        arrays["token_ids"] = self.token_ids
+        for field in NUMBERS:
             by_name: Mapping[str, float] = getattr(self, field)
             arrays[field] = np.array(list(by_name.values()), np.float32)
             names[field] = list(by_name)
@@ -53,7 +82,7 @@ class Calibration:
                     np.savez_compressed(
                         file,
                         about=np.array(json.dumps({"format": FORMAT, "names": names, **about})),
-                        **arrays,  # type: ignore[arg-type]
+                        **arrays,
                     )
                 aside.replace(path)
             finally:
@@ -78,13 +107,18 @@ class Calibration:
                 if about.pop("format") != FORMAT:
                     raise ValueError("another format")
                 names = about.pop("names")
-                return Calibration(
-                    **about,
-                    peaks=dict(zip(names["peaks"], archive["peaks"].tolist(), strict=True)),
-                    limits=dict(zip(names["limits"], archive["limits"].tolist(), strict=True)),
-                    column_peaks={
-                        name.removeprefix("columns/"): archive[name] for name in archive if name.startswith("columns/")
-                    },
-                )
+
+                def numbers(field: str) -> dict[str, float]:
+                    return dict(zip(names[field], archive[field].tolist(), strict=True))
+
+                def arrays(field: str) -> dict[str, NDArray[Any]]:
+                    return {
+                        key.removeprefix(f"{field}/"): archive[key] for key in archive if key.startswith(f"{field}/")
+                    }
+
+                fields: dict[str, Any] = {field: numbers(field) for field in NUMBERS}
+                fields |= {field: arrays(field) for field in BY_NAME}
+                folding = Folding.from_arrays(arrays("folding"))
+                return Calibration(**about, **fields, token_ids=archive["token_ids"], folding=folding)
         except Exception as error:  # a damaged archive raises whatever its bytes lead to
             raise ModelError(f"{path} is not a calibration ({error}); run `chunkrt calibrate` again") from error

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import QuantizationError
-from chunkrt.graph.plan import Node
+from chunkrt.graph.plan import MAIN_SUFFIX, Node
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import LEVELS, Scheme
 
@@ -31,10 +31,10 @@ SUM_RESOLUTION = 256
 
 @dataclass(frozen=True, kw_only=True)
 class LinearGrids:
-    """The steps of one linear: of its input float32 [1], of its output float32 [1] or, by column, [N]."""
+    """The steps of one linear: of its input float32 [1]; of its output float32 [1], by column [N], or None."""
 
     input_step: Float32
-    output_step: Float32
+    output_step: Float32 | None
 
 
 def round_to_grid(x: Float32, step: Float32, bits: int) -> Float32:
@@ -42,6 +42,14 @@ def round_to_grid(x: Float32, step: Float32, bits: int) -> Float32:
     levels = np.float32(LEVELS[bits])
     quotient: Float32 = np.rint(x / step).clip(-levels, levels)
     return quotient
+
+
+def excess_over_grid(x: Float32, step: Float32) -> Float32:
+    """What x [T, K] exceeds an 8-bit grid by where it saturates, 0 elsewhere; step [1]. A NaN stays one."""
+    levels = np.float32(LEVELS[8])
+    quotient = np.rint(x / step)
+    excess: Float32 = np.where(np.abs(quotient) <= levels, np.float32(0), x - quotient.clip(-levels, levels) * step)
+    return excess
 
 
 def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scale: Float32) -> LinearGrids:
@@ -55,17 +63,23 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scal
     """
     if calibration is None:
         raise QuantizationError(f"the scheme {scheme.name!r} needs a calibration; run `chunkrt calibrate` on the model")
-    (source, weight), result = linear.inputs, linear.outputs[0]
+    (source, weight), result = linear.inputs, linear.outputs[0].removesuffix(MAIN_SUFFIX)
     bits, by_column = scheme.activation_bits_of(weight), scheme.has_column_grids(weight)
+    is_shadowed = scheme.is_shadowed(weight)
+    limits_of = calibration.peaks if bits == 16 else calibration.shadow_limits if is_shadowed else calibration.limits
+    columns_of = calibration.shadowed_column_peaks if is_shadowed else calibration.column_peaks
     try:
-        inputs = (calibration.peaks if bits == 16 else calibration.limits)[source]
-        outputs = calibration.column_peaks[result] if by_column else calibration.peaks[result]
+        input_step = _steps(limits_of[source], bits)
+        outputs: Float32 | float = calibration.peaks[result]
+        if by_column or is_shadowed:
+            outputs = columns_of[result] if by_column else float(columns_of[result].max())
     except KeyError as error:
         raise QuantizationError(f"the calibration knows nothing of {error}; calibrate this model anew") from error
+    if scheme.has_float_output(weight):
+        return LinearGrids(input_step=input_step, output_step=None)
     if by_column and np.size(outputs) != scale.size:
         found = f"{np.size(outputs)} columns of {weight}, the model has {scale.size}"
         raise QuantizationError(f"the calibration is another model's: it knows {found}")
-    input_step = _steps(inputs, bits)
     limits = np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(outputs, np.float32)
     if by_column:
         limits = np.minimum(limits, np.maximum(outputs, np.float32(FLOAT16_MAX)))

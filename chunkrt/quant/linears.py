@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from chunkrt.errors import ConfigError
 from chunkrt.graph.export import to_onnx
 from chunkrt.graph.functions import DOMAIN, expansion
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.quant.qdq import insert_qdq, qdq_values
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
-from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
+from chunkrt.weights.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
+
+SHADOW_STEP_SUFFIX, SHADOW_SCALE_SUFFIX = ".shadow_step", ".shadow_scale"
 
 
 def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
@@ -33,10 +35,12 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
         return
     graph = model.graph
     for node in list(graph):
-        weight = node.inputs[1] if node.op_type == "MatMul" else None
+        weight = node.inputs[1] if node.op_type in ("MatMul", SHADOW_OP) else None
         if weight is None or weight.name not in graph.initializers:
             continue
-        if scheme.is_static:
+        if node.op_type == SHADOW_OP:
+            _complete_shadow(graph, node, weight)
+        elif scheme.is_static:
             insert_qdq(graph, node, scheme)
         else:
             _make_dynamic(graph, node, weight, scheme)
@@ -59,18 +63,34 @@ def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Sche
     node.replace_input_with(2, scale)
 
 
+def _complete_shadow(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
+    """Its own copy of what is beside the weight: the main half may have folded its output's grid into the scales."""
+    assert weight.shape is not None
+    weight.type = ir.TensorType(ir.DataType.INT8)
+    node.resize_inputs(4)
+    for index, suffix, shape in ((2, SHADOW_STEP_SUFFIX, [1]), (3, SHADOW_SCALE_SUFFIX, [weight.shape[-1]])):
+        name = f"{weight.name}{suffix}"
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+        graph.initializers[name] = value
+        node.replace_input_with(index, value)
+
+
 def initializer_values(
-    plan: Plan, scheme: Scheme, weights: WeightStore, names: Iterable[str]
+    plan: Plan, scheme: Scheme, weights: WeightStore, names: Collection[str]
 ) -> dict[str, NDArray[Any]]:
     """The arrays of a model's initializers: what a scheme makes of linears, float32 for the rest."""
     quantized = linear_weights(plan) if scheme.weight_bits else set()
     values: dict[str, NDArray[Any]] = {}
-    for name in names:
-        if name in quantized and scheme.is_static:
+    for name in quantized.intersection(names):
+        if scheme.is_static:
             values |= qdq_values(name, scheme, weights)
-        elif name in quantized:
+        else:
             values[name], values[name + SCALE_SUFFIX] = weights.linear(name)
-    return values | {name: weights.array(name).astype(np.float32, copy=False) for name in names if name not in values}
+        if scheme.is_shadowed(name):
+            values[name + SHADOW_STEP_SUFFIX] = weights.array(name + INPUT_STEP_SUFFIX)
+            values[name + SHADOW_SCALE_SUFFIX] = weights.array(name + SCALE_SUFFIX)
+    rest = {name: weights.array(name).astype(np.float32, copy=False) for name in names if name not in values}
+    return {name: values[name] for name in names if name in values} | rest
 
 
 def save_subgraphs(

@@ -4,7 +4,10 @@
 
 Activations are unsigned with their zero in the middle, because that is what Hexagon's matrix unit takes. It has one
 grid for a whole output: columns with grids of their own are brought to the range -1..1 by the weight's scales, and back
-by the Mul.
+by the Mul. An output that stays in float has neither grid nor Mul.
+
+Unsigned integers have one more value below zero than above. The shadow of a linear counts from the grid's last level,
+so the input of such a linear is kept from that value by a Max.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from chunkrt.weights.store import (
 )
 
 INPUT_ZERO_SUFFIX, OUTPUT_ZERO_SUFFIX, COLUMN_LIMIT_SUFFIX = ".input_zero", ".output_zero", ".column_limit"
+INPUT_LOWEST_SUFFIX = ".input_lowest"
 
 ACTIVATION_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}
 ZERO = {8: 128, 16: 32768}
@@ -36,14 +40,17 @@ def qdq_values(weight: str, scheme: Scheme, weights: WeightStore) -> dict[str, N
     """The initializers of one static linear in QDQ form, by name; the weight itself is int8 or int4 [K, N]."""
     bits = scheme.activation_bits_of(weight)
     integers, scale = weights.linear(weight)
-    output_step = weights.array(weight + OUTPUT_STEP_SUFFIX)
     zero = np.full((), ZERO[bits], ACTIVATION_DTYPES[bits])
     values: dict[str, NDArray[Any]] = {
         weight + INPUT_STEP_SUFFIX: weights.array(weight + INPUT_STEP_SUFFIX).reshape(()),
         weight + INPUT_ZERO_SUFFIX: zero,
-        weight + OUTPUT_STEP_SUFFIX: output_step[:1].reshape(()),
-        weight + OUTPUT_ZERO_SUFFIX: zero,
     }
+    if scheme.is_shadowed(weight):
+        values[weight + INPUT_LOWEST_SUFFIX] = np.array(-LEVELS[bits] * values[weight + INPUT_STEP_SUFFIX], np.float32)
+    if not scheme.has_float_output(weight):
+        output_step = weights.array(weight + OUTPUT_STEP_SUFFIX)
+        values[weight + OUTPUT_STEP_SUFFIX] = output_step[:1].reshape(())
+        values[weight + OUTPUT_ZERO_SUFFIX] = zero
     if scheme.has_column_grids(weight):
         limit = output_step * np.float32(LEVELS[bits])
         scale = scale / limit
@@ -84,10 +91,14 @@ def insert_qdq(graph: ir.Graph, linear: ir.Node, scheme: Scheme) -> None:
         attributes = {"axis": 0, "block_size": BLOCK_LENGTH}
     else:
         scale, attributes = constant(SCALE_SUFFIX, ir.DataType.FLOAT, [columns]), {"axis": 1}
+    if scheme.is_shadowed(name):
+        source = builder.node("Max", [source, constant(INPUT_LOWEST_SUFFIX, ir.DataType.FLOAT)], f"{name}.input.kept")
     left = through_grid(source, INPUT_STEP_SUFFIX, INPUT_ZERO_SUFFIX, f"{name}.input")
     right = builder.node("DequantizeLinear", [weight, scale], f"{name}.dequantized", attributes)
     product = builder.node("MatMul", [left, right], f"{name}.product")
-    output = through_grid(product, OUTPUT_STEP_SUFFIX, OUTPUT_ZERO_SUFFIX, f"{name}.output")
+    output = product
+    if not scheme.has_float_output(name):
+        output = through_grid(product, OUTPUT_STEP_SUFFIX, OUTPUT_ZERO_SUFFIX, f"{name}.output")
     if scheme.has_column_grids(name):
         limit = constant(COLUMN_LIMIT_SUFFIX, ir.DataType.FLOAT, [columns])
         output = builder.node("Mul", [output, limit], f"{name}.by_column")

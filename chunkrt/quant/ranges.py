@@ -42,12 +42,13 @@ class Range:
     does not matter in which pieces the stream comes: percentile is the magnitude that 99.99 % stay below; mse the limit
     whose 8-bit grid leaves the least square error, of rounding below and of saturation above it.
 
+    counts: without them there is only the largest.
     largest: so far; infinite or not a number if a value was.
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, *, counts: bool = True) -> None:
         self.largest = np.float32(0)
-        self._counts = None if method == "absmax" else np.zeros(NUM_BINS, np.int64)
+        self._counts = np.zeros(NUM_BINS, np.int64) if counts else None
         self._method = method
 
     def update(self, values: Float32) -> None:
@@ -64,16 +65,18 @@ class Range:
     @property
     def limit(self) -> float:
         """The limit of a grid for these values, a float32's; 0 if all were zero."""
-        if self._counts is None or self.largest == 0:
+        if self._counts is None or self._method == "absmax" or self.largest == 0:
             return float(self.largest)
-        choose = _percentile if self._method == "percentile" else _least_square_error
-        return float(min(np.float32(choose(self._counts, float(self.largest))), self.largest))
+        if self._method == "percentile":
+            return self.quantile(PERCENTILE / 100)
+        return float(min(np.float32(_least_square_error(self._counts, float(self.largest))), self.largest))
 
-
-def _percentile(counts: NDArray[np.int64], largest: float) -> float:
-    num_below = np.cumsum(counts)
-    found = int(np.searchsorted(num_below, num_below[-1] * (PERCENTILE / 100)))
-    return min(float(EDGES[found + 1]), largest)
+    def quantile(self, share: float) -> float:
+        """A magnitude, a float32's, that this share of the values stay below, or a little more; they were counted."""
+        assert self._counts is not None
+        num_below = np.cumsum(self._counts)
+        found = int(np.searchsorted(num_below, num_below[-1] * share))
+        return float(min(EDGES[found + 1], np.float64(self.largest)))
 
 
 def _least_square_error(counts: NDArray[np.int64], largest: float) -> float:

@@ -6,9 +6,10 @@ backend. What lies between them stays in float32, and in float16 on an NPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from chunkrt.errors import unknown_name
 
@@ -33,7 +34,14 @@ class Scheme:
     wide: the linears that 8 bits hurt most; their activations take 16 bits. Dynamic ones take them in two int8 rows,
         x ~ q1 * s1 + q2 * s2, where the second quantises what the first leaves.
     column_grids: static only: linears whose every output column has a grid of its own.
+    float_outputs: static only: linears whose output stays float32. An NPU has none: there, outputs have as many bits as
+        inputs.
+    shadowed: static only: linears whose 8-bit input grid holds most values, but not the few largest; what these exceed
+        it by is multiplied in float beside, by a `chunkrt::ShadowLinear` on the CPU.
     weights_of_8_bits: linears that keep 8-bit weights where others have 4.
+    equalisation: static only: how much of the unevenness between the channels of an input is moved into the weights
+        beforehand, 0 to 1; None: nothing is. See `quant/folding.py`.
+    is_rotated: whether the residual stream is rotated beforehand, so that no channel stands out.
     """
 
     name: str
@@ -42,7 +50,17 @@ class Scheme:
     activation_bits: Literal[8, 16] = 8
     wide: tuple[str, ...] = ()
     column_grids: tuple[str, ...] = ()
+    float_outputs: tuple[str, ...] = ()
+    shadowed: tuple[str, ...] = ()
     weights_of_8_bits: tuple[str, ...] = ()
+    equalisation: float | None = None
+    is_rotated: bool = False
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Scheme:
+        """Read what `dataclasses.asdict` gave, by way of JSON. Raises TypeError for anything else."""
+        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in data.items()}
+        return Scheme(**values)
 
     @property
     def is_static(self) -> bool:
@@ -63,7 +81,15 @@ class Scheme:
 
     def has_column_grids(self, weight: str) -> bool:
         """Whether the columns of a linear's output have grids of their own."""
-        return _matches(weight, self.column_grids)
+        return _matches(weight, self.column_grids) and not self.has_float_output(weight)
+
+    def has_float_output(self, weight: str) -> bool:
+        """Whether a linear's output stays float32, on no grid."""
+        return not self.is_static or _matches(weight, self.float_outputs)
+
+    def is_shadowed(self, weight: str) -> bool:
+        """Whether what a linear's input exceeds its grid by is multiplied in float beside."""
+        return self.is_static and self.activation_bits_of(weight) == 8 and _matches(weight, self.shadowed)
 
 
 def _matches(weight: str, patterns: tuple[str, ...]) -> bool:
@@ -75,6 +101,10 @@ SENSITIVE = (DOWN_PROJ, QKV_PROJ, HEAD)
 """down_proj's inputs have single channels thousands of times the median, errors in q and k are magnified by the
 softmax, and the head decides the token; docs/architecture.md has the figures."""
 
+DEFAULT_EQUALISATION = 0.75
+"""For inputs that norms make; others get 0.5 (`quant/equalisation.py`). On SmolLM2-135M it halves what qkv and gate_up
+lose in 8 bits beside 0.5, SmoothQuant's choice, and costs their weights nothing that can be measured."""
+
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
@@ -83,7 +113,14 @@ SCHEMES = {
         # down_proj writes the massive values of the residual stream: they sit in a few columns, and one grid for all
         # would be theirs.
         Scheme(name="w8a16", weight_bits=8, activations="static", activation_bits=16, column_grids=(DOWN_PROJ,)),
-        Scheme(name="w8a8", weight_bits=8, activations="static", wide=SENSITIVE, column_grids=("*",)),
+        Scheme(
+            name="w8a8",
+            weight_bits=8,
+            activations="static",
+            wide=(HEAD,),
+            column_grids=("*",),
+            equalisation=DEFAULT_EQUALISATION,
+        ),
         Scheme(
             name="w4a16",
             weight_bits=4,
@@ -95,6 +132,11 @@ SCHEMES = {
     )
 }
 
+MIXED = "mixed"
+"""Starts from w8a8 and is searched for: which linears take 16 bits, and which have shadows."""
+
+SCHEME_NAMES = (*SCHEMES, MIXED)
+
 STATIC_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.is_static)
 """The names of those that need a calibration; an NPU runs no others."""
 
@@ -105,6 +147,27 @@ def find_scheme(name: str) -> Scheme:
     Raises:
         ConfigError: there is none of that name; the message offers the nearest and lists all.
     """
+    if name == MIXED:
+        return replace(SCHEMES["w8a8"], name=MIXED)
     if name in SCHEMES:
         return SCHEMES[name]
-    raise unknown_name("scheme", name, SCHEMES)
+    raise unknown_name("scheme", name, SCHEME_NAMES)
+
+
+Search = Literal["shadow", "mixed"]
+
+DEFAULT_BUDGETS: Mapping[Search, float] = {"shadow": 0.0125, "mixed": 0.0125}
+"""Nats of mean KL divergence from the float model. 8-bit weights alone cost SmolLM2-135M 0.003 to 0.005."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a checkpoint is compiled under: a scheme, or where to start searching for one.
+
+    search: "shadow": the fewest shadows; "mixed": the most 8-bit linears; each with a mean KL divergence of at most
+        `budget` nats on the calibration text. See `chunkrt/choose.py`.
+    """
+
+    scheme: Scheme
+    search: Search | None = None
+    budget: float | None = None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.errors import QuantizationError
+from chunkrt.errors import QuantizationError, unknown_name
 from chunkrt.graph.plan import Node, Plan, Tensor
-from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme
 from chunkrt.weights.layout import pack, packed_shape
 from chunkrt.weights.store import (
+    HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
@@ -124,6 +126,16 @@ def linear_weights(plan: Plan) -> set[str]:
     return set(linear_nodes(plan))
 
 
+def check_shadowed(plan: Plan, scheme: Scheme) -> None:
+    """Raises ConfigError if a scheme shadows what is no 8-bit linear of the plan; the message offers the nearest."""
+    narrow = [name for name in linear_nodes(plan) if scheme.activation_bits_of(name) == 8]
+    for pattern in scheme.shadowed:
+        if not any(fnmatchcase(name, pattern) for name in narrow):
+            raise unknown_name(
+                "linear of 8 bits", pattern, narrow, hint="`chunkrt plan` lists linears; '*' stands for any text"
+            )
+
+
 def write_weights(
     plan: Plan,
     scheme: Scheme,
@@ -167,7 +179,12 @@ def write_weights(
             later[name + SCALE_SUFFIX] = scale
             if scheme.is_static:
                 grids = grids_of(linears[name], scheme, calibration, scale)
-                later[name + INPUT_STEP_SUFFIX], later[name + OUTPUT_STEP_SUFFIX] = grids.input_step, grids.output_step
+                later[name + INPUT_STEP_SUFFIX] = grids.input_step
+                if grids.output_step is not None:
+                    later[name + OUTPUT_STEP_SUFFIX] = grids.output_step
+            if scheme.is_shadowed(name):
+                assert calibration is not None
+                later[name + HOT_CHANNELS_SUFFIX] = calibration.hot_channels[linears[name].inputs[0]]
         for entry in beside:
             writer.write(later[entry.name])
     progress(len(names), len(names))
@@ -213,6 +230,9 @@ def _linear_entries(tensor: Tensor, scheme: Scheme) -> list[Entry]:
         beside[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // BLOCK_LENGTH), columns))
     if scheme.is_static:
         beside[INPUT_STEP_SUFFIX] = ("float32", (1,))
-        beside[OUTPUT_STEP_SUFFIX] = ("float32", (columns,) if scheme.has_column_grids(name) else (1,))
+        if not scheme.has_float_output(name):
+            beside[OUTPUT_STEP_SUFFIX] = ("float32", (columns,) if scheme.has_column_grids(name) else (1,))
+        if scheme.is_shadowed(name):
+            beside[HOT_CHANNELS_SUFFIX] = ("int32", (num_hot_channels(depth),))
     packed = Entry(name=name, dtype="int8", shape=packed_shape(depth, columns), logical_shape=(depth, columns))
     return [packed, *(Entry(name=name + s, dtype=d, shape=n, logical_shape=n) for s, (d, n) in beside.items())]

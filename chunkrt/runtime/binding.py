@@ -1,7 +1,8 @@
 """A subgraph's executable bound to the ring of chunk buffers: which rows it sees, and where padding stays.
 
 An executable of any length gets views of the rows that hold tokens. One of fixed length gets whole buffers,
-whose padding rows are zeroed at its inputs, every time: an earlier subgraph may have left anything there.
+whose padding rows are zeroed at its inputs, every time: an earlier subgraph may have left anything there. Several may
+read one value at once: those of any length do not see its padding, and the others all write the same zeros.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of the chunks in flight: the values that cross from one subgraph to the next.
 
-Every ring slot holds one chunk's values. Within a slot, values whose lives do not meet share memory: a
-value lives from the subgraph that writes it to the last one that reads it.
+Every ring slot holds one chunk's values. Within a slot a value takes over another's memory if the subgraph that writes
+it starts only after all that write or read the other have ended, in whatever order tasks run.
 """
 
 from __future__ import annotations
@@ -56,30 +56,35 @@ class BufferLayout:
         self.chunk_length = chunk_length
         self.buffer_of: dict[str, int] = {}
         self.buffer_bytes: list[int] = []
-        self._free: dict[int, list[int]] = {}
-        last_use = {n: i for i, s in enumerate(plan.subgraphs) for n in (*s.inputs, *s.outputs)}
-        self._allocate(plan.inputs)
-        for index, subgraph in enumerate(plan.subgraphs):
-            self._allocate(name for name in subgraph.outputs if name != plan.output)
-            self._release(name for name, last in last_use.items() if last == index and name != plan.output)
+        self._users = _users(plan)
+        self._last_users: list[int] = []
+        """Of the value that every buffer holds last."""
+        for name in plan.inputs:
+            self._add(name)
+        for subgraph, ended in zip(plan.subgraphs, plan.flow.ancestors, strict=True):
+            for name in subgraph.outputs:
+                if name != plan.output:
+                    self._place(name, ended)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one slot."""
         return sum(self.buffer_bytes)
 
-    def _allocate(self, names: Iterable[str]) -> None:
-        for name in names:
-            num_bytes = self._num_bytes(name)
-            if free := self._free.get(num_bytes):
-                self.buffer_of[name] = free.pop()
-            else:
-                self.buffer_of[name] = len(self.buffer_bytes)
-                self.buffer_bytes.append(num_bytes)
+    def _place(self, name: str, ended: int) -> None:
+        """Give a value a buffer whose users have all ended, of several the one used last: it may be in the caches."""
+        size, users = self._num_bytes(name), self._last_users
+        free = [i for i, num_bytes in enumerate(self.buffer_bytes) if num_bytes == size and not users[i] & ~ended]
+        if free:
+            self.buffer_of[name] = max(free, key=users.__getitem__)
+            users[self.buffer_of[name]] = self._users[name]
+        else:
+            self._add(name)
 
-    def _release(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._free.setdefault(self._num_bytes(name), []).append(self.buffer_of[name])
+    def _add(self, name: str) -> None:
+        self.buffer_of[name] = len(self.buffer_bytes)
+        self.buffer_bytes.append(self._num_bytes(name))
+        self._last_users.append(self._users[name])
 
     def _num_bytes(self, name: str) -> int:
         return self.values[name].num_bytes(T=self.chunk_length, R=self.chunk_length)
@@ -121,6 +126,15 @@ class ChunkBuffers:
         cuts: dict[Dimension, slice] = {"T": slice(num_tokens, None), "R": slice(num_logit_rows, None)}
         for name in names:
             self._arrays[name][cuts.get(self._symbols[name], EMPTY)] = 0
+
+
+def _users(plan: Plan) -> dict[str, int]:
+    """The subgraphs that write or read each value, as sets."""
+    users = dict.fromkeys(plan.inputs, 0)
+    for index, subgraph in enumerate(plan.subgraphs):
+        for name in (*subgraph.inputs, *subgraph.outputs):
+            users[name] = users.get(name, 0) | 1 << index
+    return users
 
 
 def _boundary_values(plan: Plan) -> list[str]:

@@ -105,9 +105,12 @@ class Executor:
             for subgraph in plan.subgraphs
         ]
         self.is_concurrent = policy.is_concurrent and num_workers > 1
-        """Whether tasks of several chunks may run at once; if not, no run starts threads."""
+        """Whether tasks may run at once; if not, no run starts threads."""
+        self.splits_chunks = self.is_concurrent and len(processors) > 1 and not plan.flow.is_chain
+        """Whether tasks of one chunk may run at once, on different processors. A lone chunk on a single one would gain
+        nothing: the kernels of each task use all its threads."""
         self._pipeline = Pipeline(
-            stages=stages_of(plan.subgraphs),
+            stages=stages_of(plan),
             processors=self.processors,
             policy=policy.name,
             chunk_length=chunk_length,
@@ -130,10 +133,11 @@ class Executor:
     ) -> RunResult:
         """Run tokens through the decoder at the state's position, and advance it.
 
-        A sequential policy, a single worker and a single chunk run in the calling thread; otherwise the
-        processors' workers are started and this thread waits, so that an interrupt reaches it. Whatever goes
-        wrong, all threads have ended, the state keeps the position it had, and the executor can be used
-        again. (A second interrupt leaves while tasks still run; then the next run waits for them.)
+        A sequential policy, a single worker, a single token and a single chunk run in the calling thread (the chunk
+        unless it has tasks for several processors at once); otherwise the processors' workers are started and this
+        thread waits, so that an interrupt reaches it. Whatever goes wrong, all threads have ended, the state keeps the
+        position it had, and the executor can be used again. (A second interrupt leaves while tasks still run; then the
+        next run waits for them.)
 
         Args:
             token_ids: int64 [n], n at least 1.
@@ -210,21 +214,25 @@ class _Run:
 
     def __init__(self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
         self._subgraphs = executor.subgraphs
+        self._waits_for = executor.plan.flow.waits_for
         self._ring = executor.ring
         self._chunk_length = executor.chunk_length
         self._token_ids = token_ids
         self._state = state
         self._mode = logits
+        self._loading = Lock()
+        self._loaded: set[int] = set()
+        """The chunks whose graph inputs are in their ring slots."""
         num_chunks = -(-token_ids.size // executor.chunk_length)
         logit_chunks = {"last": range(num_chunks - 1, num_chunks), "all": range(num_chunks), "none": range(0)}[logits]
-        self.is_concurrent = executor.is_concurrent and num_chunks > 1
+        self.is_concurrent = executor.is_concurrent if num_chunks > 1 else executor.splits_chunks and token_ids.size > 1
         if self.is_concurrent:
             num_tokens = [self._chunk(chunk).size for chunk in range(num_chunks)]
             num_rows = [len(self._logit_rows(num_tokens[c])) if c in logit_chunks else 0 for c in range(num_chunks)]
             self.flops = executor.costs.flops(num_tokens, num_rows, state.position)
             """Of every task, [subgraphs, chunks]."""
         self.schedule = Schedule(
-            executor.plan.subgraphs,
+            executor.plan,
             num_chunks=num_chunks,
             logit_chunks=logit_chunks,
             chunks_in_flight=len(executor.ring),
@@ -248,8 +256,8 @@ class _Run:
         slot = self.schedule.slot(chunk)
         start = chunk * self._chunk_length
         token_ids = self._chunk(chunk)
-        if index == 0:
-            self._ring[slot].load(token_ids, self._state.position + start, self._logit_rows(token_ids.size))
+        if not self._waits_for[index]:
+            self._load(chunk, slot)
         subgraph = self._subgraphs[index]
         if subgraph.rows == "T":
             subgraph.run(slot, token_ids.size, self._state)
@@ -257,6 +265,14 @@ class _Run:
             subgraph.run_logit_rows(slot, token_ids.size, token_ids.size, self._logits[start:])
         else:
             subgraph.run_logit_rows(slot, token_ids.size, 1, self._logits)
+
+    def _load(self, chunk: int, slot: int) -> None:
+        """Fill the graph inputs, once: whichever of a chunk's first tasks comes first does."""
+        with self._loading:
+            if chunk not in self._loaded:
+                token_ids, position = self._chunk(chunk), self._state.position + chunk * self._chunk_length
+                self._ring[slot].load(token_ids, position, self._logit_rows(token_ids.size))
+                self._loaded.add(chunk)
 
     def _chunk(self, chunk: int) -> NDArray[np.int64]:
         start = chunk * self._chunk_length

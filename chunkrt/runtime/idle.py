@@ -33,10 +33,11 @@ CAUSES: Mapping[Cause, str] = {
 }
 """What each cause means.
 
-start, drain: before a worker's first task and after its last. attention, linears, embedding: the next task's chunk has
-an earlier task that runs, or is ready and has no worker; or attention of an earlier chunk comes first. order: the next
-task has state and is not its chunk's turn. buffer: its chunk has no ring slot yet. copy: what it reads is being copied.
-overhead: the worker could have run a task and did not: the policy's choice, waking up, bookkeeping.
+start, drain: before a worker's first task and after its last. attention, linears, embedding: the next task waits for
+such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk comes first. Of
+several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer: its
+chunk has no ring slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did not:
+the policy's choice, waking up, bookkeeping.
 """
 
 
@@ -108,21 +109,19 @@ class _Sweep:
         self._devices: dict[str, frozenset[Device]] = {p.name: p.devices for p in self._record.pipeline.processors}
         self._last_end = max(event.end_ns for event in self._record.events)
         self._upcoming = {worker: list(reversed(events)) for worker, events in replay.workers.items()}
-        self._place = [0] * len(replay.lengths)
-        """The stage that every chunk runs or waits for."""
-        self._in_flight: dict[int, None] = {}
-        self._num_entered = 0
+        self._unready = sorted(self._record.events, key=lambda event: -replay.ready[event.task])
+        self._waiting: dict[Task, int] = {}
+        """The tasks that are ready and have not started, with their starts."""
 
     def gaps(self) -> list[Gap]:
         record = self._record
         events = (*record.events, *record.copies)
         cuts = {record.start_ns, record.end_ns, *(e.start_ns for e in events), *(e.end_ns for e in events)}
-        ends = sorted(record.events, key=lambda event: -event.end_ns)
         gaps: list[Gap] = []
         last: dict[Worker, int] = {}
         """The index of every worker's latest gap."""
         for start, end in pairwise(sorted(cuts)):
-            self._advance(start, ends)
+            self._advance(start)
             for worker, cause in self._causes(start):
                 index = last.get(worker)
                 if index is not None and gaps[index].end_ns == start and gaps[index].cause == cause:
@@ -132,17 +131,12 @@ class _Sweep:
                     gaps.append(Gap(*worker, start, end, cause))
         return gaps
 
-    def _advance(self, now: int, ends: list[TaskEvent]) -> None:
+    def _advance(self, now: int) -> None:
         """Take in everything up to a moment."""
-        entries = self._replay.entries
-        while self._num_entered < len(entries) and entries[self._num_entered] <= now:
-            self._in_flight[self._num_entered] = None
-            self._num_entered += 1
-        while ends and ends[-1].end_ns <= now:
-            subgraph, chunk = ends.pop().task
-            self._place[chunk] = max(self._place[chunk], subgraph + 1)
-            if self._place[chunk] == self._replay.lengths[chunk]:
-                self._in_flight.pop(chunk, None)
+        while self._unready and self._replay.ready[self._unready[-1].task] <= now:
+            event = self._unready.pop()
+            self._waiting[event.task] = event.start_ns
+        self._waiting = {task: start for task, start in self._waiting.items() if start > now}
         for upcoming in self._upcoming.values():
             while upcoming and upcoming[-1].end_ns <= now:
                 upcoming.pop()
@@ -159,9 +153,8 @@ class _Sweep:
         claimed = {event.task for event in idle.values() if event is not None}
         free = {name: 0 for name, _ in idle}
         """Ready tasks that none of the idle workers takes next, and any of a processor's could."""
-        for chunk in self._in_flight:
-            task = Task(self._place[chunk], chunk)
-            if task not in claimed and self._replay.ready[task] <= now < self._replay.event_of[task].start_ns:
+        for task in self._waiting:
+            if task not in claimed:
                 for name in free:
                     free[name] += self._stages[task.subgraph].device in self._devices[name]
         for worker, event in idle.items():
@@ -181,9 +174,15 @@ class _Sweep:
             return "start"
         if replay.entry(task) > now:
             return "buffer"
-        current = Task(self._place[task.chunk], task.chunk)
-        if current != task and (replay.ready[current] <= now or replay.turn(current) > now):
-            return self._stages[current.subgraph].work
-        if replay.turn(task) > now and current == task:
+        holdup = self._holdup(task, now)
+        if holdup != task and (replay.ready[holdup] <= now or replay.turn(holdup) > now):
+            return self._stages[holdup.subgraph].work
+        if holdup == task and replay.turn(task) > now:
             return "order"
         return "copy"
+
+    def _holdup(self, task: Task, now: int) -> Task:
+        """What a task waits for in the end: of what it waits for the one that ends last, and so on from that."""
+        while sources := [event for event in self._replay.sources(task) if event.end_ns > now]:
+            task = max(sources, key=lambda event: event.end_ns).task
+        return task

@@ -7,6 +7,7 @@ simulator drive the same objects, so what was simulated is what runs. No policy 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from chunkrt.errors import unknown_name
@@ -27,6 +28,10 @@ class Task(NamedTuple):
 
     subgraph: int
     chunk: int
+
+
+BY_CHUNK = itemgetter(1, 0)
+"""Sorts tasks by chunk, and those of a chunk as the plan does."""
 
 
 class ScheduleView(Protocol):
@@ -79,7 +84,7 @@ class Policy(Protocol):
         """Name the task to run next.
 
         Args:
-            ready: the tasks that the asking processor could run now: at least one, at most one a chunk.
+            ready: the tasks that the asking processor could run now, at least one, in no order.
             schedule: the rest of the picture.
 
         Returns:
@@ -95,18 +100,18 @@ class Sequential:
     is_concurrent = False
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The earliest chunk's task, unless a task runs."""
+        """The earliest chunk's earliest task, unless one runs."""
         return None if schedule.running else earliest(ready)
 
 
 class InOrder:
-    """The pipeline: every processor takes the earliest chunk that has a task for it."""
+    """The pipeline: every processor takes the earliest chunk that has a task for it, and its earliest task."""
 
     name = "in_order"
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The earliest chunk's task."""
+        """The earliest chunk's earliest task."""
         return earliest(ready)
 
 
@@ -120,17 +125,19 @@ class OutOfOrder:
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The task of the largest C, of those the earliest chunk's.
+        """The task of the largest C, of several the earliest.
 
         C is the time of the NPU's tasks that become ready when the task ends; negative for the NPU's own tasks.
         """
 
         def contribution(task: Task) -> float:
             unlocked = schedule.unlocked_by(task)
-            npu_time = sum(schedule.duration(other) for other in unlocked if schedule.device(other) == "npu")
+            npu_time = sum([schedule.duration(other) for other in unlocked if schedule.device(other) == "npu"])
             return -npu_time if schedule.device(task) == "npu" else npu_time
 
-        return ready[0] if len(ready) == 1 else max(ready, key=lambda task: (contribution(task), -task.chunk))
+        if len(ready) == 1:
+            return ready[0]
+        return min(ready, key=lambda task: (-contribution(task), task.chunk, task.subgraph))
 
 
 class CriticalPath:
@@ -143,8 +150,10 @@ class CriticalPath:
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The task of the longest path to the run's end, of those the earliest chunk's."""
-        return ready[0] if len(ready) == 1 else max(ready, key=lambda task: (schedule.rank(task), -task.chunk))
+        """The task of the longest path to the run's end, of several the earliest."""
+        if len(ready) == 1:
+            return ready[0]
+        return min(ready, key=lambda task: (-schedule.rank(task), task.chunk, task.subgraph))
 
 
 class LookAhead:
@@ -193,5 +202,5 @@ def find_policy(name: str) -> Policy:
 
 
 def earliest(ready: Sequence[Task]) -> Task:
-    """The task of the earliest chunk; no two ready tasks share one."""
-    return min(ready, key=lambda task: task.chunk)
+    """The earliest chunk's task, and of several the one that comes first in the plan."""
+    return min(ready, key=BY_CHUNK)

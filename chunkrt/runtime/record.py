@@ -9,29 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from chunkrt.graph.plan import Device, Subgraph
+from chunkrt.graph.flow import Flow
+from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.schedule import Processor
 
 Work = Literal["linears", "attention", "embedding"]
-"""What a subgraph does, by its device and state: for the NPU; with state; neither (embedding and head)."""
+"""What a subgraph does: with state it is attention; on the CPU, before or after the layers, embedding or head; all else
+is linears."""
 
 WORKS: tuple[Work, ...] = get_args(Work)
 
 
 class Stage(NamedTuple):
-    """What a record tells of a subgraph."""
+    """What a record tells of a subgraph. `waits_for`: the stages, by their indices, that end before it starts."""
 
     name: str
     device: Device
-    has_state: bool
+    work: Work
+    waits_for: tuple[int, ...]
 
     @property
-    def work(self) -> Work:
-        """What the subgraph does."""
-        if self.has_state:
-            return "attention"
-        return "linears" if self.device == "npu" else "embedding"
+    def has_state(self) -> bool:
+        """Whether it takes the chunks in order."""
+        return self.work == "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,11 @@ class Pipeline:
     chunk_length: int
     num_slots: int
     slot_bytes: int
+
+    @property
+    def flow(self) -> Flow:
+        """What waits for what among the stages."""
+        return Flow([stage.waits_for for stage in self.stages], [stage.has_state for stage in self.stages])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +91,14 @@ class RunRecord:
         return -(-self.num_tokens // self.pipeline.chunk_length)
 
 
-def stages_of(subgraphs: Sequence[Subgraph]) -> tuple[Stage, ...]:
+def stages_of(plan: Plan) -> tuple[Stage, ...]:
     """What a record tells of a plan's subgraphs."""
-    return tuple(Stage(subgraph.name, subgraph.device, bool(subgraph.state)) for subgraph in subgraphs)
+    stages = []
+    for subgraph, waits_for in zip(plan.subgraphs, plan.flow.waits_for, strict=True):
+        is_outside_layers = subgraph.device == "cpu" and (not waits_for or subgraph.rows == "R")
+        work: Work = "attention" if subgraph.state else "embedding" if is_outside_layers else "linears"
+        stages.append(Stage(subgraph.name, subgraph.device, work, waits_for))
+    return tuple(stages)
 
 
 def track_name(processor: Processor, worker: int) -> str:

@@ -1,7 +1,7 @@
 """A finished run, replayed by the schedule's rules: when every task became ready, and what it waited for before.
 
-The rules are those of `Schedule`: a task waits for its chunk's task before it; with state also for the chunk before it;
-a chunk's first task for a ring slot; and any task for what is copied for it.
+The rules are those of `Schedule`: a task waits for the tasks of its chunk whose values it reads; with state also for
+the chunk before it; every chunk for a ring slot; and any task for what is copied for it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ class Replay:
             for worker in range(processor.workers)
         }
         """Every worker's events, by time."""
-        self.lengths = self._lengths()
-        """Stages that every chunk passes through."""
+        self._check_tasks()
         self._assign()
-        ends = sorted(self.event_of[Task(length - 1, chunk)].end_ns for chunk, length in enumerate(self.lengths))
-        slots = record.pipeline.num_slots
-        entries = [record.start_ns] * min(slots, len(ends)) + ends
-        self.entries = entries[: len(self.lengths)]
-        """When every chunk got its ring slot."""
+        ends = [record.start_ns] * record.num_chunks
+        for task, event in self.event_of.items():
+            ends[task.chunk] = max(ends[task.chunk], event.end_ns)
+        self._entries = [record.start_ns] * record.pipeline.num_slots + sorted(ends)
+        """When every chunk got its ring slot, and more."""
         self._copied: dict[Task, int] = defaultdict(lambda: record.start_ns)
         for copy in record.copies:
             self._copied[copy.task] = max(self._copied[copy.task], copy.end_ns)
@@ -61,41 +60,41 @@ class Replay:
         """What a person calls a task."""
         return f"{self._stages[task.subgraph].name} of chunk {task.chunk}"
 
-    def previous_end(self, task: Task) -> int:
-        """When the chunk's task before it ended; the run's start for the first."""
-        return self._end(Task(task.subgraph - 1, task.chunk))
+    def sources(self, task: Task) -> list[TaskEvent]:
+        """The events of the tasks of its chunk that a task waits for."""
+        return [self.event_of[Task(index, task.chunk)] for index in self._stages[task.subgraph].waits_for]
 
     def turn(self, task: Task) -> int:
         """When the chunk before it had passed, for a stage with state; otherwise the run's start."""
-        has_state = self._stages[task.subgraph].has_state
-        return self._end(Task(task.subgraph, task.chunk - 1)) if has_state else self.record.start_ns
+        if task.chunk == 0 or not self._stages[task.subgraph].has_state:
+            return self.record.start_ns
+        return self.event_of[Task(task.subgraph, task.chunk - 1)].end_ns
 
     def entry(self, task: Task) -> int:
         """When the chunk got its ring slot."""
-        return self.entries[task.chunk]
-
-    def _end(self, task: Task) -> int:
-        return self.event_of[task].end_ns if min(task) >= 0 else self.record.start_ns
+        return self._entries[task.chunk]
 
     def _ready(self, task: Task) -> int:
-        return max(self.previous_end(task), self.turn(task), self.entry(task), self._copied[task])
+        times = [self.turn(task), self.entry(task), self._copied[task]]
+        return max(times + [source.end_ns for source in self.sources(task)])
 
-    def _lengths(self) -> list[int]:
+    def _check_tasks(self) -> None:
+        """Every chunk passed through everything, or through what state is made of."""
         record, stages = self.record, self._stages
         if len(self.event_of) < len(record.events):
             raise _contradiction("a task has two events")
         if not 0 < record.num_chunks <= len(record.events):
             raise _contradiction(f"{len(record.events)} tasks for {record.num_chunks} chunks")
-        lengths = [0] * record.num_chunks
-        for task in self.event_of:
-            if not (0 <= task.subgraph < len(stages) and 0 <= task.chunk < len(lengths)):
-                raise _contradiction(f"there is no task {tuple(task)}; {len(stages)} stages, {len(lengths)} chunks")
-            lengths[task.chunk] += 1
-        last_state = max((index for index, stage in enumerate(stages) if stage.has_state), default=0)
-        for chunk, length in enumerate(lengths):
-            if length <= last_state or any(Task(index, chunk) not in self.event_of for index in range(length)):
-                raise _contradiction(f"chunk {chunk} has {length} of {len(stages)} tasks, with some left out")
-        return lengths
+        passed: list[list[int]] = [[] for _ in range(record.num_chunks)]
+        for task in sorted(self.event_of):
+            if not (0 <= task.subgraph < len(stages) and 0 <= task.chunk < len(passed)):
+                raise _contradiction(f"there is no task {tuple(task)}; {len(stages)} stages, {len(passed)} chunks")
+            passed[task.chunk].append(task.subgraph)
+        flow = record.pipeline.flow
+        routes = [list(route.subgraphs) for route in (flow.with_logits, flow.without_logits)]
+        for chunk, subgraphs in enumerate(passed):
+            if subgraphs not in routes:
+                raise _contradiction(f"chunk {chunk} has {len(subgraphs)} of {len(stages)} tasks, with some left out")
 
     def _assign(self) -> None:
         """Give every worker its events."""

@@ -3,20 +3,22 @@
 A state machine without threads, locks or clocks. The executor's workers drive it under their lock, simulators on a
 virtual clock.
 
-The rules. A chunk passes through the subgraphs in order, so it has at most one task ready or running. A subgraph that
-owns state takes the chunks in order; the turn passes on when a task ends. So attention of a chunk waits for what all
-chunks up to its own give it, and any other task only for its own chunk: others may overtake. A chunk enters when a ring
-slot is free and keeps it until its last task has ended. A chunk whose logits nobody asked for ends at the last subgraph
-that owns state, because nothing reads what would come after.
+The rules. A task waits for the tasks of its chunk whose values it reads, so several of a chunk may be ready or running
+at once. A subgraph that owns state takes the chunks in order; the turn passes on when a task ends. So attention of a
+chunk waits for what all chunks up to its own give it, and any other task only for its own chunk: others may overtake. A
+chunk enters when a ring slot is free and keeps it until its last task has ended. A chunk whose logits nobody asked for
+passes only through what state is made of, because nothing reads the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import get_args
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Device, Subgraph
+from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.policy import Policy, Task
 from chunkrt.runtime.ranks import upward_ranks
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
@@ -38,7 +40,7 @@ class Schedule:
     """The tasks of one run and their states.
 
     Args:
-        subgraphs: the plan's subgraphs, in order.
+        plan: the decoder.
         num_chunks: chunks of the prompt, at least 1.
         logit_chunks: the chunks that have rows whose logits are wanted.
         chunks_in_flight: ring slots, at least 1.
@@ -50,7 +52,7 @@ class Schedule:
 
     def __init__(
         self,
-        subgraphs: Sequence[Subgraph],
+        plan: Plan,
         *,
         num_chunks: int,
         logit_chunks: Container[int],
@@ -62,39 +64,46 @@ class Schedule:
         self.num_chunks = num_chunks
         self.processors = tuple(processors)
         self.chunks_done = 0
-        self.ready: list[Task] = []
         self.running: list[Task] = []
         self.failure: tuple[Task, BaseException] | None = None
         """The first task that failed, and its error."""
         self.is_cancelled = False
-        self._subgraphs = subgraphs
+        self._plan = plan
         self._logit_chunks = logit_chunks
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
-        self._durations = durations or [[1] * num_chunks for _ in subgraphs]
+        self._durations = durations or [[1] * num_chunks] * len(plan.subgraphs)
         self._ranks: list[list[int]] = []
         """Empty until a policy asks for one."""
         self._makespans: dict[Policy, int] = {}
-        self._devices = [subgraph.device for subgraph in subgraphs]
-        self._is_ordered = [bool(subgraph.state) for subgraph in subgraphs]
-        without_logits = max((i + 1 for i, ordered in enumerate(self._is_ordered) if ordered), default=1)
-        self._lengths = [len(subgraphs) if chunk in logit_chunks else without_logits for chunk in range(num_chunks)]
-        self.num_tasks = sum(self._lengths)
-        self._turn = [0] * len(subgraphs)
-        """The chunk that an ordered subgraph takes next."""
-        self._place = [0] * num_chunks
-        """The subgraph that a chunk runs or waits for."""
+        self._devices = [subgraph.device for subgraph in plan.subgraphs]
+        flow = plan.flow
+        self._has_state = flow.has_state
+        self._routes = [flow.with_logits if c in logit_chunks else flow.without_logits for c in range(num_chunks)]
+        self._left = [len(route.subgraphs) for route in self._routes]
+        """Tasks of every chunk that have not ended."""
+        self.num_tasks = sum(self._left)
+        self._waits = [list(flow.num_waits) for _ in range(num_chunks)]
+        """How many things every task still waits for, [chunks][subgraphs]; see `Flow.num_waits`."""
+        self._ready = _queues(self.processors)
+        """By device."""
+        self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
         self._slots: list[int] = []
         """The ring slot of every chunk that has entered."""
+        self._release((index, 0) for index, owns in enumerate(flow.has_state) if owns)
         for slot in range(min(chunks_in_flight, num_chunks)):
             self._slots.append(slot)
-            if self._is_open(0, slot):
-                self.ready.append(Task(0, slot))
+            self._release((first, slot) for first in self._routes[slot].first)
+
+    @property
+    def ready(self) -> list[Task]:
+        """The tasks that could run now, in no order."""
+        return list(chain(*_distinct(self._ready.values())))
 
     @property
     def is_finished(self) -> bool:
         """Whether no further task will be handed out: all chunks are done, or the run was stopped."""
-        return self.is_stopped or self.chunks_done == self.num_chunks
+        return self.chunks_done == self.num_chunks or self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
@@ -116,14 +125,14 @@ class Schedule:
     def rank(self, task: Task) -> int:
         """The longest path from a task's start to the run's end; see `upward_ranks`."""
         if not self._ranks:
-            self._ranks = upward_ranks(self._durations, self._lengths, self._is_ordered, self._chunks_in_flight)
+            self._ranks = upward_ranks(self._durations, self._routes, self._has_state, self._chunks_in_flight)
         return self._ranks[task.chunk][task.subgraph]
 
     def makespan(self, policy: Policy) -> int:
         """How long the whole run would take under a policy if every task took as long as estimated."""
         if policy not in self._makespans:
             fresh = Schedule(
-                self._subgraphs,
+                self._plan,
                 num_chunks=self.num_chunks,
                 logit_chunks=self._logit_chunks,
                 chunks_in_flight=self._chunks_in_flight,
@@ -136,15 +145,16 @@ class Schedule:
 
     def num_ready(self, processor: Processor) -> int:
         """How many ready tasks a processor could run."""
-        return sum(self._devices[task.subgraph] in processor.devices for task in self.ready)
+        return sum(map(len, self._ready_for[processor.name]))
 
     def claim(self, processor: Processor) -> Task | None:
-        """Hand out the task that the policy chooses for a processor, or None if there is none for now.
+        """Hand out the task that the policy chooses for a processor, one of `processors`, or None if there is none now.
 
         Raises:
             ConfigError: the policy chose nothing although no task runs, so that nothing would ever happen.
         """
-        ready = [task for task in self.ready if self._devices[task.subgraph] in processor.devices]
+        queues = self._ready_for[processor.name]
+        ready = queues[0] if len(queues) == 1 else list(chain(*queues))
         if not ready:
             return None
         task = self._policy.select(ready, self)
@@ -155,36 +165,29 @@ class Schedule:
                     "a policy may wait only for a running task"
                 )
             return None
-        self.ready.remove(task)
+        self._ready[self._devices[task.subgraph]].remove(task)
         self.running.append(task)
         return task
 
     def unlocked_by(self, task: Task) -> Sequence[Task]:
         """The tasks that would become ready if a ready or running task ended now."""
-        subgraph, chunk = task
+        released = self._released_by(task)
         unlocked = []
-        num_entered = len(self._slots)
-        if subgraph + 1 < self._lengths[chunk]:
-            if self._is_open(subgraph + 1, chunk):
-                unlocked.append(Task(subgraph + 1, chunk))
-        elif num_entered < self.num_chunks:
-            num_entered += 1
-            if self._is_open(0, num_entered - 1):
-                unlocked.append(Task(0, num_entered - 1))
-        if self._is_ordered[subgraph] and chunk + 1 < num_entered and self._place[chunk + 1] == subgraph:
-            unlocked.append(Task(subgraph, chunk + 1))
-        return unlocked
+        for subgraph, chunk in released:
+            waits = self._waits[chunk][subgraph]
+            if waits == 1 or waits == released.count((subgraph, chunk)):
+                unlocked.append(Task(subgraph, chunk))
+        return unlocked if len(unlocked) < 2 else list(dict.fromkeys(unlocked))
 
     def complete(self, task: Task) -> None:
-        """A running task ended well: its successors become ready."""
+        """A running task ended well: what waited for nothing else becomes ready."""
         self.running.remove(task)
         if self.is_stopped:
             return
-        self.ready += self.unlocked_by(task)
-        subgraph, chunk = task
-        self._turn[subgraph] = chunk + 1
-        self._place[chunk] = subgraph + 1
-        if subgraph + 1 == self._lengths[chunk]:
+        self._release(self._released_by(task))
+        chunk = task.chunk
+        self._left[chunk] -= 1
+        if not self._left[chunk]:
             self.chunks_done += 1
             if len(self._slots) < self.num_chunks:
                 self._slots.append(self._slots[chunk])
@@ -192,14 +195,44 @@ class Schedule:
     def fail(self, task: Task, error: BaseException) -> None:
         """A running task failed: nothing further is handed out. The first failure is kept."""
         self.running.remove(task)
-        self.ready.clear()
+        self._clear()
         if self.failure is None:
             self.failure = task, error
 
     def cancel(self) -> None:
         """Stop the run: nothing further is handed out."""
-        self.ready.clear()
+        self._clear()
         self.is_cancelled = True
 
-    def _is_open(self, subgraph: int, chunk: int) -> bool:
-        return not self._is_ordered[subgraph] or self._turn[subgraph] == chunk
+    def _clear(self) -> None:
+        for queue in self._ready.values():
+            queue.clear()
+
+    def _released_by(self, task: Task) -> list[tuple[int, int]]:
+        """The tasks, (subgraph, chunk), that wait for one thing less once a task has ended; twice is two things."""
+        subgraph, chunk = task
+        released = [(follower, chunk) for follower in self._routes[chunk].followers[subgraph]]
+        if self._has_state[subgraph] and chunk + 1 < self.num_chunks:
+            released.append((subgraph, chunk + 1))
+        entering = len(self._slots)
+        if self._left[chunk] == 1 and entering < self.num_chunks:
+            released += [(first, entering) for first in self._routes[entering].first]
+        return released
+
+    def _release(self, tasks: Iterable[tuple[int, int]]) -> None:
+        for subgraph, chunk in tasks:
+            waits = self._waits[chunk]
+            waits[subgraph] -= 1
+            if not waits[subgraph]:
+                self._ready[self._devices[subgraph]].append(Task(subgraph, chunk))
+
+
+def _queues(processors: Sequence[Processor]) -> dict[Device, list[Task]]:
+    """A list for the ready tasks of every device; devices of the same processors share one."""
+    lists: dict[frozenset[str], list[Task]] = {}
+    takers = {d: frozenset(p.name for p in processors if d in p.devices) for d in get_args(Device)}
+    return {device: lists.setdefault(names, []) for device, names in takers.items()}
+
+
+def _distinct(queues: Iterable[list[Task]]) -> list[list[Task]]:
+    return list({id(queue): queue for queue in queues}.values())

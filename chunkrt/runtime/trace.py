@@ -1,8 +1,9 @@
 """Traces: the records of runs as Chrome trace events, which Perfetto's viewer opens.
 
 One track a worker, one for copies where there are any, and one with the runs. A task is a complete event ("X") named by
-its subgraph and chunk; flow events ("s", "t", "f") lead along every chunk; counters ("C") hold the busy share of each
-processor and the memory of ring and caches. Times are microseconds since the first run's start, with three decimals.
+its subgraph and chunk; flow events ("s", "t", "f") lead along every chunk, and where tasks fork a second one along the
+other way until it joins; counters ("C") hold the busy share of each processor and the memory of ring and caches. Times
+are microseconds since the first run's start, with three decimals.
 
 Source: Trace Event Format, Google, the Chromium project.
 """
@@ -117,21 +118,37 @@ class _Run:
         }
 
     def _flows(self) -> Iterator[Event]:
-        """An arrow from every task of a chunk to the next; its points lie in the middle of the tasks."""
-        chunks: dict[int, list[TaskEvent]] = defaultdict(list)
+        """Arrows from every task of a chunk to those that wait for it; their points lie in the middle of the tasks."""
+        chunks: dict[int, dict[int, TaskEvent]] = defaultdict(dict)
         for event in self._record.events:
-            if event.end_ns > event.start_ns:  # nothing can be bound to a task that took no time
-                chunks[event.task.chunk].append(event)
-        for chunk, events in sorted(chunks.items()):
-            if len(events) == 1:
-                continue
-            flow = {"pid": PROCESS, "cat": "chunk", "name": f"chunk {chunk}", "id": next(self._flow_ids)}
-            events.sort(key=lambda event: event.task.subgraph)
-            for step, event in enumerate(events):
-                middle_ns = (event.start_ns + event.end_ns) // 2 - self._zero_ns
-                place = {"tid": self._tracks[event.processor, event.worker][0], "ts": _microseconds(middle_ns)}
-                phase = "s" if step == 0 else "f" if step == len(events) - 1 else "t"
-                yield {"ph": phase, **flow, **place, **({"bp": "e"} if phase != "s" else {})}
+            chunks[event.task.chunk][event.task.subgraph] = event
+        for chunk, tasks in sorted(chunks.items()):
+            for path in self._paths(sorted(tasks)):
+                # nothing can be bound to a task that took no time
+                events = [tasks[index] for index in path if tasks[index].end_ns > tasks[index].start_ns]
+                if len(events) < 2:
+                    continue
+                flow = {"pid": PROCESS, "cat": "chunk", "name": f"chunk {chunk}", "id": next(self._flow_ids)}
+                for step, event in enumerate(events):
+                    middle_ns = (event.start_ns + event.end_ns) // 2 - self._zero_ns
+                    place = {"tid": self._tracks[event.processor, event.worker][0], "ts": _microseconds(middle_ns)}
+                    phase = "s" if step == 0 else "f" if step == len(events) - 1 else "t"
+                    yield {"ph": phase, **flow, **place, **({"bp": "e"} if phase != "s" else {})}
+
+    def _paths(self, subgraphs: Sequence[int]) -> list[list[int]]:
+        """Paths that together lead once from every subgraph to each that waits for it."""
+        paths: list[list[int]] = []
+        ends: dict[int, list[int]] = {}
+        """The path that goes on from a subgraph."""
+        for index in subgraphs:
+            for source in self._record.pipeline.stages[index].waits_for:
+                path = ends.pop(source, None)
+                if path is None:
+                    path = [source]
+                    paths.append(path)
+                path.append(index)
+                ends.setdefault(index, path)
+        return paths
 
     def _busy_shares(self) -> Iterator[Event]:
         """The busy share of each processor's workers, over equal pieces of the run."""

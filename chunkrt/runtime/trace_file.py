@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -17,11 +17,12 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.policy import Task
-from chunkrt.runtime.record import Pipeline, RunRecord, Stage
+from chunkrt.runtime.record import WORKS, Pipeline, RunRecord, Stage, Work
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.trace import COPIES, FIRST_WORKER_TRACK, trace_events, tracks_of
 
-FORMAT = "chunkrt trace 1"
+FORMAT, CHAINS = "chunkrt trace 2", "chunkrt trace 1"
+"""The format, and the one before it, in which a stage does not say what it waits for: the one before."""
 MOST_WORKERS = 4096
 LARGEST = 1 << 62
 
@@ -79,7 +80,7 @@ def read_trace(path: Path) -> list[RunRecord]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no trace, for it is not JSON: {error}; {_HINT}") from error
     about = data.get("otherData") if isinstance(data, dict) else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+    if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
         raise ConfigError(f"{path} is JSON, but not of the format {FORMAT!r}; {_HINT}")
     try:
         return _records(data["traceEvents"], about)
@@ -114,7 +115,8 @@ def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
 
 
 def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
-    pipelines = [_pipeline(data) for data in about["pipelines"]]
+    read_stage = _stage if about["format"] == FORMAT else _stage_of_chain
+    pipelines = [_pipeline(data, read_stage) for data in about["pipelines"]]
     workers = {track: (_text(name), _whole(n)) for track, (name, n) in enumerate(about["tracks"], FIRST_WORKER_TRACK)}
     tasks: list[list[TaskEvent]] = [[] for _ in about["runs"]]
     copies: list[list[TaskEvent]] = [[] for _ in about["runs"]]
@@ -142,8 +144,8 @@ def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
     return records
 
 
-def _pipeline(data: dict[str, Any]) -> Pipeline:
-    stages = tuple(Stage(_text(name), _device(device), bool(has_state)) for name, device, has_state in data["stages"])
+def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipeline:
+    stages = tuple(read_stage(index, *stage) for index, stage in enumerate(data["stages"]))
     processors = tuple(_processor(processor) for processor in data["processors"])
     names = ("chunk_length", "num_slots", "slot_bytes")
     chunk_length, num_slots, slot_bytes = (_whole(data[name]) for name in names)
@@ -157,6 +159,19 @@ def _pipeline(data: dict[str, Any]) -> Pipeline:
         num_slots=num_slots,
         slot_bytes=slot_bytes,
     )
+
+
+def _stage(index: int, name: Any, device: Any, work: Any, waits_for: Any) -> Stage:
+    if work not in WORKS:
+        raise ValueError(f"{work!r} is no work")
+    if any(_whole(source) >= index for source in waits_for):
+        raise ValueError(f"stage {index} waits for {waits_for}, which do not all come before it")
+    return Stage(_text(name), _device(device), work, tuple(waits_for))
+
+
+def _stage_of_chain(index: int, name: Any, device: Any, has_state: Any) -> Stage:
+    work: Work = "attention" if has_state else "linears" if device == "npu" else "embedding"
+    return Stage(_text(name), _device(device), work, tuple(range(max(0, index - 1), index)))
 
 
 def _processor(data: dict[str, Any]) -> Processor:

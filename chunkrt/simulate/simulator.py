@@ -116,7 +116,7 @@ def simulate(
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     record = RunRecord(
         pipeline=Pipeline(
-            stages=stages_of(plan.subgraphs),
+            stages=stages_of(plan),
             processors=processors,
             policy=policy,
             chunk_length=chunk_length,
@@ -155,7 +155,7 @@ def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list
     num_chunks = record.num_chunks
     durations = [[work_of(Task(s, c)).ns for c in range(num_chunks)] for s in range(len(plan.subgraphs))]
     schedule = Schedule(
-        plan.subgraphs,
+        plan,
         num_chunks=num_chunks,
         logit_chunks=range(num_chunks - 1, num_chunks),
         chunks_in_flight=record.pipeline.num_slots,

@@ -10,23 +10,32 @@ import numpy as np
 
 from chunkrt.backends.base import Backend
 from chunkrt.errors import CompileError, PartitionError
-from chunkrt.graph.plan import Subgraph
-from chunkrt.quant.scheme import SCHEMES, Scheme
+from chunkrt.graph.plan import SHADOW_OP, Subgraph
+from chunkrt.quant.scheme import SCHEMES, SENSITIVE, Scheme
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing.calls import Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.error import ConformanceError
-from chunkrt.testing.exact_linear import ExactLinear, exact_linears
+from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
 from chunkrt.testing.executables import CompiledSubgraph, check_executable
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"
+
+_W8A8 = SCHEMES["w8a8"]
+TRIED = (
+    *SCHEMES.values(),
+    replace(_W8A8, name="w8a8-float-outputs", float_outputs=("*",)),
+    replace(_W8A8, name="w8a8-shadowed", shadowed=("*",)),
+    replace(_W8A8, name="mixed", wide=SENSITIVE, shadowed=("*.o_proj.weight",)),
+)
+"""Beside the schemes with names: those that options and searches make of them."""
 
 
 def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     """Check that a backend keeps the contract of `chunkrt/backends/base.py`.
 
-    A small Llama decoder with random weights is cut into subgraphs; each that the backend supports, under each
-    scheme that it supports, is compiled for chunks of `chunk_length` and of twice as many rows, and compared with the
+    A small Llama decoder with random weights is cut into subgraphs; each that the backend supports, under each scheme
+    of TRIED that it supports, is compiled for chunks of `chunk_length` and of twice as many rows, and compared with the
     backend `reference`. Its sizes are such that no vector width divides them; then the same under the static schemes
     with multiples of 32, for hardware that takes nothing else.
 
@@ -47,14 +56,19 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
             for 16 operators whose sums of at most 64 products lose a float32 step a product; 2^-10 * m more where
             caches are float16. With quantised linears a value between two integers may fall to either side, so there
             the root mean square of the difference, over all rows of an output, is at most 1/256 of the output's; 1/64
-            where outputs of linears have static grids of 8 bits, or with a `fixed_length`.
+            where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a
+            `fixed_length` a subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16.
         linears: a linear alone. A dynamic one of multiples of 1/2 with 127 in every row is exact to 4 * 2^-23 of the
             sum of its products' magnitudes: rounding is half to even, sums of products are exact; a row of zeros
             gives zeros. A static one is within one step of its output's grid of the exact sum of the integers, ties of
             its input going to even; what lies beyond a grid becomes its last level, or anything from there to the end
-            of the integers' type. With a `fixed_length`, which tells of an NPU, values arrive and leave in float16:
-            there a tie may go either way, and a result be off by 2^-10 of the sum of its products' magnitudes and by
-            2^-9 of the output grid's limit.
+            of the integers' type; where the linear has a shadow, the last level. An output in float is within
+            (K + 4) * 2^-24 of the sum of its K products' magnitudes. With a `fixed_length`, which tells of an NPU,
+            values arrive and leave in float16: there a tie may go either way, and a result be off by 2^-10 of the sum
+            of its products' magnitudes and by 2^-9 of the output grid's limit.
+        shadows: a linear's shadow alone, on steps and half steps. What lies at most 127 steps from zero, or rounds to
+            that, ties to even, adds exactly nothing; of all else what it exceeds 127 steps by is multiplied, within the
+            bound of an output in float.
         chunks: two chunks at once give, within the tolerance of `values`, what one after the other does, or one row
             and then the rest.
         repetition: the same call gives the same bits.
@@ -63,9 +77,9 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     Raises:
         ConformanceError: an AssertionError that names the first clause that was broken.
     """
-    static = [scheme for scheme in SCHEMES.values() if scheme.is_static]
+    static = [scheme for scheme in TRIED if scheme.is_static]
     suites = [
-        _Suite(backend, list(SCHEMES.values()), CONFIG, chunk_length),
+        _Suite(backend, TRIED, CONFIG, chunk_length),
         _Suite(backend, static, CONFIG_IN_BLOCKS, chunk_length),
     ]
     suites[0].check_description()
@@ -109,7 +123,7 @@ class _Suite:
             self._break("description", f"concurrency is {concurrency}, expected None or at least 1")
 
     def _compile_all(self, scheme: Scheme) -> list[CompiledSubgraph]:
-        plan, weights = self.decoder.plan, self.decoder.weights[scheme.name]
+        plan, weights = self.decoder.plans[scheme.name], self.decoder.weights[scheme.name]
         recording = Recording(plan, scheme, weights, self.num_tokens)
         compiled = []
         for subgraph in plan.subgraphs:
@@ -156,15 +170,21 @@ class _Suite:
         self._break("refusal", f"{where} is refused by supports, and compiled nevertheless")
 
     def _check_linears(self, scheme: Scheme) -> None:
-        weights = self.decoder.weights[scheme.name]
-        nodes = linear_nodes(self.decoder.plan)
-        one_of_each_shape = {weights.linear(name)[0].shape: node for name, node in nodes.items()}
-        for node in one_of_each_shape.values():
-            for case in exact_linears(node, self.decoder.plan, scheme, weights, self.chunk_length):
-                if self.backend.supports(case.subgraph, case.plan, scheme):
-                    self._check_linear(case, scheme)
+        plan, weights = self.decoder.plans[scheme.name], self.decoder.weights[scheme.name]
+        shadows = {n.inputs[1]: n for s in plan.subgraphs for n in s.nodes if n.op == SHADOW_OP}
+        one_of_each_kind = {
+            (weights.linear(name)[0].shape, scheme.activation_bits_of(name), name in shadows): node
+            for name, node in linear_nodes(plan).items()
+        }
+        for node in one_of_each_kind.values():
+            for case in exact_linears(node, plan, scheme, weights, self.chunk_length):
+                self._check_linear("linears", case, scheme)
+            if shadow := shadows.get(node.inputs[1]):
+                self._check_linear("shadows", exact_shadow(shadow, plan, weights, self.chunk_length), scheme)
 
-    def _check_linear(self, case: ExactLinear, scheme: Scheme) -> None:
+    def _check_linear(self, clause: str, case: ExactLinear, scheme: Scheme) -> None:
+        if not self.backend.supports(case.subgraph, case.plan, scheme):
+            return
         executable = self.backend.compile(case.subgraph, case.plan, self.chunk_length, scheme, case.weights)
         if executable.fixed_length not in (None, self.chunk_length):
             return
@@ -175,7 +195,7 @@ class _Suite:
         if is_off.any():
             row, column = np.argwhere(is_off)[0]
             self._break(
-                "linears",
+                clause,
                 f"{case.subgraph.weights[0]} under {scheme.name}: row {row}, column {column} is "
                 f"{found[row, column]:.8g}, expected {least[row, column]:.8g} to {most[row, column]:.8g}",
             )

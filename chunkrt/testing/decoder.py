@@ -17,6 +17,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import write_weights
@@ -78,9 +79,10 @@ class RandomCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDecoder:
-    """A plan, and its weights by scheme."""
+    """A plan, in which no linear has a shadow; and by scheme the plan with its shadows, and the weights."""
 
     plan: Plan
+    plans: Mapping[str, Plan]
     weights: Mapping[str, WeightStore]
 
 
@@ -92,13 +94,16 @@ def random_decoder(schemes: Sequence[Scheme], config: Mapping[str, Any] = CONFIG
     parameters = {parameter.name: parameter for parameter in decoder.parameters()}
     token_ids = np.random.default_rng(0).integers(0, plan.vocab_size, plan.context_length)
     calibration = calibrate(plan, lambda name: parameters[name].load(source), token_ids, model="random")
-    weights = {}
+    plans, weights = {}, {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for scheme in schemes:
+            graph = trace(decoder)
+            cut_shadowed(graph, scheme.is_shadowed)
+            plans[scheme.name] = cut = partition(graph, family=source.architecture)
             path = Path(folder) / f"{scheme.name}.safetensors"
-            write_weights(plan, scheme, lambda name: parameters[name].load(source), path, calibration=calibration)
+            write_weights(cut, scheme, lambda name: parameters[name].load(source), path, calibration=calibration)
             weights[scheme.name] = WeightStore.open(path)  # stays mapped when the file is gone
-    return RandomDecoder(plan=plan, weights=weights)
+    return RandomDecoder(plan=plan, plans=plans, weights=weights)
 
 
 def _llama_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
 from chunkrt.quant.scheme import LEVELS, Scheme
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
+from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float64 = NDArray[np.float64]
 
@@ -19,6 +19,9 @@ INPUT_TOLERANCE = 2.0**-10
 """Of a product, where its input arrives in float16 and is brought to the grid from there."""
 OUTPUT_TOLERANCE = 2.0**-9
 """Of the output grid's limit, where what leaves the grid becomes float16."""
+PRODUCT_TOLERANCE = 2.0**-24
+"""Of the sum of products' magnitudes, for each product, and PRODUCTS_BESIDE more: what float32 rounds off."""
+PRODUCTS_BESIDE = 4
 STEP_TOLERANCE = 1 + 2.0**-6
 """One step, and what float32 rounds off a value at the end of a 16-bit grid."""
 
@@ -30,6 +33,13 @@ FINE_REACH = {8: 3, 16: 1023}
 
 WIDE_UNIT = {8: 1, 16: 32}
 """Steps between values over the whole grid, so few of them that float16 holds them."""
+
+
+THRESHOLDS = (126.5, 127.0, 127.5, 128.0)
+"""Steps around which a value leaves an 8-bit grid: the first two do not, the others do."""
+
+OUTLIER_REACH = 1000
+"""Steps from zero, so few that float16 holds halves of them."""
 
 
 class Bounds(NamedTuple):
@@ -80,6 +90,42 @@ def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore
     ]
 
 
+def exact_shadow(shadow: Node, plan: Plan, weights: WeightStore, num_rows: int) -> ExactLinear:
+    """What the shadow of a linear is tried on: half steps on both sides of where the grid ends.
+
+    Half of the rows hold a few outliers each, the others nothing else; the last is zero.
+    """
+    name = shadow.inputs[1]
+    integers, scale = weights.linear(name)
+    shape = (num_rows, len(integers))
+    rng = np.random.default_rng(0)
+    inside, outside = (rng.integers(least, most + 1, shape) / 2 for least, most in ((0, 253), (255, 2 * OUTLIER_REACH)))
+    is_outlier = rng.random(shape) < np.where(np.arange(num_rows)[:, None] % 2 == 1, 1, 0.1)
+    steps = np.where(is_outlier, outside, inside)
+    at_threshold = rng.random(shape) < 0.1
+    steps[at_threshold] = rng.choice(THRESHOLDS, at_threshold.sum())
+    steps *= rng.choice([-1.0, 1.0], shape)
+    steps[-1] = 0
+    levels = LEVELS[8]
+    excess = np.where(np.abs(np.rint(steps)) > levels, steps - steps.clip(-levels, levels), 0) * INPUT_STEP
+    matrix = integers * scale.astype(np.float64)
+    expected, size = excess @ matrix, np.abs(excess) @ np.abs(matrix)
+    off = _float_error(len(integers)) * size
+    either_way = (np.abs(steps) == levels + 0.5) * INPUT_STEP / 2 @ np.abs(matrix)
+    in_float16 = INPUT_TOLERANCE * size + either_way
+    store = WeightStore(
+        {**_parts(weights, name), name + INPUT_STEP_SUFFIX: np.array([INPUT_STEP], np.float32)}, {name: integers.shape}
+    )
+    return _alone(
+        shadow,
+        plan,
+        store,
+        values=steps * INPUT_STEP,
+        exact=Bounds(expected - off, expected + off),
+        in_float16=Bounds(expected - in_float16, expected + in_float16),
+    )
+
+
 def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, values: Float64) -> ExactLinear:
     """The second digit, where the scheme has one, is left a half wherever the first rounded: it is exact as well."""
     integers, scale = weights.linear(linear.inputs[1])
@@ -99,6 +145,8 @@ def _static(
     integers, scale = weights.linear(name)
     result_step = INPUT_STEP * scale.astype(np.float64)
     quantized = _saturated(np.rint(steps), bits)
+    if scheme.is_shadowed(name):  # the shadow counts from the last level
+        quantized = Bounds(*[np.rint(steps).clip(-LEVELS[bits], LEVELS[bits])] * 2)
     result = _products(quantized, integers)
     limit = np.abs(np.stack(result) * result_step).max(axis=(0, 1) if scheme.has_column_grids(name) else None)
     output_step = np.atleast_1d(np.where(limit > 0, limit, 1) * output_reach / LEVELS[bits]).astype(np.float32)
@@ -107,19 +155,42 @@ def _static(
         least, most = (_saturated(np.rint(r * result_step / output_step), bits) for r in result)
         return Bounds((least.least - steps_off) * output_step, (most.most + steps_off) * output_step)
 
+    def in_float(result: Bounds, relative: float) -> Bounds:
+        off = relative * (np.maximum(*np.abs(quantized)) @ np.abs(integers.astype(np.float64))) * result_step
+        return Bounds(result.least * result_step - off, result.most * result_step + off)
+
     off = INPUT_TOLERANCE * np.abs(steps) + (steps != np.rint(steps))
     rounded_in = _products(Bounds(quantized.least - off, quantized.most + off), integers)
-    parts = dict(weights.parts(name))
-    parts |= {INPUT_STEP_SUFFIX: np.array([INPUT_STEP], np.float32), OUTPUT_STEP_SUFFIX: output_step}
-    store = WeightStore({name + suffix: array for suffix, array in parts.items()}, {name: integers.shape})
+    parts = {**_parts(weights, name), name + INPUT_STEP_SUFFIX: np.array([INPUT_STEP], np.float32)}
+    if scheme.has_float_output(name):
+        exact, in_float16 = in_float(result, _float_error(len(integers))), in_float(rounded_in, INPUT_TOLERANCE)
+    else:
+        parts[name + OUTPUT_STEP_SUFFIX] = output_step
+        exact = output(result, STEP_TOLERANCE)
+        in_float16 = output(rounded_in, STEP_TOLERANCE + OUTPUT_TOLERANCE * LEVELS[bits])
+    store = WeightStore(parts, {name: integers.shape})
     return _alone(
         linear,
         plan,
         store,
         values=steps * INPUT_STEP,
-        exact=output(result, STEP_TOLERANCE),
-        in_float16=output(rounded_in, STEP_TOLERANCE + OUTPUT_TOLERANCE * LEVELS[bits]),
+        exact=exact,
+        in_float16=in_float16,
     )
+
+
+def _parts(weights: WeightStore, name: str) -> dict[str, NDArray[Any]]:
+    """A linear's weight and all that is stored beside it, by name."""
+    parts = {name + suffix: array for suffix, array in weights.parts(name)}
+    try:
+        return {**parts, name + HOT_CHANNELS_SUFFIX: weights.array(name + HOT_CHANNELS_SUFFIX)}
+    except KeyError:  # it has no shadow
+        return parts
+
+
+def _float_error(depth: int) -> float:
+    """Of the sum of products' magnitudes, what float32 may round off."""
+    return (depth + PRODUCTS_BESIDE) * PRODUCT_TOLERANCE
 
 
 def _saturated(steps: Float64, bits: int) -> Bounds:
@@ -140,7 +211,7 @@ def _alone(
     subgraph = Subgraph(
         name=f"linear {linear.inputs[1]}",
         device="npu",
-        is_static=True,
+        is_static=linear.op == "MatMul",
         rows="T" if plan.tensors[linear.inputs[0]].shape[0] == "T" else "R",
         nodes=(linear,),
         inputs=linear.inputs[:1],
@@ -148,9 +219,10 @@ def _alone(
         weights=linear.inputs[1:],
         state=(),
     )
+    others = (other for other in plan.subgraphs if linear not in other.nodes)
     return ExactLinear(
         subgraph=subgraph,
-        plan=replace(plan, subgraphs=(subgraph,), inputs=subgraph.inputs, output=linear.outputs[0]),
+        plan=replace(plan, subgraphs=(*others, subgraph), inputs=subgraph.inputs, output=linear.outputs[0]),
         weights=weights,
         values=values.astype(np.float32),
         exact=exact,

@@ -1,7 +1,8 @@
 """What a timeline shows, whoever draws it: rows of bars.
 
 Three panels. The workers: what each runs, and why it is idle. The chunks: the same tasks by chunk, which shows how
-chunks overtake. The shares: each processor's time, added up.
+chunks overtake; those of one chunk that run at once share its row's height. The shares: each processor's time, added
+up.
 """
 
 from __future__ import annotations
@@ -42,12 +43,17 @@ LABELS: Mapping[str, str] = {
 
 
 class Bar(NamedTuple):
-    """A bar from `start` to `end`: milliseconds, or percent in the panel of shares."""
+    """A bar from `start` to `end`: milliseconds, or percent in the panel of shares.
+
+    It fills lane number `lane` of the `lanes` into which its row is divided there.
+    """
 
     start: float
     end: float
     kind: str
     text: str
+    lane: int = 0
+    lanes: int = 1
 
 
 class Row(NamedTuple):
@@ -110,9 +116,31 @@ def make_picture(record: RunRecord) -> Picture:
         title=f"{record.name}: {milliseconds:.1f} ms, policy {pipeline.policy}, chunks of {pipeline.chunk_length}",
         milliseconds=milliseconds,
         workers=[*rows, Row("copies", sorted(copies))] if copies else rows,
-        chunks=[Row(f"chunk {chunk}", sorted(bars)) for chunk, bars in enumerate(chunks)],
+        chunks=[Row(f"chunk {chunk}", in_lanes(bars)) for chunk, bars in enumerate(chunks)],
         shares=_shares(record),
     )
+
+
+def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
+    """Bars by their starts, in lanes wherever they overlap."""
+    found: list[Bar] = []
+    crowd: list[Bar] = []
+    ends: list[float] = []
+    """Of the lanes of `crowd`: bars that overlap, or are joined by others that do."""
+
+    def part() -> None:
+        found.extend(bar._replace(lanes=len(ends)) for bar in crowd)
+        crowd.clear()
+        ends.clear()
+
+    for bar in sorted(bars):
+        if ends and max(ends) <= bar.start:
+            part()
+        lane = next((lane for lane, end in enumerate(ends) if end <= bar.start), len(ends))
+        ends[lane : lane + 1] = [bar.end]
+        crowd.append(bar._replace(lane=lane))
+    part()
+    return found
 
 
 def _shares(record: RunRecord) -> list[Row]:

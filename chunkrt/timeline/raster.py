@@ -45,8 +45,11 @@ def write_png(picture: Picture, path: Path) -> None:
 
 def _draw(axes: Any, rows: Sequence[Row], width: float) -> None:
     for index, row in enumerate(rows):
-        spans = [(bar.start, bar.end - bar.start) for bar in row.bars]
-        axes.broken_barh(spans, (index - 0.42, 0.84), facecolors=[COLOURS[bar.kind] for bar in row.bars], linewidth=0)
+        for lane, lanes in sorted({(bar.lane, bar.lanes) for bar in row.bars}):
+            bars = [bar for bar in row.bars if (bar.lane, bar.lanes) == (lane, lanes)]
+            spans = [(bar.start, bar.end - bar.start) for bar in bars]
+            place = index - 0.42 + 0.84 * lane / lanes, 0.84 / lanes
+            axes.broken_barh(spans, place, facecolors=[COLOURS[bar.kind] for bar in bars], linewidth=0)
     step = max(1, len(rows) // 16)
     axes.set_yticks(range(0, len(rows), step), [row.name for row in rows[::step]])
     axes.set_xlim(0, width or 1)

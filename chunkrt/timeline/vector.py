@@ -65,20 +65,22 @@ def _row(row: Row, y: float, height: float, width: float) -> Iterator[str]:
     scale = PLOT / width if width else 0.0
     for bar in _visible(row.bars, NARROW / scale if scale else 0.0):
         left, length = LEFT + bar.start * scale, (bar.end - bar.start) * scale
+        top, thickness = y + height * bar.lane / bar.lanes, height / bar.lanes
         kind = list(COLOURS).index(bar.kind)
         yield (
-            f'<path class="k{kind}" d="M{left:.2f} {y:.1f}h{length:.2f}v{height:.1f}h-{length:.2f}z">'
+            f'<path class="k{kind}" d="M{left:.2f} {top:.1f}h{length:.2f}v{thickness:.1f}h-{length:.2f}z">'
             f"<title>{_clean(bar.text)}</title></path>"
         )
 
 
 def _visible(bars: Sequence[Bar], narrow: float) -> Iterator[Bar]:
-    """The bars, with narrow ones joined to their neighbour of the same kind."""
+    """The bars, with narrow ones joined to their neighbour of the same kind and lane."""
     waiting: Bar | None = None
     for bar in bars:
-        is_near = waiting is not None and waiting.kind == bar.kind and bar.start - waiting.end < narrow
-        if waiting is not None and is_near and bar.end - waiting.start < 4 * narrow:
-            waiting = Bar(waiting.start, bar.end, bar.kind, LABELS[bar.kind])
+        is_like = waiting is not None and waiting[2:3] + waiting[4:] == bar[2:3] + bar[4:]
+        is_near = waiting is not None and bar.start - waiting.end < narrow
+        if waiting is not None and is_like and is_near and bar.end - waiting.start < 4 * narrow:
+            waiting = waiting._replace(end=bar.end, text=LABELS[bar.kind])
         else:
             if waiting is not None:
                 yield waiting

@@ -33,8 +33,11 @@ INPUT_STEP_SUFFIX = ".input_step"
 OUTPUT_STEP_SUFFIX = ".output_step"
 """float32 [1] or [N]: the step of the grid of the linear's output, one for all columns or one for each."""
 
+HOT_CHANNELS_SUFFIX = ".hot_channels"
+"""int32 [H], ascending, of a linear with a shadow: the rows of its weight to be kept in float32. H may be 0."""
+
 ALIGNMENT_BYTES = 64
-_CODES = {"float32": "F32", "float16": "F16", "int8": "I8"}
+_CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "int32": "I32"}
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
 
 

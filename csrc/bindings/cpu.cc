@@ -33,6 +33,9 @@ std::map<std::string, std::string> selected_kernels() {
   add("silu_mul_f32_f32_f32", silu_mul_f32_f32_f32_table());
   add("round_to_grid_f32_f32_f32", round_to_grid_f32_f32_f32_table());
   add("widen_f32_f16", widen_f32_f16_table());
+  add("find_outliers_f32_f32", find_outliers_f32_f32_table());
+  add("dequantize_row_f32_s8col", dequantize_row_f32_s8col_table());
+  add("add_outer_product_f32_f32_f32", add_outer_product_f32_f32_f32_table());
   add("append_cache_f32", append_cache_f32_table());
   add("attend_f32_f32_cache", attend_f32_f32_cache_table());
   return selected;

@@ -7,6 +7,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/norm/norm.h"
 #include "kernels/quantize/quantize.h"
+#include "kernels/shadow/shadow.h"
 
 namespace chunkrt {
 
@@ -20,6 +21,9 @@ KernelTable<UnaryFunction> sigmoid_f32_f32_table();
 KernelTable<SiluMulFunction> silu_mul_f32_f32_f32_table();
 KernelTable<RoundToGridFunction> round_to_grid_f32_f32_f32_table();
 KernelTable<WidenFunction> widen_f32_f16_table();
+KernelTable<FindOutliersFunction> find_outliers_f32_f32_table();
+KernelTable<DequantizeRowFunction> dequantize_row_f32_s8col_table();
+KernelTable<AddOuterProductFunction> add_outer_product_f32_f32_f32_table();
 KernelTable<AttentionFunction> append_cache_f32_table();
 KernelTable<AttentionFunction> attend_f32_f32_cache_table();
 

@@ -51,6 +51,12 @@ class ProgramBuilder {
   ValueId linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
                  std::optional<ValueId> residual, std::size_t num_digits,
                  std::optional<float> input_step = {});
+  // What saturation takes from a linear of one digit on the grid of `input_step`, times its weight: see
+  // kernels/shadow/shadow.h. Beside that linear's operands, hot_channels int32 [H], ascending: rows of the
+  // weight that the program keeps in float32. Others are dequantised in every run that finds outliers in
+  // their channel.
+  ValueId shadow_linear(ValueId input, ValueId packed, ValueId scales, float input_step,
+                        ValueId hot_channels);
   // left + right, left * right; right has left's shape or is a constant float32 [width].
   ValueId add(ValueId left, ValueId right);
   ValueId mul(ValueId left, ValueId right);

@@ -75,6 +75,9 @@ void check_all_selections(Isa limit) {
   check_selection(silu_mul_f32_f32_f32_table(), limit);
   check_selection(round_to_grid_f32_f32_f32_table(), limit);
   check_selection(widen_f32_f16_table(), limit);
+  check_selection(find_outliers_f32_f32_table(), limit);
+  check_selection(dequantize_row_f32_s8col_table(), limit);
+  check_selection(add_outer_product_f32_f32_f32_table(), limit);
   check_selection(append_cache_f32_table(), limit);
   check_selection(attend_f32_f32_cache_table(), limit);
 }

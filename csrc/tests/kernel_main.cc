@@ -14,6 +14,7 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_gemm(suite);
   chunkrt::testing::test_quantize(suite);
   chunkrt::testing::test_grid(suite);
+  chunkrt::testing::test_shadow(suite);
   chunkrt::testing::test_norm(suite);
   chunkrt::testing::test_elementwise(suite);
   chunkrt::testing::test_attention(suite);

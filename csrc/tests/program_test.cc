@@ -40,6 +40,14 @@ class Constants {
     return builder_.round_to_grid(sums, constant({step}), num_digits == 2 ? 32639 : 127);
   }
 
+  // Its rows 3 and 7 are hot; all but the smallest inputs are outliers.
+  ValueId shadow_linear(ValueId input, std::size_t depth, std::size_t columns) {
+    const auto hot = std::make_shared<std::vector<std::int32_t>>(std::initializer_list<std::int32_t>{3, 7});
+    const ValueId hot_channels = builder_.constant(hot->data(), Dtype::int32, {hot->size()}, hot);
+    return builder_.shadow_linear(input, packed(depth, columns), floats({columns}, 2e-3f), 1e-4f,
+                                  hot_channels);
+  }
+
   ValueId constant(std::vector<float> values) {
     const auto data = std::make_shared<std::vector<float>>(std::move(values));
     return builder_.constant(data->data(), Dtype::float32, {data->size()}, data);
@@ -85,7 +93,8 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   const ValueId dynamic = constants.linear(inner, kInner, kHidden, residual, 2);
   const ValueId grids = builder.add(constants.grid_linear(inner, kInner, kHidden, 1),
                                     constants.grid_linear(inner, kInner, kHidden, 2));
-  const ValueId out = builder.add(dynamic, grids);
+  const ValueId out =
+      builder.add(builder.add(dynamic, grids), constants.shadow_linear(inner, kInner, kHidden));
   builder.output("logits",
                  constants.linear(builder.gather(out, logit_rows), kHidden, kVocabulary, std::nullopt));
   return builder.build();
@@ -194,12 +203,72 @@ void test_static_linear() {
   }
 }
 
+// y[t, n] = sum over k of r[t, k] * row k of the weight, in float32 and in that order.
+std::vector<float> shadow(const std::vector<float>& x, const std::vector<std::int8_t>& weight,
+                          const std::vector<float>& scales, std::size_t depth, float step) {
+  const std::size_t rows = x.size() / depth, columns = scales.size();
+  std::vector<float> result(rows * columns);
+  for (std::size_t t = 0; t < rows; ++t) {
+    for (std::size_t k = 0; k < depth; ++k) {
+      const float value = x[t * depth + k], q = std::nearbyint(value / step);
+      const float left = std::fabs(q) > 127.0f ? value - std::clamp(q, -127.0f, 127.0f) * step : 0.0f;
+      for (std::size_t n = 0; n < columns; ++n) {
+        const float right = static_cast<float>(weight[k * columns + n]) * scales[n];
+        result[t * columns + n] += left * right;
+      }
+    }
+  }
+  return result;
+}
+
+// With all rows of the weight hot, some, and none; from no outliers to nothing but outliers.
+void test_shadow_linear() {
+  for (const std::size_t depth : {1u, 5u, 16u, 33u, 130u}) {
+    for (const std::size_t columns : {1u, 15u, 17u, 300u}) {
+      Random random(static_cast<std::uint32_t>(depth));
+      const std::size_t rows = 6, groups = (depth + 3) / 4, blocks = (columns + 15) / 16;
+      const std::vector<std::int8_t> weight = random.int8s(depth * columns);
+      std::vector<std::int8_t> packed(blocks * groups * 64);
+      for (std::size_t k = 0; k < depth; ++k) {
+        for (std::size_t n = 0; n < columns; ++n) {
+          packed[((n / 16 * groups + k / 4) * 16 + n % 16) * 4 + k % 4] = weight[k * columns + n];
+        }
+      }
+      std::vector<float> x = random.floats(rows * depth, 1.0f), scales = random.floats(columns, 1e-2f);
+      std::fill_n(x.begin() + static_cast<std::ptrdiff_t>(depth), depth, 0.0f);
+      for (const std::size_t hot_distance : {1u, 3u, 1000u}) {
+        std::vector<std::int32_t> hot;
+        for (std::size_t k = hot_distance - 1; k < depth; k += hot_distance) {
+          hot.push_back(static_cast<std::int32_t>(k));
+        }
+        for (const float step : {1e-20f, 0.004f, 0.0078f, 1.0f}) {
+          ProgramBuilder builder(std::make_shared<ThreadPool>(3), rows);
+          const ValueId input = builder.input("x", Dtype::float32, {kRows, fixed(depth)});
+          const ValueId weights =
+              builder.constant(packed.data(), Dtype::int8, {blocks, groups, 16, 4}, nullptr);
+          const ValueId column_scales = builder.constant(scales.data(), Dtype::float32, {columns}, nullptr);
+          const ValueId hot_channels = builder.constant(hot.data(), Dtype::int32, {hot.size()}, nullptr);
+          builder.output("y", builder.shadow_linear(input, weights, column_scales, step, hot_channels));
+          std::vector<float> found(rows * columns, 99.0f);
+          const TensorView inputs[] = {{x.data(), "float32", {rows, depth}, true, false}};
+          const TensorView outputs[] = {{found.data(), "float32", {rows, columns}, true, true}};
+          builder.build()->run(inputs, outputs);
+          check_same(found.data(), shadow(x, weight, scales, depth, step).data(), found.size(),
+                     std::to_string(depth) + " x " + std::to_string(columns) + ", " +
+                         std::to_string(hot.size()) + " hot channels, step " + std::to_string(step));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void test_program(Suite& suite) {
   suite.run("program: any thread budget, any chunks", test_budgets_and_chunks);
   suite.run("program: callers together", test_callers_together);
   suite.run("program: a linear on a static grid", test_static_linear);
+  suite.run("program: the shadow of a linear", test_shadow_linear);
 }
 
 }  // namespace chunkrt::testing

@@ -10,6 +10,7 @@ void test_isa(Suite& suite);
 void test_gemm(Suite& suite);
 void test_quantize(Suite& suite);
 void test_grid(Suite& suite);
+void test_shadow(Suite& suite);
 void test_norm(Suite& suite);
 void test_elementwise(Suite& suite);
 void test_attention(Suite& suite);

@@ -5,9 +5,9 @@
 
 Requires: nodes in execution order. Ensures: the same bits as without fusion, except where a dynamic scheme gives a
 linear's activations two digits: its bias and residual are then added before the second, in another order of rounding.
-Under a static scheme a linear's result is rounded to a grid before anything is added, so no linear takes part. Nothing
-is fused whose inner results are needed elsewhere. A fused node stands where its last part stood: its operands are all
-there then.
+Under a static scheme no linear takes part: its result is scaled, and rounded to a grid if it has one, before
+anything is added. Nothing is fused whose inner results are needed elsewhere. A fused node stands where its last part
+stood: its operands are all there then.
 """
 
 from __future__ import annotations

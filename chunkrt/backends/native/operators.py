@@ -9,7 +9,7 @@ from chunkrt.backends.native.fusion import DOMAIN
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
 from chunkrt.quant.scheme import LEVELS, Scheme
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
+from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Emitter = Callable[["Lowering", Node], list[int]]
 operators: OperatorRegistry[Emitter] = OperatorRegistry("native")
@@ -77,14 +77,18 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
         return f"native gathers rows (axis 0), not axis {axis}"
     if node.op in ("Split", "RMSNormalization") and axis not in (-1, rank - 1):
         return f"native has {node.op} over the last axis only, not over axis {axis} of {rank}"
-    if node.op == "MatMul":
-        if plan.tensors[node.inputs[1]].kind != "weight":
-            return f"native multiplies by weights; {node.inputs[1]!r} is computed"
-        if scheme.weight_bits is None:
-            return (
-                f"under the scheme {scheme.name!r} this linear is not int8 by int8, which is all that native "
-                "has; use a quantised scheme such as 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'"
-            )
+    if node.op in ("MatMul", "ShadowLinear") and plan.tensors[node.inputs[1]].kind != "weight":
+        return f"native multiplies by weights; {node.inputs[1]!r} is computed"
+    if node.op == "MatMul" and scheme.weight_bits is None:
+        return (
+            f"under the scheme {scheme.name!r} this linear is not int8 by int8, which is all that native has; use a "
+            "quantised scheme such as 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'"
+        )
+    if node.op == "ShadowLinear" and not (scheme.is_static and scheme.activation_bits_of(node.inputs[1]) == 8):
+        return (
+            f"under the scheme {scheme.name!r} this linear's activations are not on a static grid of 8 bits, so there "
+            "is nothing that saturation takes from it"
+        )
     return ""
 
 
@@ -118,8 +122,20 @@ def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, resid
     if not scheme.is_static:
         return [builder.linear(*operands)]
     result = builder.linear(*operands, input_step=float(lowering.weights.array(weight + INPUT_STEP_SUFFIX)[0]))
+    if scheme.has_float_output(weight):
+        return [result]
     output_step = builder.constant(lowering.weights.array(weight + OUTPUT_STEP_SUFFIX))
     return [builder.round_to_grid(result, output_step, LEVELS[scheme.activation_bits_of(weight)])]
+
+
+@operators.register("ShadowLinear", "chunkrt")
+def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
+    left, weight = node.inputs
+    builder, weights = lowering.builder, lowering.weights
+    packed, scales = (builder.constant(array) for array in weights.packed_linear(weight))
+    input_step = float(weights.array(weight + INPUT_STEP_SUFFIX)[0])
+    hot_channels = builder.constant(weights.array(weight + HOT_CHANNELS_SUFFIX))
+    return [builder.shadow_linear(lowering.value(left), packed, scales, input_step, hot_channels)]
 
 
 @operators.register("Add")

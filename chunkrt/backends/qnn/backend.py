@@ -115,7 +115,7 @@ class QnnBackend:
             "subgraph": asdict(subgraph),
             "tensors": {name: asdict(plan.tensors[name]) for name in sorted(names)},
             "rows": graph_rows(chunk_length),
-            "scheme": asdict(scheme),
+            "linears": {name: _as_stored(name, scheme) for name in subgraph.weights},
         }
         digest = hashlib.sha256(json.dumps(compiled_from, sort_keys=True).encode())
         for name in subgraph.weights:
@@ -123,3 +123,9 @@ class QnnBackend:
                 digest.update(f"{name}{suffix} {array.dtype} {array.shape}".encode())
                 digest.update(array.data)
         return f"{self.soc.name}-{scheme.name}-c{chunk_length}-{subgraph.name}-{digest.hexdigest()[:16]}"
+
+
+def _as_stored(weight: str, scheme: Scheme) -> tuple[object, ...]:
+    """What a scheme says of one weight, should it be a linear's."""
+    bits = scheme.weight_bits_of(weight), scheme.activation_bits_of(weight)
+    return *bits, scheme.has_column_grids(weight), scheme.has_float_output(weight)

@@ -73,6 +73,11 @@ def _linear_refusal(node: Node, plan: Plan, scheme: Scheme) -> str:
     types = f"MatMul of u{activation_bits} by s{weight_bits}"
     if (activation_bits, weight_bits) not in LINEARS:
         return f"{types}: the NPU has no such product; use a static scheme: {_STATIC}"
+    if scheme.has_float_output(weight.name):
+        return (
+            f"{types} into float32: what leaves the NPU's matrix unit has as many bits as what enters it; compile the "
+            "model again with outputs on grids (--outputs grid), or place it on the CPU"
+        )
     depth = weight.shape[0]
     if activation_bits == 8 and int(depth) % DEPTH_MULTIPLE_OF_8_BITS:
         return (

@@ -1,0 +1,198 @@
+"""`chunkrt tune`: how a model should run on a device, found by simulating every choice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.errors import ConfigError
+from chunkrt.graph.placement import read_placement
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.shared_folder import written_aside
+from chunkrt.simulate import DEVICES, MeasuredProfile, find_device
+from chunkrt.tune import Choice, Tuned
+from chunkrt.tune import tune as search
+
+NUM_SHOWN = 12
+UNITS = {"": 10**9, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--device", "device_name", required=True, help=f"{', '.join(DEVICES)}, or a file that `chunkrt profile` wrote."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="The TOML file to write, for --settings.",
+)
+@click.option(
+    "-p",
+    "--prompt-lengths",
+    default="512",
+    show_default=True,
+    help="Tokens of a prompt. Of several the geometric mean of the times to first token is judged.",
+)
+@click.option("--chunk", "chunk_lengths", help="Tokens of a chunk to search.  [default: 32 to 512, or as profiled]")
+@click.option(
+    "--place",
+    "placements",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A TOML file that places modules, to search too; may be given several times.",
+)
+@click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16, or as profiled]")
+@click.option("--memory", help="The most that may be taken, as in 2GB or 800MB.  [default: no limit]")
+@click.option(
+    "--dask", help="Address of a Dask scheduler whose workers simulate.  [default: the cores of this machine]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print every choice as JSON.")
+@verbose_option
+def tune(
+    model: str,
+    device_name: str,
+    output: Path,
+    prompt_lengths: str,
+    chunk_lengths: str | None,
+    placements: tuple[Path, ...],
+    scheme: str | None,
+    memory: str | None,
+    dask: str | None,
+    as_json: bool,
+) -> None:
+    """Search how MODEL, or a shape without weights, should run on a device.
+
+    Chunk length, partition, policy and chunks in flight are simulated in all combinations. The least time to first
+    token within the memory limit is chosen; among those within 1 % of it, what takes least memory. The choice is
+    written for `--settings` of run, chat, bench and compile.
+    """
+    _check_output(output)
+    device = find_device(device_name)
+    prompts = _numbers("-p", prompt_lengths)
+    chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
+    memory_bytes = None if memory is None else _bytes(memory)
+    if isinstance(device, MeasuredProfile):
+        click.echo(
+            f"{device.name} was measured with scheme {device.scheme}, chunks of {device.chunk_length} and one "
+            "partition: only policy and chunks in flight are searched",
+            err=True,
+        )
+    with progress_bar() as progress:
+        tuned = search(
+            model,
+            device,
+            prompt_lengths=prompts,
+            scheme=scheme,
+            chunk_lengths=chunks,
+            placements={str(path): read_placement(path) for path in placements},
+            memory_bytes=memory_bytes,
+            dask=dask,
+            progress=progress,
+        )
+        progress("", 0, 0)
+    try:
+        with written_aside(output) as aside:
+            aside.write_text(tuned.to_toml(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
+    for name, reason in tuned.left_out.items():
+        click.echo(f"left out {name}: {reason}", err=True)
+    if as_json:
+        click.echo(json.dumps(_summary(tuned), indent=1))
+    else:
+        _print(tuned)
+        click.echo(f"wrote {output}", err=True)
+
+
+def _check_output(path: Path) -> None:
+    """Refuse, before the search, a file that cannot be written after it."""
+    if path.suffix != ".toml":
+        raise ConfigError(f"-o is {path}, expected a name that ends in .toml")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: {path.parent} may not be written to")
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{option} is {text!r}, expected numbers of at least 1 with commas between, as in 64,256")
+    return numbers
+
+
+def _bytes(text: str) -> int:
+    """A size: a number with a unit behind it, GB if there is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([MG]i?B|)", text.strip(), re.IGNORECASE)
+    num_bytes = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
+    if num_bytes < 1:
+        raise ConfigError(f"--memory is {text!r}, expected a size above 0 such as 2GB, 800MB or 1.5GiB")
+    return num_bytes
+
+
+def _summary(tuned: Tuned) -> dict[str, object]:
+    return {
+        "model": tuned.model,
+        "device": tuned.device.name,
+        "scheme": tuned.scheme,
+        "prompt_lengths": tuned.prompt_lengths,
+        "memory_bytes": tuned.memory_bytes,
+        "settings": tuned.settings,
+        "best": asdict(tuned.best),
+        "default": asdict(tuned.default),
+        "choices": [asdict(choice) for choice in tuned.choices],
+        "left_out": tuned.left_out,
+    }
+
+
+def _print(tuned: Tuned) -> None:
+    prompts = tuned.prompt_lengths
+    click.echo(
+        f"{tuned.model} on {tuned.device.name}, scheme {tuned.scheme}, prompts of {', '.join(map(str, prompts))} "
+        f"tokens; {tuned.num_simulated} choices simulated"
+    )
+    fitting = [choice for choice in tuned.choices if tuned.fits(choice)]
+    if tuned.memory_bytes is not None:
+        click.echo(
+            f"{len(fitting)} of the {len(tuned.choices)} that differ stay within {tuned.memory_bytes / 1e6:.0f} MB"
+        )
+    each = [f"ms {length}" for length in prompts] if len(prompts) > 1 else []
+    head = ["ms", *each, "gain", "MB", "joules", "chunk", "in flight", "policy", "partition", ""]
+    shown = fitting[:NUM_SHOWN]
+    shown += [choice for choice in (tuned.best, tuned.default) if choice not in shown]
+    table = [head, *(_cells(choice, tuned, is_several=bool(each)) for choice in shown)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    num_right = len(head) - 3
+    for row in table:
+        cells = [c.rjust(w) if i < num_right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _cells(choice: Choice, tuned: Tuned, *, is_several: bool) -> list[str]:
+    marks = ["chosen"] if choice == tuned.best else []
+    if choice == tuned.default:
+        marks.append("default" if tuned.fits(choice) else "default, takes too much memory")
+    return [
+        f"{choice.time_ms:.1f}",
+        *(f"{time:.1f}" for time in choice.times_ms if is_several),
+        f"{tuned.default.time_ms / choice.time_ms:.2f}x",
+        f"{choice.peak_memory_bytes / 1e6:.1f}",
+        "" if choice.energy_joules is None else f"{choice.energy_joules:.2f}",
+        str(choice.chunk_length),
+        "auto" if choice.chunks_in_flight is None else str(choice.chunks_in_flight),
+        choice.policy,
+        choice.partition,
+        ", ".join(marks),
+    ]

@@ -1,0 +1,168 @@
+"""The base: the model that another is compared with, as a rule the same checkpoint in float.
+
+Its logits come from the disk, where an earlier evaluation left them, or are computed; the engine is loaded only if
+there is something to compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chunkrt import catalogue
+from chunkrt.engine import Engine
+from chunkrt.engine_directory import PLAN, WEIGHTS, is_engine_directory, read_manifest, read_plan
+from chunkrt.errors import ConfigError
+from chunkrt.evaluation.logit_cache import BasePiece, LogitCache
+from chunkrt.evaluation.logits import Float16, Float32, logit_pieces, score_tokens
+from chunkrt.model import Progress, engine_folder
+from chunkrt.options import EngineOptions
+from chunkrt.quant.scheme import find_scheme
+
+FORMAT = 1
+"""Of the entries on disk."""
+
+FLOAT_CHUNK_LENGTH = 128
+"""The fastest on `onnxrt` of 64, 128 and 512; values depend on it only within float32's rounding."""
+
+
+def base_options(
+    scheme: str, *, threads: int | None = None, context_length: int | None = None, calibration: Path | None = None
+) -> EngineOptions:
+    """How a base runs: on the quickest backend that takes its scheme.
+
+    That is `native` for integers. It has no float linears; of the others, `onnxrt` takes 1.3 s for 512 tokens of
+    SmolLM2-135M, `reference` 2.1 s (two cores).
+    """
+    found = find_scheme(scheme)
+    return EngineOptions(
+        npu="onnxrt" if found.weight_bits is None else "native",
+        scheme=scheme,
+        threads=threads,
+        context_length=context_length,
+        calibration=calibration if found.is_static else None,
+    )
+
+
+class Base:
+    """A base for some windows. Close it when they are done.
+
+    Args:
+        model: a catalogue name, a checkpoint, or an engine directory of the base's scheme.
+        options: see `base_options`.
+        windows: all that will be asked for, so that the cache keeps those and drops others.
+        cache_limit: bytes on disk.
+        progress: told about downloads and compilation.
+
+    Raises:
+        ConfigError: an engine directory of another scheme.
+        ConfigError, ModelError: see `engine_folder`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: EngineOptions,
+        windows: Sequence[Sequence[int]],
+        *,
+        cache_limit: int,
+        progress: Progress,
+    ) -> None:
+        check_base(model, options)
+        self.model = model
+        self.options = options
+        self.folder = engine_folder(model, options, progress)
+        plan = read_plan(self.folder)
+        self.vocab_size = plan.vocab_size
+        if options.scheme == "float":
+            chunk_length = min(FLOAT_CHUNK_LENGTH, options.context_length or plan.context_length)
+            self.options = replace(options, chunk_length=chunk_length)
+        files = read_manifest(self.folder).files
+        self._made_from = [files[PLAN], files[WEIGHTS], self.options.npu]
+        self._engine: Engine | None = None
+        self._cache = LogitCache(catalogue.home() / "logits", cache_limit, map(self._key, windows))
+        self.num_read = 0
+        """Windows that came from the disk."""
+        self.num_computed = 0
+        self.num_not_kept = 0
+        """Windows that were computed, and not kept for want of room."""
+
+    def pieces(self, window: Sequence[int], lengths: Sequence[int]) -> Iterator[BasePiece]:
+        """The rows of a window, so many at a time; all but that of its last token, after which nothing comes.
+
+        Raises:
+            ConfigError: the window does not fit the context, or the cache cannot be written.
+            ModelError: a logit is not finite.
+            BackendError: a subgraph failed.
+        """
+        key, shape = self._key(window), (len(window) - 1, self.vocab_size)
+        stored = self._cache.open(key, *shape)
+        if stored is not None:
+            self.num_read += 1
+        else:
+            self.num_computed += 1
+            if not self._cache.write(key, *shape, self._compute(window, lengths)):
+                self.num_not_kept += 1
+            stored = self._cache.open(key, *shape)
+        if stored is None:
+            yield from self._compute(window, lengths)
+            return
+        with stored:
+            yield from stored.pieces(lengths)
+
+    def close(self) -> None:
+        """Close the engine, if it was loaded."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> Base:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _compute(self, window: Sequence[int], lengths: Sequence[int]) -> Iterator[BasePiece]:
+        if self._engine is None:
+            self._engine = Engine(self.folder, self.options)
+        following, start = np.array(window[1:], np.int64), 0
+        with self._engine.session() as session:
+            for logits, _ in logit_pieces(session, window[:-1], lengths):
+                scores = score_tokens(logits, following[start : start + len(logits)])
+                surprisals = (-scores.log_probabilities).astype(np.float32)
+                yield BasePiece(logits=rounded(logits), surprisals=surprisals)
+                start += len(logits)
+
+    def _key(self, window: Sequence[int]) -> str:
+        """By content: the prepared weights, the plan, the backend, and the window's tokens."""
+        made_from: list[Any] = [FORMAT, *self._made_from, list(map(int, window))]
+        return f"{self.options.scheme}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]}"
+
+
+def rounded(logits: Float32) -> Float16:
+    """Logits less the largest of their row, in float16; what lies below its range is its lowest. [R, V]."""
+    relative = logits - logits.max(axis=1, keepdims=True)
+    kept: Float32 = np.maximum(relative, np.float32(np.finfo(np.float16).min), out=relative)
+    return kept.astype(np.float16)
+
+
+def check_base(model: str, options: EngineOptions) -> None:
+    """Refuse an engine directory as its own base, unless it was compiled under the base's scheme.
+
+    Raises:
+        ConfigError: it was compiled under another; a compiled model does not hold its checkpoint.
+        ModelError: it is damaged.
+    """
+    if is_engine_directory(Path(model)):
+        manifest = read_manifest(Path(model))
+        if manifest.scheme.name != options.scheme:
+            raise ConfigError(
+                f"{model} is compiled under {manifest.scheme.name!r} and holds no {options.scheme!r} weights to "
+                f"compare with; name the checkpoint that it was made from with --base-model (it was called "
+                f"{manifest.model!r}), or measure it alone with --base none"
+            )

@@ -1,0 +1,186 @@
+"""A chunkrt engine as a model of lm-evaluation-harness, which has hundreds of tasks.
+
+The harness knows models that were registered in its process, and looks for no others; so it is started from here:
+
+    python -m chunkrt.evaluation.harness --model chunkrt --model_args pretrained=MODEL,npu=native --tasks hellaswag
+
+`pretrained` is what chunkrt calls MODEL, the rest are fields of `EngineOptions`. In Python, import this module, then
+call `lm_eval.simple_evaluate(model="chunkrt", ...)`. Needs `pip install chunkrt[lm-eval]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import chunkrt
+from chunkrt.errors import ChunkrtError, ConfigError
+from chunkrt.evaluation.scoring import Scorer
+from chunkrt.sampling import SamplingOptions
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ImportError as error:
+    missing = f"the adapter needs lm-evaluation-harness ({error.name} is missing): pip install chunkrt[lm-eval]"
+    if __name__ == "__main__":
+        sys.exit(f"chunkrt: {missing}")
+    raise ConfigError(missing) from error
+
+DEFAULT_NEW_TOKENS = 256
+NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""What tasks call the most tokens to generate; the first that is given counts, as in the harness."""
+
+log = logging.getLogger(__name__)
+
+
+@register_model("chunkrt")
+class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not installed where types are checked
+    """Scores and generates one request after another.
+
+    Args:
+        pretrained: a catalogue name, a checkpoint, or an engine directory.
+        batch_size, max_batch_size, device: what the harness gives to every model; they mean nothing here.
+        options: fields of `EngineOptions`.
+
+    Raises:
+        ChunkrtError: see `chunkrt.load`; ModelError also if the model has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: object = 1,
+        max_batch_size: object = None,
+        device: object = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for name in ("placement", "calibration"):
+            if name in options:
+                options[name] = Path(options[name])
+        self.engine = chunkrt.load(pretrained, **options)
+        self.text = self.engine.require_tokenizer()
+        self._scorer = Scorer(self.engine)
+
+    @property
+    def max_length(self) -> int:
+        """Positions that a request may have."""
+        return self.engine.context_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        if not (ids := self.text.settings.eos_ids):
+            raise ConfigError(f"{self.engine.manifest.model} names no token that ends a text, which the harness needs")
+        return ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context follows: the beginning token, or else the one that ends texts."""
+        bos_id = self.text.settings.bos_id
+        return self.eot_token_id if bos_id is None else bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for the harness's caches."""
+        return str(self.engine.manifest.model)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template's source, for the harness's report."""
+        return self.text.settings.chat_template or ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text. Raises ModelError if the model has no template, or it refuses."""
+        return self.text.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Tokens of a text, control tokens in it read as such; no second beginning token unless asked for."""
+        ids = self.text.encode(string, add_special=add_special_tokens is not False, parse_special=True)
+        bos_id = self.text.settings.bos_id
+        is_doubled = self.text.settings.add_bos and ids[:2] == [bos_id, bos_id]
+        return ids[1:] if add_special_tokens is None and is_doubled else ids
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Logarithm of the probability of whole texts, each token predicted once, in windows of the context."""
+        found = []
+        for request in tqdm(requests, desc="rolling", disable=disable_tqdm):
+            tokens = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            pairs = map(make_disjoint_window, windows)
+            found.append(sum(self._scorer.score(*pair).log_probability for pair in pairs))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continue texts, greedily unless a task samples, until a stop string or the end of a text."""
+        found = []
+        for request in tqdm(requests, desc="generating", disable=disable_tqdm):
+            context, settings = request.args
+            found.append(self._generate(context, settings))
+            self.cache_hook.add_partial("generate_until", request.args, found[-1])
+        return found
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: object,
+    ) -> list[tuple[float, bool]]:
+        found = []
+        for texts, context, continuation in tqdm(requests, desc="scoring", disable=disable_tqdm):
+            kept = self._shortened(context, self.max_length + 1 - len(continuation))
+            score = self._scorer.score(kept, continuation)
+            found.append((score.log_probability, score.is_greedy))
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
+        return found
+
+    def _generate(self, context: str, settings: Mapping[str, Any]) -> str:
+        max_new_tokens = next((int(settings[name]) for name in NEW_TOKENS if name in settings), DEFAULT_NEW_TOKENS)
+        stops = settings.get("until") or []
+        tokens = self.tok_encode(context) or [self.prefix_token_id]
+        with self.engine.session() as session:
+            session.prefill(self._shortened(tokens, self.max_length - max_new_tokens))
+            pieces = session.generate(
+                max_new_tokens=max_new_tokens,
+                sampling=_sampling(settings),
+                stop=[stops] if isinstance(stops, str) else list(stops),
+            )
+            return "".join(piece.text for piece in pieces)
+
+    def _shortened(self, tokens: list[int], room: int) -> list[int]:
+        """The last tokens that there is room for, as the harness's other models do it, but with a warning."""
+        if room < 1:
+            raise ConfigError(f"a request does not fit the context of {self.max_length}; give a larger context_length")
+        if len(tokens) > room:
+            log.warning("a context of %d tokens is cut to its last %d", len(tokens), room)
+        return tokens[-room:]
+
+
+def _sampling(settings: Mapping[str, Any]) -> SamplingOptions:
+    """Greedy, unless the task samples at a temperature."""
+    temperature = float(settings.get("temperature", 0.0))
+    if not settings.get("do_sample", temperature > 0) or temperature == 0:
+        return SamplingOptions()
+    chosen = {name: settings[name] for name in ("top_k", "top_p", "min_p") if settings.get(name) is not None}
+    return SamplingOptions(temperature=temperature, **chosen)
+
+
+def main() -> None:
+    """Run the harness's own command line, with chunkrt among its models."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except ChunkrtError as error:
+        sys.exit(f"chunkrt: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()

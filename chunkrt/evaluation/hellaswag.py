@@ -1,0 +1,96 @@
+"""HellaSwag: which of four endings a model finds likeliest.
+
+The file is the data set's own (`hellaswag_val.jsonl`): one object a line with `activity_label`, `ctx_a`, `ctx_b`,
+`endings` and `label`. Prompts and figures are those of lm-evaluation-harness.
+
+Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?", 2019.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chunkrt.engine import Engine
+from chunkrt.errors import ConfigError
+from chunkrt.evaluation.jsonl import read_items, text_of
+from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A context, its endings without the space between, and which is right. `line` is the file's."""
+
+    line: int
+    context: str
+    endings: tuple[str, ...]
+    label: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HellaSwagFigures:
+    """How often the right ending had the largest log-probability, as it is, and divided by its characters."""
+
+    num_items: int
+    accuracy: Accuracy
+    normalised_accuracy: Accuracy
+
+
+def read(path: Path, limit: int | None = None) -> list[Item]:
+    """Items of a file. Raises ConfigError if it cannot be read, or a line is malformed."""
+    return read_items(path, _parse, limit)
+
+
+def evaluate(
+    engine: Engine, items: Sequence[Item], progress: Callable[[int, int], None] = lambda done, total: None
+) -> HellaSwagFigures:
+    """Score every ending of every item.
+
+    Raises:
+        ConfigError: an item does not fit the context.
+        ModelError: the model has no tokenizer.
+        BackendError: a subgraph failed.
+    """
+    tokenizer, scorer = engine.require_tokenizer(), Scorer(engine)
+    hits: list[bool] = []
+    normalised_hits: list[bool] = []
+    for done, item in enumerate(items):
+        progress(done, len(items))
+        try:
+            pairs = [encode_pair(tokenizer, item.context, f" {ending}") for ending in item.endings]
+            found = [scorer.score(*pair).log_probability for pair in pairs]
+        except ConfigError as error:
+            raise ConfigError(f"HellaSwag, line {item.line}: {error}") from error
+        normalised = [value / len(ending) for value, ending in zip(found, item.endings, strict=True)]
+        hits.append(found.index(max(found)) == item.label)
+        normalised_hits.append(normalised.index(max(normalised)) == item.label)
+    progress(len(items), len(items))
+    return HellaSwagFigures(
+        num_items=len(items), accuracy=Accuracy.of(hits), normalised_accuracy=Accuracy.of(normalised_hits)
+    )
+
+
+def clean(text: str) -> str:
+    """A text without the marks that the WikiHow half of the data set carries."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _parse(data: dict[str, Any], line: int) -> Item:
+    activity, first, second = (text_of(data, key) for key in ("activity_label", "ctx_a", "ctx_b"))
+    endings, label = data.get("endings"), data.get("label")
+    if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(ending, str) for ending in endings):
+        raise ValueError("'endings' is not a list of two texts or more")
+    if isinstance(label, str) and label.isdecimal():
+        label = int(label)  # as the copy on the Hugging Face hub has it
+    if type(label) is not int or not 0 <= label < len(endings):
+        hint = "; the test split has no labels, take the validation split" if label in (None, "") else ""
+        raise ValueError(f"'label' is {label!r}, expected 0 to {len(endings) - 1}{hint}")
+    cleaned = tuple(map(clean, endings))
+    if not all(cleaned):
+        raise ValueError("an ending has no text but marks in brackets")
+    context = clean(f"{activity}: {first} {second.capitalize()}")
+    return Item(line=line, context=context, endings=cleaned, label=label)

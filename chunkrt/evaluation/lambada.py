@@ -1,0 +1,75 @@
+"""LAMBADA: whether a model finds the last word of a passage that cannot be guessed from its last sentence alone.
+
+The file has one object a line with `text`. Prompts and figures are those of lm-evaluation-harness.
+
+Source: Paperno et al., "The LAMBADA dataset: Word prediction requiring a broad discourse context", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import Any
+
+from chunkrt.engine import Engine
+from chunkrt.errors import ConfigError
+from chunkrt.evaluation.jsonl import read_items, text_of
+from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A passage without its last word, and that word without the space between. `line` is the file's."""
+
+    line: int
+    context: str
+    word: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambadaFigures:
+    """How often every token of the last word was the likeliest, and the last words' perplexity (by word, not token)."""
+
+    num_items: int
+    accuracy: Accuracy
+    perplexity: float
+
+
+def read(path: Path, limit: int | None = None) -> list[Item]:
+    """Items of a file. Raises ConfigError if it cannot be read, or a line is malformed."""
+    return read_items(path, _parse, limit)
+
+
+def evaluate(
+    engine: Engine, items: Sequence[Item], progress: Callable[[int, int], None] = lambda done, total: None
+) -> LambadaFigures:
+    """Score the last word of every item.
+
+    Raises:
+        ConfigError: an item does not fit the context.
+        ModelError: the model has no tokenizer.
+        BackendError: a subgraph failed.
+    """
+    tokenizer, scorer = engine.require_tokenizer(), Scorer(engine)
+    scores = []
+    for done, item in enumerate(items):
+        progress(done, len(items))
+        try:
+            scores.append(scorer.score(*encode_pair(tokenizer, item.context, f" {item.word}")))
+        except ConfigError as error:
+            raise ConfigError(f"LAMBADA, line {item.line}: {error}") from error
+    progress(len(items), len(items))
+    return LambadaFigures(
+        num_items=len(items),
+        accuracy=Accuracy.of([score.is_greedy for score in scores]),
+        perplexity=exp(-sum(score.log_probability for score in scores) / len(scores)),
+    )
+
+
+def _parse(data: dict[str, Any], line: int) -> Item:
+    context, space, word = text_of(data, "text").rstrip().rpartition(" ")
+    if not context.strip() or not space or not word:
+        raise ValueError("'text' has fewer than two words")
+    return Item(line=line, context=context, word=word)

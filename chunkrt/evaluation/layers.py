@@ -1,0 +1,256 @@
+"""Where a scheme loses: the error of every linear by itself, and how errors grow from layer to layer.
+
+Two runs side by side, subgraph after subgraph over all windows, so that a model of any size needs the memory of its
+largest subgraph: one in float, and one with every linear rounded as the scheme says. A linear's own error is measured
+on what the float run gives it. What lies between linears is float32 in both; an NPU has float16 there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Node, Plan
+from chunkrt.losses import LOSS_EVERY, Float32, RoundedLinears, first_values, run_node, run_subgraph
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.scheme import LEVELS, Scheme
+from chunkrt.quant.weights import linear_nodes
+
+NUM_LAYER_WINDOWS = 4
+"""Windows that are looked at: errors of layers need fewer tokens than perplexities."""
+
+NUM_SHOWN = 16
+LAYERS_A_LINE = 6
+
+_IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearFigures:
+    """One linear, over all rows of the windows; of the head, over every LOSS_EVERY-th.
+
+    kind: the last part of its name, such as "down_proj". layer: None for what is in no layer, such as the head.
+    error: root mean square of the error of its output, by that of the output in float. has_shadow: whether it has one;
+    error_unshadowed: the error without, on the grid that it would have then; None if it has none. input_peak: the
+    largest magnitude of its input. outlier_ratio: that, by the median of the input channels' largest magnitudes; None
+    if the median is 0. share_beyond_grid: of its input's values, 0 to 1; None under a dynamic scheme, whose grids reach
+    as far as each row.
+    """
+
+    weight: str
+    kind: str
+    layer: int | None
+    weight_bits: int
+    activation_bits: int
+    error: float
+    has_shadow: bool
+    error_unshadowed: float | None
+    input_peak: float
+    outlier_ratio: float | None
+    share_beyond_grid: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFigures:
+    """The residual stream after one layer of the rounded run: its relative root mean square error."""
+
+    layer: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersRun:
+    """Every linear in the plan's order, every layer, and over how much text."""
+
+    windows: int
+    tokens: int
+    linears: Sequence[LinearFigures]
+    layers: Sequence[LayerFigures]
+
+    def lines(self) -> Iterator[str]:
+        """To read: the linears with the largest errors, and all layers."""
+        ranking = sorted(self.linears, key=lambda linear: -linear.error)
+        names = [linear.weight.removesuffix(".weight") for linear in ranking[:NUM_SHOWN]]
+        width = max(map(len, names))
+        yield f"by layer, {self.windows} windows, {self.tokens} tokens; errors are relative, root mean square"
+        head = f"{'largest errors':{width}}  {'bits':>6}  {'error':>8}"
+        yield f"  {head}  {'no shadow':>9}  {'outliers':>9}  {'beyond grid':>11}"
+        for name, linear in zip(names, ranking, strict=False):
+            bits = f"w{linear.weight_bits}a{linear.activation_bits}"
+            yield (
+                f"  {name:{width}}  {bits:>6}  {_percent(linear.error):>8}  {_percent(linear.error_unshadowed):>9}  "
+                f"{_times(linear.outlier_ratio):>9}  {_percent(linear.share_beyond_grid):>11}"
+            )
+        if len(ranking) > NUM_SHOWN:
+            yield f"  ... and {len(ranking) - NUM_SHOWN} more; --json has all"
+        yield "  residual stream after layer"
+        cells = [f"{layer.layer:4}: {_percent(layer.error):>8}" for layer in self.layers]
+        for start in range(0, len(cells), LAYERS_A_LINE):
+            yield "  " + "".join(cells[start : start + LAYERS_A_LINE])
+
+
+def evaluate_layers(
+    plan: Plan,
+    load: Callable[[str], Float32],
+    scheme: Scheme,
+    calibration: Calibration | None,
+    windows: Sequence[Sequence[int]],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LayersRun:
+    """Measure every linear and layer.
+
+    Args:
+        plan: the decoder as it is by nature, without shadows.
+        load: a weight's float32 values by its plan name, folded as the calibration says; called once a subgraph.
+        calibration: of a static scheme.
+        windows: tokens that start at position 0.
+        progress: told (subgraphs done, subgraphs in all).
+
+    Raises:
+        ConfigError: the scheme quantises nothing.
+        QuantizationError: the calibration is of another decoder.
+    """
+    if scheme.weight_bits is None:
+        raise ConfigError(
+            f"the scheme {scheme.name!r} quantises nothing, layers have no errors; choose another --scheme"
+        )
+    tokens = [np.array(window, np.int64) for window in windows]
+    in_float: list[Mapping[str, Any]] = [first_values(ids, np.arange(0, len(ids), LOSS_EVERY)) for ids in tokens]
+    rounded = list(in_float)
+    found = _Found(plan, scheme)
+    for index, subgraph in enumerate(plan.subgraphs):
+        progress(index, len(plan.subgraphs))
+        weights = {name: load(name) for name in subgraph.weights}
+        run = _Runs(found, RoundedLinears(weights, calibration))
+        for window in range(len(tokens)):
+            in_float[window] = run_subgraph(plan, index, in_float[window], weights, run.in_float)
+            rounded[window] = run_subgraph(plan, index, rounded[window], weights, run.rounded)
+    progress(len(plan.subgraphs), len(plan.subgraphs))
+    return LayersRun(
+        windows=len(tokens),
+        tokens=sum(map(len, tokens)),
+        linears=[found.linear(weight) for weight in found.linears],
+        layers=[LayerFigures(layer=layer, error=error.relative) for layer, error in found.residuals.items()],
+    )
+
+
+@dataclass
+class _Error:
+    """Sums of squares over all that was seen."""
+
+    of_error: float = 0.0
+    of_expected: float = 0.0
+
+    def see(self, found: Float32, expected: Float32) -> None:
+        self.of_error += float(np.square(found - expected, dtype=np.float64).sum())
+        self.of_expected += float(np.square(expected, dtype=np.float64).sum())
+
+    @property
+    def relative(self) -> float:
+        if self.of_expected == 0:
+            return inf if self.of_error else 0.0
+        return sqrt(self.of_error / self.of_expected)
+
+
+@dataclass
+class _Seen:
+    """What was seen of one linear."""
+
+    whole: _Error = field(default_factory=_Error)
+    unshadowed: _Error = field(default_factory=_Error)
+    channel_peaks: NDArray[np.float32] | None = None
+    num_values: int = 0
+    num_beyond: int = 0
+
+
+class _Found:
+    """What is known so far."""
+
+    def __init__(self, plan: Plan, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self.linears = {weight: _Seen() for weight in linear_nodes(plan)}
+        self.residuals: dict[int, _Error] = {}
+
+    def linear(self, weight: str) -> LinearFigures:
+        seen, scheme = self.linears[weight], self.scheme
+        assert seen.channel_peaks is not None
+        peak, median = float(seen.channel_peaks.max()), float(np.median(seen.channel_peaks))
+        in_layer = _IN_LAYER.fullmatch(weight)
+        weight_bits, has_shadow = scheme.weight_bits_of(weight), scheme.is_shadowed(weight)
+        assert weight_bits is not None
+        return LinearFigures(
+            weight=weight,
+            kind=weight.removesuffix(".weight").rpartition(".")[2],
+            layer=int(in_layer[1]) if in_layer else None,
+            weight_bits=weight_bits,
+            activation_bits=scheme.activation_bits_of(weight),
+            error=seen.whole.relative,
+            has_shadow=has_shadow,
+            error_unshadowed=seen.unshadowed.relative if has_shadow else None,
+            input_peak=peak,
+            outlier_ratio=peak / median if median else None,
+            share_beyond_grid=seen.num_beyond / seen.num_values if scheme.is_static else None,
+        )
+
+
+class _Runs:
+    """How the two runs compute a node of one subgraph; `in_float` comes first, for each window."""
+
+    def __init__(self, found: _Found, linears: RoundedLinears) -> None:
+        self._found = found
+        self._linears = linears
+        self._residuals: dict[int, Float32] = {}
+
+    def in_float(self, node: Node, values: Mapping[str, Any]) -> Any:
+        result = run_node(node, values)
+        if self._is_linear(node):
+            self._see(node, values[node.inputs[0]], result)
+        if (layer := _residual_layer(node)) is not None:
+            self._residuals[layer] = result
+        return result
+
+    def rounded(self, node: Node, values: Mapping[str, Any]) -> Any:
+        if self._is_linear(node):
+            return self._linears.multiply(node, values[node.inputs[0]], self._found.scheme)
+        result = run_node(node, values)
+        if (layer := _residual_layer(node)) is not None:
+            self._found.residuals.setdefault(layer, _Error()).see(result, self._residuals.pop(layer))
+        return result
+
+    def _is_linear(self, node: Node) -> bool:
+        return node.op == "MatMul" and node.inputs[1] in self._found.linears
+
+    def _see(self, node: Node, x: Float32, expected: Float32) -> None:
+        name, scheme = node.inputs[1], self._found.scheme
+        seen = self._found.linears[name]
+        seen.whole.see(self._linears.multiply(node, x, scheme), expected)
+        if scheme.is_shadowed(name):
+            seen.unshadowed.see(self._linears.multiply(node, x, replace(scheme, shadowed=())), expected)
+        peaks = np.abs(x).max(axis=0)
+        seen.channel_peaks = peaks if seen.channel_peaks is None else np.maximum(seen.channel_peaks, peaks)
+        if scheme.is_static:
+            levels = LEVELS[scheme.activation_bits_of(name)]
+            step = self._linears.grids(node, scheme).input_step
+            seen.num_beyond += int((np.abs(np.rint(x / step)) > levels).sum())
+            seen.num_values += x.size
+
+
+def _residual_layer(node: Node) -> int | None:
+    """The layer whose output a node computes."""
+    found = _IN_LAYER.fullmatch(node.outputs[0])
+    return int(found[1]) if found and found[2] == "output" else None
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.3g} %"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.4g}x"

@@ -1,0 +1,188 @@
+"""Logits of a base on disk: computed once, compared with again and again, within a limit of bytes.
+
+An entry is one window, a .npz file (NumPy reads it) that is written and read piece by piece:
+
+    logits        float16 [T, V], less the largest of each row
+    surprisals    float32 [T], -log p of the token that came next, from the logits before they were rounded
+
+float16 is finest where the probability is. On SmolLM2-135M-Instruct (1,022 tokens of WikiText-2) it changes a mean
+divergence of 0.0072 by 5 parts in a million, that of a single token by 4e-5 at most, and the likeliest token never;
+logits as they are, in float16, change the mean by 1 in 1000. The same values are used where nothing is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from chunkrt.errors import ConfigError
+from chunkrt.evaluation.logits import Float16, Float32
+from chunkrt.shared_folder import only_writer, remove, written_aside
+
+LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
+HEADER_BYTES = 1024
+"""More than the headers of an entry take."""
+
+_DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasePiece:
+    """Some rows of a base: `logits` float16 [R, V] less each row's largest, `surprisals` float32 [R] in nats."""
+
+    logits: Float16
+    surprisals: Float32
+
+
+class StoredLogits:
+    """An entry, open and whole: its checksums and shapes were compared."""
+
+    def __init__(self, archive: zipfile.ZipFile, vocab_size: int, surprisals: Float32) -> None:
+        self._archive = archive
+        self._vocab_size = vocab_size
+        self._surprisals = surprisals
+
+    def pieces(self, lengths: Iterable[int]) -> Iterator[BasePiece]:
+        """Its rows, so many at a time; `lengths` add up to all of them."""
+        start = 0
+        with self._archive.open(LOGITS) as member:
+            _check_header(member, (len(self._surprisals), self._vocab_size), np.float16)
+            for length in lengths:
+                rows = np.frombuffer(member.read(length * self._vocab_size * 2), np.float16)
+                surprisals = self._surprisals[start : start + length]
+                yield BasePiece(logits=rows.reshape(length, self._vocab_size), surprisals=surprisals)
+                start += length
+
+    def __enter__(self) -> StoredLogits:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._archive.close()
+
+
+class LogitCache:
+    """Entries by key, in one folder, of `limit_bytes` together.
+
+    Where there is no room, entries that this evaluation does not need make some, those unused for longest first; those
+    that it needs never do, so that an evaluation larger than the limit keeps a part of itself, the same every time.
+
+    Args:
+        folder: chunkrt's own.
+        limit_bytes: 0 keeps nothing.
+        needed: the keys of this evaluation.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int, needed: Iterable[str]) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self._needed = {self._path(key) for key in needed}
+
+    def open(self, key: str, num_rows: int, vocab_size: int) -> StoredLogits | None:
+        """An entry, or None if it is not there. One that is damaged is removed, with a warning."""
+        path = self._path(key)
+        if not path.exists():
+            return None
+        try:
+            archive = zipfile.ZipFile(path)
+            try:
+                surprisals = _check(archive, num_rows, vocab_size)
+                os.utime(path)
+            except BaseException:
+                archive.close()
+                raise
+        except _DAMAGE as error:
+            log.warning("%s is damaged (%s); computing it again", path, str(error) or type(error).__name__)
+            remove(path)
+            return None
+        return StoredLogits(archive, vocab_size, surprisals)
+
+    def write(self, key: str, num_rows: int, vocab_size: int, pieces: Iterable[BasePiece]) -> bool:
+        """Keep an entry, if there is room for it; its pieces are asked for only then.
+
+        Returns:
+            Whether it was kept.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        num_bytes = num_rows * (vocab_size * 2 + 4) + HEADER_BYTES
+        if num_bytes > self.limit_bytes:
+            return False
+        path = self._path(key)
+        try:
+            with only_writer(self.folder, "computing logits"):
+                if path.exists():  # by another process meanwhile
+                    return True
+                if not self._make_room(num_bytes):
+                    return False
+                with written_aside(path) as aside:
+                    _write(aside, num_rows, vocab_size, pieces)
+                return True
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep logits in {self.folder}: {error.strerror or error}; set CHUNKRT_HOME to move it, or "
+                "keep none with --cache-limit 0"
+            ) from error
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.npz"
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Remove what others left, as far as is needed and helps."""
+        stats = {path: path.stat() for path in self.folder.glob("*.npz")}
+        total = sum(stat.st_size for stat in stats.values()) + num_bytes
+        kept = sum(stat.st_size for path, stat in stats.items() if path in self._needed) + num_bytes
+        if kept > self.limit_bytes:
+            return False
+        for path in sorted(stats.keys() - self._needed, key=lambda path: stats[path].st_mtime_ns):
+            if total <= self.limit_bytes:
+                break
+            remove(path)
+            total -= stats[path].st_size
+        return True
+
+
+def _write(path: Path, num_rows: int, vocab_size: int, pieces: Iterable[BasePiece]) -> None:
+    surprisals = []
+    with zipfile.ZipFile(path, "w") as archive:
+        with archive.open(LOGITS, "w", force_zip64=True) as member:
+            _write_header(member, (num_rows, vocab_size), np.float16)
+            for piece in pieces:
+                member.write(np.ascontiguousarray(piece.logits).data)
+                surprisals.append(piece.surprisals)
+        with archive.open(SURPRISALS, "w") as member:
+            _write_header(member, (num_rows,), np.float32)
+            member.write(np.concatenate(surprisals).data)
+
+
+def _check(archive: zipfile.ZipFile, num_rows: int, vocab_size: int) -> Float32:
+    """The surprisals of an entry, once all of it has proved whole."""
+    if damaged := archive.testzip():
+        raise ValueError(f"{damaged} does not have its checksum")
+    with archive.open(LOGITS) as member:
+        _check_header(member, (num_rows, vocab_size), np.float16)
+    with archive.open(SURPRISALS) as member:
+        _check_header(member, (num_rows,), np.float32)
+        return np.frombuffer(member.read(), np.float32)
+
+
+def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+    descr = npy.dtype_to_descr(np.dtype(dtype).newbyteorder("<"))
+    npy.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+
+
+def _check_header(file: IO[bytes], shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+    """Read past an array's header. Raises ValueError if it is not of that shape and type."""
+    npy.read_magic(file)
+    found_shape, is_fortran, found_dtype = npy.read_array_header_1_0(file)
+    if (found_shape, is_fortran, found_dtype) != (shape, False, np.dtype(dtype)):
+        raise ValueError(f"it holds {found_dtype} {found_shape}, not {np.dtype(dtype)} {shape}")

@@ -1,0 +1,155 @@
+"""What an evaluation found, with exactly what was run: as data for JSON, and as lines to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from chunkrt.engine import Engine
+from chunkrt.evaluation.base import Base
+from chunkrt.evaluation.hellaswag import HellaSwagFigures
+from chunkrt.evaluation.lambada import LambadaFigures
+from chunkrt.evaluation.layers import LayersRun
+from chunkrt.evaluation.scoring import Accuracy
+from chunkrt.evaluation.text import TextFigures
+
+Figures = TypeVar("Figures")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was evaluated, and how it ran. `npu`, `cpu`: the backends of the two roles."""
+
+    model: str
+    scheme: str
+    npu: str
+    cpu: str
+    chunk: int
+    policy: str
+    threads: int
+
+    @staticmethod
+    def of(engine: Engine, model: str) -> Run:
+        """Of a loaded model, as the user calls it."""
+        return Run(
+            model=model,
+            scheme=engine.scheme.name,
+            npu=engine.npu_backend.name,
+            cpu=engine.cpu_backend.name,
+            chunk=engine.chunk_length,
+            policy=engine.options.policy,
+            threads=engine.options.num_threads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRun:
+    """What it was compared with. Windows are `read` from the disk or `computed`; some of these were `not_kept`."""
+
+    model: str
+    scheme: str
+    backend: str
+    read: int
+    computed: int
+    not_kept: int
+
+    @staticmethod
+    def of(base: Base) -> BaseRun:
+        """Of a base that has served its windows."""
+        return BaseRun(
+            model=base.model,
+            scheme=str(base.options.scheme),
+            backend=base.options.npu,
+            read=base.num_read,
+            computed=base.num_computed,
+            not_kept=base.num_not_kept,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRun:
+    """A text, what was taken of it (windows, of those available, of so many tokens at most), and what was found."""
+
+    file: str
+    part: str
+    windows: int
+    windows_available: int
+    window_length: int
+    has_bos: bool
+    base: BaseRun | None
+    figures: TextFigures
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRun(Generic[Figures]):
+    """A task's file, and what was found."""
+
+    file: str
+    figures: Figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All of one evaluation; what was not asked for is None."""
+
+    run: Run
+    text: TextRun | None
+    layers: LayersRun | None
+    hellaswag: TaskRun[HellaSwagFigures] | None
+    lambada: TaskRun[LambadaFigures] | None
+
+    def lines(self) -> Iterator[str]:
+        """The report, to read."""
+        run = self.run
+        backends = run.npu if run.npu == run.cpu else f"{run.npu} and {run.cpu}"
+        yield f"{run.model}: {run.scheme} on {backends}, chunks of {run.chunk}, {run.policy}, {run.threads} threads"
+        if self.text:
+            yield ""
+            yield from _text_lines(self.text)
+        if self.layers:
+            yield ""
+            yield from self.layers.lines()
+        if self.hellaswag:
+            endings = self.hellaswag.figures
+            yield ""
+            yield f"HellaSwag, {self.hellaswag.file}: {endings.num_items} items"
+            yield _row("accuracy", _accuracy(endings.accuracy))
+            yield _row("length-normalised", _accuracy(endings.normalised_accuracy))
+        if self.lambada:
+            words = self.lambada.figures
+            yield ""
+            yield f"LAMBADA, {self.lambada.file}: {words.num_items} items"
+            yield _row("accuracy", _accuracy(words.accuracy))
+            yield _row("perplexity of words", f"{words.perplexity:.2f}")
+
+
+def _text_lines(text: TextRun) -> Iterator[str]:
+    figures, base = text.figures, text.base
+    yield f"{text.file}, part {text.part}: {text.windows} of {text.windows_available} windows of {text.window_length}"
+    if base:
+        kept = f" ({base.not_kept} of them not kept: beyond --cache-limit)" if base.not_kept else ""
+        yield (
+            f"base: {base.model}, {base.scheme} on {base.backend}; {base.read} windows from the cache, "
+            f"{base.computed} computed{kept}"
+        )
+    yield _row("perplexity", f"{figures.perplexity:.4f}")
+    if compared := figures.comparison:
+        yield _row("base perplexity", f"{compared.perplexity:.4f}")
+        yield _row("ratio", f"{compared.ratio:.4f}")
+        yield _row("mean KL divergence", f"{compared.mean_kl:.5f}", "nats")
+        yield _row("99 % of tokens below", f"{compared.kl_99:.4f}", "nats")
+        yield _row("largest", f"{compared.largest_kl:.4f}", "nats")
+        yield _row("top-1 agreement", f"{compared.top_1:.4f}")
+    first = "but the beginning token" if text.has_bos else "but each window's first"
+    yield _row("tokens counted", f"{figures.num_tokens}", f"all {first}")
+    yield _row("tokens per second", f"{figures.tokens_per_second:.0f}", "prefill with all logits")
+
+
+def _accuracy(accuracy: Accuracy) -> str:
+    error = "" if accuracy.standard_error is None else f" ± {accuracy.standard_error:.4f}"
+    return f"{accuracy.value:.4f}{error}"
+
+
+def _row(name: str, value: str, unit: str = "") -> str:
+    return f"  {name:<22}{value:>10}  {unit}".rstrip()

@@ -1,0 +1,126 @@
+"""A model on a text: perplexity, and how far it is from its base.
+
+Counted are all tokens of a window but its first, given those before it in the window. Where the model wants a
+beginning token, that is the first, and all of the text is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+
+from chunkrt.engine import Engine
+from chunkrt.errors import ConfigError
+from chunkrt.evaluation.base import Base
+from chunkrt.evaluation.logits import Float64, divergences, logit_pieces, piece_lengths, score_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A model beside its base, over the tokens counted.
+
+    perplexity: the base's. ratio: the model's perplexity by the base's. mean_kl, kl_99, largest_kl: the divergence of
+    the base to the model in nats, on average, at the 99th percentile, at most. top_1: the share of tokens after which
+    both have the same likeliest one.
+    """
+
+    perplexity: float
+    ratio: float
+    mean_kl: float
+    kl_99: float
+    largest_kl: float
+    top_1: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFigures:
+    """A model on a text. `tokens_per_second`: of prefill with all logits, the base and the comparison left out."""
+
+    perplexity: float
+    num_tokens: int
+    tokens_per_second: float
+    comparison: Comparison | None
+
+
+def evaluate_text(
+    engine: Engine,
+    windows: Sequence[Sequence[int]],
+    base: Base | None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TextFigures:
+    """Run every window in a session of its own, and compare it with the base.
+
+    Args:
+        windows: of 2 tokens or more.
+        base: None: the model alone.
+        progress: told (windows done, windows in all).
+
+    Raises:
+        ConfigError: a window does not fit the context; the base has another vocabulary.
+        ModelError: a logit is not finite.
+        BackendError: a subgraph failed.
+    """
+    if base is not None and base.vocab_size != engine.plan.vocab_size:
+        raise ConfigError(
+            f"the base {base.model} has a vocabulary of {base.vocab_size}, the model one of "
+            f"{engine.plan.vocab_size}; take a base with the same tokens"
+        )
+    found = _Found()
+    for done, window in enumerate(windows):
+        progress(done, len(windows))
+        _evaluate_window(engine, window, base, found)
+    progress(len(windows), len(windows))
+    return found.figures(has_base=base is not None)
+
+
+class _Found:
+    """What is known of the tokens counted so far."""
+
+    def __init__(self) -> None:
+        self.surprisals: list[Float64] = []
+        self.base_surprisals: list[Float64] = []
+        self.divergences: list[Float64] = []
+        self.num_agreed = 0
+        self.seconds = 0.0
+
+    def figures(self, *, has_base: bool) -> TextFigures:
+        surprisals = np.concatenate(self.surprisals)
+        perplexity = float(np.exp(surprisals.mean()))
+        comparison = None
+        if has_base:
+            base_perplexity = float(np.exp(np.concatenate(self.base_surprisals).mean()))
+            kl = np.concatenate(self.divergences)
+            comparison = Comparison(
+                perplexity=base_perplexity,
+                ratio=perplexity / base_perplexity,
+                mean_kl=float(kl.mean()),
+                kl_99=float(np.quantile(kl, 0.99)),
+                largest_kl=float(kl.max()),
+                top_1=self.num_agreed / kl.size,
+            )
+        return TextFigures(
+            perplexity=perplexity,
+            num_tokens=surprisals.size,
+            tokens_per_second=surprisals.size / self.seconds,
+            comparison=comparison,
+        )
+
+
+def _evaluate_window(engine: Engine, window: Sequence[int], base: Base | None, found: _Found) -> None:
+    lengths = piece_lengths(len(window) - 1, engine.plan.vocab_size, engine.chunk_length)
+    following, start = np.array(window[1:], np.int64), 0
+    base_pieces = base.pieces(window, lengths) if base else repeat(None)
+    with engine.session() as session:
+        # The base's pieces first: they are as many, and where they end their file is closed.
+        for expected, (logits, seconds) in zip(base_pieces, logit_pieces(session, window[:-1], lengths), strict=False):
+            found.seconds += seconds
+            scores = score_tokens(logits, following[start : start + len(logits)])
+            found.surprisals.append(-scores.log_probabilities)
+            start += len(logits)
+            if expected is not None:
+                found.base_surprisals.append(expected.surprisals.astype(np.float64))
+                found.divergences.append(divergences(expected.logits, logits))
+                found.num_agreed += int(np.sum(expected.logits.argmax(axis=1) == logits.argmax(axis=1)))

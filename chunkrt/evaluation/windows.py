@@ -1,0 +1,77 @@
+"""From a text's tokens to the windows that are run, each a fresh session of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chunkrt.errors import ConfigError
+
+DEFAULT_WINDOW_LENGTH = 512
+DEFAULT_NUM_WINDOWS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of `count` equal parts of a text, by tokens. `index` counts from 1."""
+
+    index: int = 1
+    count: int = 1
+
+    @staticmethod
+    def parse(text: str) -> Part:
+        """Read "2/3". Raises ConfigError if it is not that, or there is no such part."""
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        part = Part(index=int(found[1]), count=int(found[2])) if found else None
+        if part is None or not 1 <= part.index <= part.count:
+            raise ConfigError(f"the part is {text!r}, expected K/N with K from 1 to N, as in 2/2 for the second half")
+        return part
+
+    def of(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Its tokens. The parts of a text have no token in common, and leave none out."""
+        return tokens[(self.index - 1) * len(tokens) // self.count : self.index * len(tokens) // self.count]
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def cut_windows(tokens: Sequence[int], length: int, *, bos_id: int | None) -> list[list[int]]:
+    """All windows of some tokens, one after the other; none overlap.
+
+    Args:
+        tokens: the text's, without a beginning token.
+        length: positions of a window, its beginning token included.
+        bos_id: what each window begins with, if the model wants that.
+
+    Returns:
+        Windows of 2 tokens or more. The last may be shorter than the others.
+
+    Raises:
+        ConfigError: the length is less than 2, or there are too few tokens to count one.
+    """
+    if length < 2:
+        raise ConfigError(f"the window is {length}, expected at least 2 tokens: the first of a window is not counted")
+    start = [] if bos_id is None else [bos_id]
+    step = length - len(start)
+    windows = [[*start, *tokens[at : at + step]] for at in range(0, len(tokens), step)]
+    windows = [window for window in windows if len(window) >= 2]
+    if not windows:
+        raise ConfigError(f"there are too few tokens to evaluate ({len(tokens)}); give a longer text, or fewer parts")
+    return windows
+
+
+def spread(windows: Sequence[list[int]], number: int | None) -> list[list[int]]:
+    """So many windows, evenly spread; short ones are left out where there are whole ones.
+
+    Args:
+        number: at least 1; None: DEFAULT_NUM_WINDOWS, or as many as there are.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    whole = [window for window in windows if len(window) == len(windows[0])]
+    wanted = min(DEFAULT_NUM_WINDOWS, len(whole)) if number is None else number
+    if not 1 <= wanted <= len(whole):
+        raise ConfigError(f"{wanted} windows were asked for, the text has {len(whole)}; take 1 to {len(whole)}, or all")
+    return [whole[(2 * i + 1) * len(whole) // (2 * wanted)] for i in range(wanted)]

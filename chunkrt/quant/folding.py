@@ -1,0 +1,152 @@
+"""Folding: changes of a decoder's float weights that leave what it computes as it is, and make it easier to quantise.
+
+A factor that one weight gains another loses, a rotation that one applies the next undoes. `quant/equalisation.py` and
+`quant/rotation.py` find such changes; a folding is what they found, and is applied as weights are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.errors import ModelError, QuantizationError
+from chunkrt.quant.hadamard import rotate
+
+Float32 = NDArray[np.float32]
+FACTORS = ("gains", "rows", "columns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding:
+    """What happens to the weights of a plan, by name, in this order.
+
+    ones: weights of norms that become 1, because linears took them over.
+    gains: float32 [K], of those norms: what the rows of such a linear are multiplied by.
+    rotated_rows: linears that read the rotated residual stream: W becomes R^T W.
+    rotated_columns: linears and tables that write it: W becomes W R; and biases: b becomes b R.
+    rows: float32 [K]: what the rows of a linear's weight are multiplied by.
+    columns: float32 [N]: what the columns of a linear's weight, or the values of a vector, are multiplied by.
+
+    R is made from the width (`quant/hadamard.py`) and not kept.
+    """
+
+    ones: frozenset[str] = frozenset()
+    gains: Mapping[str, Float32] = field(default_factory=dict)
+    rotated_rows: frozenset[str] = frozenset()
+    rotated_columns: frozenset[str] = frozenset()
+    rows: Mapping[str, Float32] = field(default_factory=dict)
+    columns: Mapping[str, Float32] = field(default_factory=dict)
+
+    @staticmethod
+    def none() -> Folding:
+        """Leaves every weight as it is."""
+        return Folding()
+
+    @property
+    def has_rotation(self) -> bool:
+        """Whether the residual stream is rotated."""
+        return bool(self.rotated_rows or self.rotated_columns)
+
+    def then(self, later: Folding) -> Folding:
+        """This folding, and `later` on what it leaves.
+
+        Raises:
+            QuantizationError: `later` rotates, and this one is not empty.
+        """
+        if later.has_rotation and self != Folding():
+            raise QuantizationError("a rotation comes first: rotate, calibrate what that leaves, then equalise it")
+        first = later if later.has_rotation else self
+        return Folding(
+            ones=first.ones,
+            gains=first.gains,
+            rotated_rows=first.rotated_rows,
+            rotated_columns=first.rotated_columns,
+            rows=_products(self.rows, later.rows),
+            columns=_products(self.columns, later.columns),
+        )
+
+    def apply(self, name: str, weight: Float32) -> Float32:
+        """What becomes of a weight.
+
+        Args:
+            weight: float32 [K, N], any strides, or a vector [N]; it is left as it is.
+
+        Returns:
+            float32 of the same shape; the weight itself if nothing happens to it.
+
+        Raises:
+            QuantizationError: its shape is not that of the weight that the folding was made for.
+        """
+        if not self._changes(name):
+            return weight
+        self._check(name, weight)
+        folded = np.ones_like(weight) if name in self.ones else weight.copy("K")
+        if name in self.gains:
+            folded *= self.gains[name][:, None]
+        if name in self.rotated_rows:
+            folded = rotate(folded.T).T
+        if name in self.rotated_columns:
+            folded = rotate(np.atleast_2d(folded)).reshape(folded.shape)
+        if name in self.rows:
+            folded *= self.rows[name][:, None]
+        if name in self.columns:
+            folded *= self.columns[name]
+        return folded
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The folding as arrays of numbers and of text, by keys such as "rows/lm_head.weight"."""
+        found: dict[str, NDArray[Any]] = {}
+        for kind in (member.name for member in fields(self)):
+            held = getattr(self, kind)
+            if kind in FACTORS:
+                found |= {f"{kind}/{name}": factors for name, factors in held.items()}
+            elif held:
+                found[kind] = np.array(sorted(held))
+        return found
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Folding:
+        """The folding that `arrays` described.
+
+        Raises:
+            ModelError: an array is not part of a folding.
+        """
+        sets: dict[str, frozenset[str]] = {}
+        factors: dict[str, dict[str, Float32]] = {kind: {} for kind in FACTORS}
+        for key, array in arrays.items():
+            kind, _, name = key.partition("/")
+            is_factors = kind in FACTORS and name and array.dtype == np.float32 and np.isfinite(array).all()
+            if array.ndim == 1 and is_factors:
+                factors[kind][name] = array
+            elif array.ndim == 1 and key in ("ones", "rotated_rows", "rotated_columns") and array.dtype.kind == "U":
+                sets[key] = frozenset(array.tolist())
+            else:
+                raise ModelError(
+                    f"{key!r}, {array.dtype} {list(array.shape)}, is not part of a folding; calibrate anew"
+                )
+        return Folding(**sets, **factors)  # type: ignore[arg-type]
+
+    def _changes(self, name: str) -> bool:
+        return any(name in getattr(self, member.name) for member in fields(self))
+
+    def _check(self, name: str, weight: Float32) -> None:
+        """Every factor has the length of its axis, and only matrices have rows."""
+        axes: dict[str, Literal[0, -1]] = {"gains": 0, "rows": 0, "columns": -1}
+        lengths = {kind: getattr(self, kind)[name].shape for kind in FACTORS if name in getattr(self, kind)}
+        needs_matrix = name in self.rotated_rows or lengths.keys() & {"gains", "rows"}
+        fits = all(shape == (weight.shape[axes[kind]],) for kind, shape in lengths.items())
+        if not fits or (needs_matrix and weight.ndim != 2):
+            found = ", ".join(f"{shape[0]} {kind}" for kind, shape in lengths.items())
+            raise QuantizationError(
+                f"the folding is another model's: it has {found or 'a rotation'} for {name}, which is "
+                f"{list(weight.shape)}; calibrate this model anew"
+            )
+
+
+def _products(first: Mapping[str, Float32], second: Mapping[str, Float32]) -> dict[str, Float32]:
+    both = {name: first[name] * second[name] for name in first.keys() & second.keys()}
+    return {**first, **second, **both}

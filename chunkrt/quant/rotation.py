@@ -1,0 +1,114 @@
+"""Rotation of the residual stream, so that no channel of it is much larger than others.
+
+RMSNorm divides by a length, which a rotation leaves as it is; with the norms' weights taken over by the linears behind
+them, a rotation passes the norms. What writes into the stream rotates, what reads it rotates back, all in weights.
+Source: Ashkboos et al., QuaRot (2024), section 4; Liu et al., SpinQuant (2024), R1 in section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.errors import QuantizationError
+from chunkrt.graph.plan import Node, Plan
+from chunkrt.quant.dataflow import DataFlow
+from chunkrt.quant.folding import Folding
+
+Float32 = NDArray[np.float32]
+
+
+def rotation(plan: Plan, load: Callable[[str], Float32]) -> Folding:
+    """Rotate the residual stream: the embeddings, and all that is added to them.
+
+    Args:
+        load: a weight's float32 values by its plan name; called once for each norm of the stream.
+
+    Raises:
+        QuantizationError: a rotation would change what the decoder computes; the message names the node.
+    """
+    stream = _Stream(DataFlow(plan))
+    norms = {name: load(name) for name in sorted(set(stream.norms.values()))}
+    return Folding(
+        ones=frozenset(norms),
+        gains={linear: norms[norm] for linear, norm in stream.norms.items()},
+        rotated_rows=frozenset(stream.readers),
+        rotated_columns=frozenset(stream.writers),
+    )
+
+
+class _Stream:
+    """The values that are rotated, found from the embeddings on, and the weights around them.
+
+    writers: weights whose columns are rotated. readers: linears whose rows are rotated. norms: by such a linear the
+    weight of the norm before it, if there is one.
+    """
+
+    def __init__(self, flow: DataFlow) -> None:
+        self.writers: set[str] = set()
+        self.readers: set[str] = set()
+        self.norms: dict[str, str] = {}
+        self._flow = flow
+        self._values: set[str] = set()
+        pending = [node.outputs[0] for node in flow.nodes if node.op == "Gather" and flow.is_weight(node.inputs[0])]
+        if not pending:
+            raise QuantizationError("the residual stream cannot be rotated: the decoder has no table of embeddings")
+        while pending:
+            value = pending.pop()
+            if value not in self._values:
+                self._values.add(value)
+                pending += [*self._goes_to(value), *self._made_from(value)]
+
+    def _made_from(self, value: str) -> list[str]:
+        """The values that must be rotated for this one to be."""
+        flow, node = self._flow, self._flow.makers.get(value)
+        if node is None:
+            raise QuantizationError(f"the residual stream cannot be rotated: {value!r} is an input of the decoder")
+        if flow.picks_rows(node):
+            return [node.inputs[0]]
+        if node.op == "Add":
+            weights = [name for name in node.inputs if flow.is_weight(name)]
+        elif node.op == "Gather":
+            weights = [node.inputs[0]]
+        elif node.op == "MatMul" and flow.is_weight(node.inputs[1]):
+            weights = [node.inputs[1]]
+        else:
+            raise _refusal(node, "makes a part of it from values that are not rotated")
+        for name in weights:
+            if not flow.owns(node, name) or flow.width(name) != flow.width(value):
+                raise _refusal(node, f"reads {name}, which other nodes read too, or which has another width")
+            self.writers.add(name)
+        return [name for name in node.inputs if name not in weights] if node.op == "Add" else []
+
+    def _goes_to(self, value: str) -> list[str]:
+        """The values that are rotated because this one is."""
+        flow = self._flow
+        if value == flow.plan.output:
+            raise _refusal(flow.makers[value], "makes it the decoder's output")
+        further = []
+        for node in flow.readers[value]:
+            if node.op == "Add" or flow.picks_rows(node):
+                further.append(node.outputs[0])
+            elif flow.is_norm(node):
+                self._pass_norm(node)
+            elif flow.is_linear(node):
+                self.readers.add(node.inputs[1])
+            else:
+                raise _refusal(node, "reads it, and is no Add, nor a norm or a linear with a weight of its own")
+        return further
+
+    def _pass_norm(self, norm: Node) -> None:
+        linears = self._flow.linears_of(norm.outputs[0])
+        if isinstance(linears, Node):
+            raise _refusal(norm, f"has a weight that only linears can take over, and {linears.name!r} is none")
+        for linear in linears:
+            self.readers.add(linear.inputs[1])
+            self.norms[linear.inputs[1]] = norm.inputs[1]
+
+
+def _refusal(node: Node, reason: str) -> QuantizationError:
+    return QuantizationError(
+        f"the residual stream cannot be rotated: node {node.name!r} ({node.op}) {reason}; leave the rotation out"
+    )

@@ -1,0 +1,87 @@
+// shadow: what the inputs of a linear lose where its grid of 8 bits saturates, times the weight.
+//
+//   q = round_half_to_even(x / step),  r = x - clip(q, -127, 127) * step where |q| > 127, else 0
+//   y[t, n] = sum over k, ascending, of r[t, k] * (float(weight[k, n]) * scales[n])
+//
+// Every operation rounds once to float32, and sums start at +0; so the same bits on every instruction set,
+// and leaving out those k where r is 0 changes none. |q| > 127 is |x / step| >= 127.5, the quotient rounded
+// first.
+//
+// A NaN is an outlier too, with r = NaN, and an infinity has an infinite r or NaN: their rows of y hold
+// nothing that is finite.
+//
+// Three kernels: find_outliers lists the r that are not 0, channel by channel (a channel is a column of x, a
+// k); dequantize_row makes the weight's row of one channel; add_outer_product adds a channel's products to y.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace chunkrt {
+
+inline constexpr std::size_t kShadowChannelsPerBlock = 16;
+inline constexpr float kShadowLevels = 127.0f;
+inline constexpr float kShadowThreshold = 127.5f;  // the least |x / step| that rounds to more than the levels
+
+// The outliers of a chunk. Channel k has the first counts[k] places of its row of `rows` and `remainders`.
+struct OutlierLists {
+  std::int32_t* block_counts;  // int32 [ceil(width / 16)]: outliers in 16 channels
+  std::int32_t* counts;        // int32 [width]: outliers in one
+  std::int32_t* rows;          // int32 [width, num_rows]: the rows that they are in, ascending
+  float* remainders;           // float32 [width, num_rows]: their r
+};
+
+struct FindOutliersArgs {
+  const float* input;  // float32 [num_rows, width]
+  float step;          // finite, above 0
+  OutlierLists lists;
+  std::size_t num_rows;
+  std::size_t width;
+};
+
+// Lists the outliers of the channels in blocks [block_begin, block_end).
+using FindOutliersFunction = void(const FindOutliersArgs& args, std::size_t block_begin,
+                                  std::size_t block_end);
+
+FindOutliersFunction find_outliers_f32_f32_reference;
+FindOutliersFunction find_outliers_f32_f32_avx2;
+FindOutliersFunction find_outliers_f32_f32_avx512vnni;
+FindOutliersFunction find_outliers_f32_f32_neon;
+
+struct DequantizeRowArgs {
+  const std::int8_t* packed;  // int8, as kernels/gemm/gemm.h has it
+  const float* scales;        // float32 [columns]
+  float* out;                 // float32: columns of blocks [block_begin, block_end), none past `columns`
+  std::size_t channel;
+  std::size_t columns;
+  std::size_t groups;
+};
+
+// out = float(weight[channel, n]) * scales[n] for the columns n of blocks [block_begin, block_end).
+using DequantizeRowFunction = void(const DequantizeRowArgs& args, std::size_t block_begin,
+                                   std::size_t block_end);
+
+DequantizeRowFunction dequantize_row_f32_s8col_reference;
+DequantizeRowFunction dequantize_row_f32_s8col_avx2;
+DequantizeRowFunction dequantize_row_f32_s8col_avx512vnni;
+DequantizeRowFunction dequantize_row_f32_s8col_neon;
+
+struct AddOuterProductArgs {
+  const std::int32_t* rows;  // int32 [count]: rows of `out`
+  const float* left;         // float32 [count]
+  const float* right;        // float32 [columns]
+  float* out;                // float32 [.., out_stride]
+  std::size_t count;
+  std::size_t columns;
+  std::size_t out_stride;  // in elements
+};
+
+// out[rows[i], n] += left[i] * right[n]; product and sum round apart.
+using AddOuterProductFunction = void(const AddOuterProductArgs& args);
+
+AddOuterProductFunction add_outer_product_f32_f32_f32_reference;
+AddOuterProductFunction add_outer_product_f32_f32_f32_avx2;
+AddOuterProductFunction add_outer_product_f32_f32_f32_avx512vnni;
+AddOuterProductFunction add_outer_product_f32_f32_f32_neon;
+
+}  // namespace chunkrt

@@ -1,0 +1,77 @@
+"""Small decoders with uneven channels, run by the reference operators, and the foldings of them."""
+
+import numpy as np
+
+from chunkrt.backends.reference import operators
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.partition import partition
+from chunkrt.graph.plan import resolve
+from chunkrt.graph.tracing import trace
+from chunkrt.quant.equalisation import equalise
+from chunkrt.quant.rotation import rotation
+from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+
+TOKENS = np.random.default_rng(3).integers(0, 61, 24)
+LAYER = "model.layers.0"
+QKV, O_PROJ = f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.self_attn.o_proj.weight"
+GATE_UP, DOWN = f"{LAYER}.mlp.gate_up_proj.weight", f"{LAYER}.mlp.down_proj.weight"
+
+
+class Model:
+    """A plan, its weights, and what the reference operators make of them."""
+
+    def __init__(self, decoder, source):
+        self.plan = partition(trace(decoder), family="llama")
+        self.parameters = {parameter.name: parameter for parameter in decoder.parameters()}
+        self.source = source
+
+    def load(self, name):
+        """Uneven channels: norms and rows of linears reach from 1/30 to 30 times what was drawn."""
+        weight = self.parameters[name].load(self.source)
+        if isinstance(self.source, RandomCheckpoint) and "rope" not in name:
+            spread = np.random.default_rng(len(name)).uniform(-1.5, 1.5, weight.shape[0])
+            spread[:2] = 0, 1.5
+            weight = (weight.T * 10**spread / np.sqrt(np.mean(100**spread))).T.astype(np.float32)
+        return weight
+
+    def folded(self, folding):
+        return lambda name: folding.apply(name, self.load(name))
+
+    def run(self, load=None, tokens=TOKENS):
+        """The logits [T, V], and the largest magnitude of every channel of every value."""
+        load = load or self.load
+        plan, peaks = self.plan, {}
+        values = {"input_ids": tokens, "position": np.zeros(1, np.int64), "logit_rows": np.arange(len(tokens))}
+        for subgraph in plan.subgraphs:
+            values |= {name: load(name) for name in subgraph.weights}
+            symbols = {"P": len(tokens)}
+            values |= {n: np.zeros(resolve(plan.tensors[n].shape, symbols), np.float32) for n in subgraph.state}
+            for node in subgraph.nodes:
+                results = operators.find(node)(*(values[name] for name in node.inputs), **node.attributes)
+                results = results if isinstance(results, tuple) else (results,)
+                values |= dict(zip(node.outputs, results, strict=True))
+                peaks |= {name: np.abs(values[name]).max(axis=0) for name in node.outputs}
+        return values[plan.output], peaks
+
+
+def random_model(**changes):
+    source = RandomCheckpoint({**CONFIG, **changes})
+    return Model(build_decoder(source), source)
+
+
+def equalised(model, alpha=0.5):
+    return equalise(model.plan, model.load, model.run()[1], alpha)
+
+
+def rotated(model):
+    return rotation(model.plan, model.load)
+
+
+def both(model):
+    first = rotated(model)
+    load = model.folded(first)
+    return first.then(equalise(model.plan, load, model.run(load)[1], 0.5))
+
+
+def assert_same(found, expected):
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()

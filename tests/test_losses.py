@@ -1,0 +1,235 @@
+"""What a trial loses: against engines of the reference backend, and against a run written by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint
+from threadpoolctl import threadpool_info
+
+import chunkrt
+from chunkrt import losses as losses_module
+from chunkrt.backends.reference import DynamicWeight, StaticWeight, operators
+from chunkrt.calibrate import cached_calibration
+from chunkrt.compiler import plan_checkpoint
+from chunkrt.errors import QuantizationError
+from chunkrt.graph.plan import resolve
+from chunkrt.losses import LOSS_EVERY, Loss, Losses, RoundedLinears
+from chunkrt.quant.grid import grids_of
+from chunkrt.quant.scheme import SCHEMES, Scheme, find_scheme
+from chunkrt.quant.weights import linear_nodes, quantize_weight, quantize_weight_in_blocks
+
+GGUF = checkpoint("llama_biased_gguf")
+WINDOWS = [np.random.default_rng(seed).integers(0, 128, length) for seed, length in ((0, 41), (1, 24))]
+QKV, DOWN = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.down_proj.weight"
+W8A8 = Scheme(name="w8a8", weight_bits=8, activations="static")
+
+
+class Tiny:
+    """The checkpoint, planned and calibrated for a scheme."""
+
+    def __init__(self, scheme):
+        self.planned = plan_checkpoint(GGUF, {})
+        self.plan = self.planned.plan
+        self.calibration, _ = cached_calibration(self.planned, GGUF, model="tiny", equalisation=scheme.equalisation)
+        self.parameters = {parameter.name: parameter for parameter in self.planned.decoder.parameters()}
+
+    def load(self, name):
+        return self.calibration.folding.apply(name, self.parameters[name].load(self.planned.source))
+
+    def load_as_stored(self, name):
+        """With embeddings in float16, as an engine stores them: less than that moves values to other levels."""
+        weight = self.load(name)
+        return weight.astype(np.float16).astype(np.float32) if "embed_tokens" in name else weight
+
+    def losses(self, windows=WINDOWS):
+        return Losses(self.plan, self.load, self.calibration, windows)
+
+    def run(self, tokens, linear=lambda node, x, weight: x @ weight):
+        """Logits [T, V], node after node, with linears computed as told."""
+        values = {"input_ids": tokens, "position": np.zeros(1, np.int64), "logit_rows": np.arange(len(tokens))}
+        for subgraph in self.plan.subgraphs:
+            values |= {name: self.load(name) for name in subgraph.weights}
+            shapes = {name: resolve(self.plan.tensors[name].shape, {"P": len(tokens)}) for name in subgraph.state}
+            values |= {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+            for node in subgraph.nodes:
+                arguments = [values[name] for name in node.inputs]
+                if node.op == "MatMul":
+                    results = linear(node, *arguments)
+                else:
+                    results = operators.find(node)(*arguments, **node.attributes)
+                values |= zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True)
+        return values[self.plan.output]
+
+
+def loss_of(pairs):
+    """Mean KL and ratio of perplexities of (float logits, logits, tokens), in float64 and by the formula."""
+    kl, surprise = [], []
+    for base, logits, tokens in pairs:
+        log_p, log_q = (
+            x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+            for x in (base.astype(np.float64), logits.astype(np.float64))
+        )
+        for row in range(0, len(tokens) - 1, LOSS_EVERY):
+            kl.append((np.exp(log_p[row]) * (log_p[row] - log_q[row])).sum())
+            surprise.append((log_p - log_q)[row, tokens[row + 1]])
+    return Loss(kl=np.mean(kl), perplexity_ratio=np.exp(np.mean(surprise)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "w8a8", "outputs": "grid"},
+        {"scheme": "w8a8", "outputs": "float", "shadow": "*"},
+        {"scheme": "w8a8", "outputs": "grid", "shadow": "*.down_proj.weight", "equalisation": "off"},
+        {"scheme": "w8a16"},
+        {"scheme": "w4a16"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_trial_loses_what_an_engine_loses(options):
+    with chunkrt.load(GGUF, npu="reference", **options) as engine:
+        scheme = engine.scheme
+        found = [engine.session().prefill(tokens, logits="all").logits for tokens in WINDOWS]
+    with chunkrt.load(GGUF, npu="reference", scheme="float") as engine:
+        base = [engine.session().prefill(tokens, logits="all").logits for tokens in WINDOWS]
+    expected = loss_of(zip(base, found, WINDOWS, strict=True))
+    tiny = Tiny(scheme)
+    trial = Losses(tiny.plan, tiny.load_as_stored, tiny.calibration, WINDOWS).of(scheme)
+    assert trial.kl == pytest.approx(expected.kl, rel=0.03, abs=1e-7)
+    assert trial.perplexity_ratio == pytest.approx(expected.perplexity_ratio, abs=0.01 * np.sqrt(expected.kl))
+
+
+@pytest.mark.parametrize("chosen", [[QKV], [DOWN], [DOWN, "lm_head.weight"], ["lm_head.weight"]], ids=str)
+def test_linears_that_were_not_chosen_stay_in_float(chosen):
+    """The formula of a grid, by hand, in a run that begins at the beginning."""
+    tiny = Tiny(W8A8)
+
+    def linear(node, x, weight):
+        if node.inputs[1] not in chosen:
+            return x @ weight
+        step = np.float32(tiny.calibration.limits[node.inputs[0]]) / np.float32(127)
+        kept = np.clip(np.rint(x / step), -127, 127) * step
+        scale = np.abs(weight).max(axis=0) / np.float32(127)
+        product = kept @ (np.rint(weight / scale) * scale)
+        step = np.float32(tiny.calibration.peaks[node.outputs[0]]) / np.float32(127)
+        return (np.clip(np.rint(product / step), -127, 127) * step).astype(np.float32)
+
+    expected = loss_of((tiny.run(tokens), tiny.run(tokens, linear), tokens) for tokens in WINDOWS)
+    trial = tiny.losses().of(W8A8, chosen)
+    assert trial.kl == pytest.approx(expected.kl, rel=0.03, abs=1e-7)
+    assert trial.kl > 1e-6, "nothing was quantised"
+    assert trial.perplexity_ratio == pytest.approx(expected.perplexity_ratio, abs=0.01 * np.sqrt(expected.kl))
+
+
+def test_beginning_at_the_first_change_is_a_whole_run():
+    tiny = Tiny(W8A8)
+    losses, whole = tiny.losses(), tiny.losses()
+    whole._home = dict.fromkeys(whole._home, 0)
+    for chosen in ([QKV], [DOWN], ["lm_head.weight"], [DOWN, QKV], None):
+        assert losses.of(W8A8, chosen) == whole.of(W8A8, chosen)
+    assert losses._home["lm_head.weight"] > losses._home[DOWN] > losses._home[QKV] > 0
+
+
+def test_nothing_changed_is_nothing_lost():
+    losses = Tiny(W8A8).losses()
+    assert losses.of(W8A8, []) == Loss(kl=0.0, perplexity_ratio=1.0)
+    losses.of(W8A8)
+    assert losses.of(W8A8, [QKV]) == losses.of(W8A8, [QKV]), "an earlier trial changed what a later one is given"
+
+
+def test_tiny_divergences_are_not_lost_in_rounding(monkeypatch):
+    """Logits that differ in the last bits of float32: the KL is far below what p log(p / q) in float32 can tell."""
+    tiny, tokens = Tiny(W8A8), WINDOWS[0]
+    base = tiny.run(tokens)[: len(tokens) - 1 : LOSS_EVERY]
+    moved = (base * np.float32(1 + 1e-4)).astype(np.float32)
+    losses = tiny.losses([tokens])
+
+    def run_subgraph(plan, index, live, weights, run):
+        return {plan.output: moved}
+
+    monkeypatch.setattr(losses_module, "run_subgraph", run_subgraph)
+    log_p, log_q = (x - np.log(np.exp(x).sum(axis=1, keepdims=True)) for x in map(np.float64, (base, moved)))
+    expected = (np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()
+    assert 0 < expected < 1e-7
+    assert losses.of(W8A8, ["lm_head.weight"]).kl == pytest.approx(expected, rel=0.5)
+
+
+def test_windows_run_on_one_thread_each(monkeypatch):
+    """So that what is measured does not depend on the cores, nor on what else runs on them."""
+    losses, seen = Tiny(W8A8).losses(), []
+    real = losses_module.run_subgraph
+
+    def run_subgraph(*arguments):
+        seen.extend(pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas")
+        return real(*arguments)
+
+    before = [pool["num_threads"] for pool in threadpool_info()]
+    monkeypatch.setattr(losses_module, "run_subgraph", run_subgraph)
+    losses.of(W8A8, ["lm_head.weight"])
+    assert set(seen) == {1}
+    assert [pool["num_threads"] for pool in threadpool_info()] == before
+
+
+def test_logits_that_are_not_finite_are_told():
+    losses = Tiny(W8A8).losses()
+    losses._windows = [SimpleNamespace(loss=lambda first, run: (np.array([0.1, np.nan]), np.zeros(2)))]
+    with pytest.raises(QuantizationError, match="logits under the scheme 'w8a8' are not finite"):
+        losses.of(W8A8, [QKV])
+
+
+def test_reach_is_told_in_steps_of_the_grid_beside_a_shadow():
+    tiny = Tiny(W8A8)
+    losses, node = tiny.losses(), linear_nodes(tiny.plan)[DOWN]
+    shadowed = Scheme(name="w8a8", weight_bits=8, activations="static", shadowed=("*",))
+    scale = np.ones(resolve(tiny.plan.tensors[DOWN].shape, {})[1], np.float32)
+    step = grids_of(node, shadowed, tiny.calibration, scale).input_step[0]
+    assert losses.reach(DOWN) == pytest.approx(tiny.calibration.peaks[node.inputs[0]] / step)
+    tiny.calibration.shadow_limits[node.inputs[0]] = 0.0  # 99.5 % of the values are 0: the grid ends at 1
+    assert losses.reach(DOWN) == pytest.approx(127 * tiny.calibration.peaks[node.inputs[0]])
+
+
+def test_multiply_adds_are_sizes_of_weights():
+    tiny = Tiny(W8A8)
+    expected = {name: tiny.load(name).size for name in linear_nodes(tiny.plan)}
+    assert tiny.losses().multiply_adds == expected
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "float"])
+@pytest.mark.parametrize("weight", [QKV, DOWN, "lm_head.weight"])
+def test_rounded_linears_are_the_reference_operators(name, weight):
+    """Bit for bit where sums of integers stay below 2^24, else within a step of the output's grid."""
+    scheme = find_scheme(name)
+    tiny = Tiny(scheme)
+    node, bits = linear_nodes(tiny.plan)[weight], scheme.activation_bits_of(weight)
+    x = np.random.default_rng(2).standard_normal((9, tiny.load(weight).shape[0]), np.float32)
+    x[3] = 0
+    quantize = quantize_weight_in_blocks if scheme.weight_bits_of(weight) == 4 else quantize_weight
+    integers, scale, *_ = quantize(tiny.load(weight))
+    if scheme.is_static:
+        grids = grids_of(node, scheme, tiny.calibration, scale)
+        steps = {"input_step": grids.input_step, "output_step": grids.output_step}
+        truth = StaticWeight(integers, scale, bits=bits, **steps)
+        error = 0 if bits == 8 or grids.output_step is None else grids.output_step
+    else:
+        truth, error = DynamicWeight(integers, scale, num_digits=scheme.num_digits(weight)), 0
+    found = RoundedLinears({weight: tiny.load(weight)}, tiny.calibration).multiply(node, x, scheme)
+    assert (found.dtype, found.shape) == (np.float32, (9, len(scale)))
+    assert (np.abs(found - truth.multiply(x)) <= np.multiply(1.001, error)).all()
+
+
+def test_a_shadow_adds_what_is_beyond_the_grid():
+    tiny = Tiny(W8A8)
+    scheme = Scheme(name="w8a8", weight_bits=8, activations="static", shadowed=("*",), float_outputs=("*",))
+    node, weight = linear_nodes(tiny.plan)[DOWN], tiny.load(DOWN)
+    limit = tiny.calibration.shadow_limits[node.inputs[0]]
+    x = np.random.default_rng(5).uniform(-limit, limit, (6, len(weight))).astype(np.float32)
+    x[2, 3], x[4, 0] = 1000 * limit, -77 * limit
+    found = RoundedLinears({DOWN: weight}, tiny.calibration).multiply(node, x, scheme)
+    step = limit / 127
+    rounded = np.rint(x.astype(np.float64) / step) * step
+    beyond = np.abs(x) > limit * 1.01
+    expected = np.where(beyond, x, rounded) @ weight.astype(np.float64)
+    # Weights are off by half a step of theirs at most.
+    allowed = np.abs(x).sum(axis=1, keepdims=True) * np.abs(weight).max(axis=0) / 127 * 0.51
+    assert (np.abs(found - expected) <= allowed).all()

@@ -1,0 +1,189 @@
+"""Foldings of decoders that are built otherwise: what they find in the data flow, and what they refuse."""
+
+import re
+
+import numpy as np
+import pytest
+from folding_models import (
+    DOWN,
+    GATE_UP,
+    LAYER,
+    O_PROJ,
+    QKV,
+    Model,
+    assert_same,
+    both,
+    equalised,
+    rotated,
+)
+
+from chunkrt.errors import QuantizationError
+from chunkrt.graph import ops
+from chunkrt.graph.decoders.config import read_config
+from chunkrt.graph.decoders.llama import FeedForward, Layer, LlamaDecoder
+from chunkrt.graph.modules import Linear, RMSNorm
+from chunkrt.graph.tracing import current_trace
+from chunkrt.quant.weights import linear_nodes
+from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+
+
+class SandwichLayer(Layer):
+    """Gemma's: what a feed-forward gives is normalised before it is added."""
+
+    def __init__(self, config, rotary):
+        super().__init__(config, rotary)
+        self.after = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden):
+        hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
+        return ops.add(hidden, self.after(self.mlp(self.post_attention_layernorm(hidden))), name="output")
+
+
+class ScaledLayer(Layer):
+    """The stream passes a sigmoid."""
+
+    def forward(self, hidden):
+        return ops.sigmoid(super().forward(hidden), name="squashed")
+
+
+class ParallelLayer(Layer):
+    """Attention and feed-forward read one norm, and the stream gets a bias."""
+
+    def forward(self, hidden):
+        normed = self.input_layernorm(hidden)
+        both = ops.add(self.self_attn(normed), self.mlp(normed), name="both")
+        bias = self.post_attention_layernorm.weight.value()
+        return ops.add(ops.add(hidden, both, name="residual"), bias, name="output")
+
+
+class NormAddedLayer(Layer):
+    """What is normalised is added to the stream."""
+
+    def forward(self, hidden):
+        hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
+        normed = self.post_attention_layernorm(hidden)
+        return ops.add(normed, self.mlp(normed), name="output")
+
+
+class SharedWeightLayer(Layer):
+    """o_proj is used twice."""
+
+    def forward(self, hidden):
+        attended = self.self_attn(self.input_layernorm(hidden))
+        *_, product, _ = current_trace().nodes  # and its bias
+        again = ops.matmul(product.inputs[0], self.self_attn.o_proj.weight.value(), name="again")
+        hidden = ops.add(hidden, ops.add(attended, again, name="both"), name="attention_residual")
+        return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
+
+
+class SeparateFeedForward(FeedForward):
+    """Gate and up as linears of their own, up on the left, biases, and a gate that is read once more."""
+
+    def __init__(self, config, *, reads_up_twice):
+        super().__init__(config)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=True)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True)
+        self.reads_up_twice = reads_up_twice
+
+    def forward(self, hidden):
+        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        gated = ops.mul(up, ops.sigmoid(gate), name="gated")
+        return self.down_proj(
+            ops.mul(gated, ops.sigmoid(up, name="of_up"), name="twice") if self.reads_up_twice else gated
+        )
+
+
+class HeadlessDecoder(LlamaDecoder):
+    """Gives the last hidden states, as embedding models do."""
+
+    def forward(self, token_ids, logit_rows):
+        return ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
+
+
+class BareDecoder(LlamaDecoder):
+    """Gives embeddings as they are looked up."""
+
+    def forward(self, token_ids, logit_rows):
+        return ops.gather_rows(self.model.embed_tokens(token_ids), logit_rows, name="picked")
+
+
+class AnyTensors(RandomCheckpoint):
+    """Has every tensor that is asked for; its parameters know the shapes."""
+
+    def __init__(self, decoder):
+        super().__init__(CONFIG)
+        self.shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
+
+
+def unusual_model(layer=Layer, feed_forward=None, decoder=LlamaDecoder):
+    config = read_config(RandomCheckpoint(CONFIG))
+    decoder = decoder(config)
+    decoder.model.layers = [layer(config, decoder.model.rope) for _ in range(2)]
+    for member in decoder.model.layers if feed_forward else ():
+        member.mlp = feed_forward(config)
+    decoder.named()
+    return Model(decoder, AnyTensors(decoder))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (SandwichLayer, f"node '{LAYER}.after.output' (RMSNormalization) makes a part of it"),
+        (ScaledLayer, f"node '{LAYER}.squashed' (Sigmoid) reads it"),
+        (NormAddedLayer, f"node '{LAYER}.post_attention_layernorm.output' (RMSNormalization) has a weight that only"),
+        (SharedWeightLayer, f"(MatMul) reads {O_PROJ}, which other nodes read too"),
+    ],
+)
+def test_a_decoder_that_cannot_be_rotated_is_refused(layer, message):
+    with pytest.raises(QuantizationError, match=f"^the residual stream cannot be rotated: .*{re.escape(message)}"):
+        rotated(unusual_model(layer))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (HeadlessDecoder, "node 'model.norm.output' (RMSNormalization) has a weight that only linears can take over"),
+        (BareDecoder, "node 'picked' (Gather) makes it the decoder's output"),
+    ],
+)
+def test_an_output_without_a_head_is_not_rotated(decoder, message):
+    with pytest.raises(QuantizationError, match=re.escape(message)):
+        rotated(unusual_model(decoder=decoder))
+
+
+@pytest.mark.parametrize("fold", [equalised, rotated, both])
+def test_a_norm_that_several_linears_read_is_shared(fold):
+    model = unusual_model(ParallelLayer)
+    folding = fold(model)
+    assert_same(model.run(model.folded(folding))[0], model.run()[0])
+    if fold is not rotated:
+        np.testing.assert_array_equal(folding.rows[QKV], folding.rows[GATE_UP])
+
+
+@pytest.mark.parametrize(
+    ("layer", "left_alone"),
+    [
+        (SandwichLayer, set()),
+        (NormAddedLayer, {"gate_up_proj"}),
+        (SharedWeightLayer, {"o_proj"}),
+    ],
+)
+def test_linears_without_a_source_are_left_alone(layer, left_alone):
+    model = unusual_model(layer)
+    folding = equalised(model)
+    alone = {name.split(".")[-2] for name in linear_nodes(model.plan).keys() - folding.rows.keys()}
+    assert alone == left_alone
+    assert_same(model.run(model.folded(folding))[0], model.run()[0])
+
+
+@pytest.mark.parametrize("reads_up_twice", [False, True])
+def test_gate_and_up_may_be_linears_of_their_own(reads_up_twice):
+    model = unusual_model(feed_forward=lambda config: SeparateFeedForward(config, reads_up_twice=reads_up_twice))
+    folding = equalised(model)
+    assert_same(model.run(model.folded(folding))[0], model.run()[0])
+    assert (DOWN in folding.rows) != reads_up_twice
+    np.testing.assert_array_equal(
+        folding.rows[f"{LAYER}.mlp.gate_proj.weight"], folding.rows[f"{LAYER}.mlp.up_proj.weight"]
+    )
+    assert (f"{LAYER}.mlp.up_proj.bias" in folding.columns) != reads_up_twice
+    assert_same(model.run(model.folded(both(model)))[0], model.run()[0])

@@ -1,0 +1,255 @@
+"""The search: what it chooses is what a plain look over all simulations finds; the file is what an engine takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+from fixture_checkpoints import checkpoint
+
+import chunkrt
+import chunkrt.tune
+from chunkrt.errors import ConfigError
+from chunkrt.settings import read_settings
+from chunkrt.simulate import Shape, find_device, simulate
+from chunkrt.tune import NATURAL, PARTITIONS, TIE, Tuned, tune
+
+GGUF = str(checkpoint("llama_biased_gguf"))
+SMALL = Shape(
+    source="made up",
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=1000,
+    context_length=512,
+)
+PROMPTS, CHUNKS = (64, 200), (32, 64)
+MINE = {"first layer on cpu": {"model.layers.0": "cpu"}}
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return tune(SMALL, "sd8gen3", prompt_lengths=PROMPTS, chunk_lengths=CHUNKS, placements=MINE, workers=1)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A measured profile of the small checkpoint on this machine."""
+    path = tmp_path_factory.mktemp("profile") / "here.toml"
+    options = ["-o", str(path), "-r", "1", "--chunk", "8", "--threads", "2"]
+    subprocess.run([sys.executable, "-P", "-m", "chunkrt", "profile", GGUF, *options], check=True, capture_output=True)
+    return path
+
+
+def by_hand(partition: str, chunk_length: int, policy: str, in_flight: int | None) -> tuple[float, int]:
+    """Geometric mean of the times, and the most memory, of one choice; simulated here."""
+    found = [
+        simulate(
+            SMALL.plan({**PARTITIONS, **MINE}[partition]),
+            find_device("sd8gen3"),
+            prompt_length=prompt,
+            chunk_length=chunk_length,
+            policy=policy,
+            scheme="w8a16",
+            chunks_in_flight=in_flight,
+        )
+        for prompt in PROMPTS
+    ]
+    return geometric_mean(s.time_to_first_token_ms for s in found), max(s.peak_memory_bytes for s in found)
+
+
+def test_every_choice_has_the_figures_of_its_simulations(tuned: Tuned) -> None:
+    for choice in tuned.choices:
+        key = (choice.partition, choice.chunk_length, choice.policy, choice.chunks_in_flight)
+        assert (choice.time_ms, choice.peak_memory_bytes) == by_hand(*key)
+    assert {c.partition for c in tuned.choices} == {*PARTITIONS, *MINE}
+    assert tuned.left_out == {}
+
+
+def test_the_best_is_the_smallest_of_the_fast_ones(tuned: Tuned) -> None:
+    grid = product({**PARTITIONS, **MINE}, CHUNKS, chunkrt.tune.SEARCHED_POLICIES, chunkrt.tune.CHUNKS_IN_FLIGHT)
+    figures = [by_hand(*key) for key in grid]
+    assert tuned.num_simulated == len(figures)
+    fast = (1 + TIE) * min(time for time, _ in figures)
+    expected = min((figure for figure in figures if figure[0] <= fast), key=lambda figure: (figure[1], figure[0]))
+    assert (tuned.best.time_ms, tuned.best.peak_memory_bytes) == expected
+    assert [c.time_ms for c in tuned.choices] == sorted(c.time_ms for c in tuned.choices)
+
+
+def test_the_default_is_what_an_engine_does_untold(tuned: Tuned) -> None:
+    options = chunkrt.EngineOptions()
+    assert tuned.default.placement == {}
+    assert tuned.default.partition == NATURAL
+    assert (tuned.default.chunk_length, tuned.default.policy) == (32, options.policy)
+    assert tuned.default.chunks_in_flight is options.chunks_in_flight is None
+    assert tuned.default in tuned.choices
+
+
+def test_a_memory_limit_is_kept(tuned: Tuned) -> None:
+    limit = tuned.best.peak_memory_bytes - 1
+    within = tune(SMALL, "sd8gen3", prompt_lengths=PROMPTS, chunk_lengths=CHUNKS, memory_bytes=limit, workers=1)
+    assert within.best.peak_memory_bytes <= limit
+    assert within.best.time_ms >= tuned.best.time_ms
+    with pytest.raises(ConfigError, match=r"nothing stays within 0.001 MB, the least is \d"):
+        tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], memory_bytes=1000, workers=1)
+
+
+def test_the_file_holds_what_was_chosen_and_tells_from_what(tuned: Tuned, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.toml"
+    path.write_text(tuned.to_toml(), encoding="utf-8")
+    settings = read_settings(path)
+    assert settings == tuned.settings
+    assert settings["soc"] == "SM8650"
+    assert settings["chunk_length"] == tuned.best.chunk_length
+    assert settings.get("placement", {}) == tuned.best.placement
+    comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for part in ("Snapdragon 8 Gen 3", "64, 200 tokens", "no limit", f"{tuned.best.time_ms:.1f} ms"):
+        assert any(part in comment for comment in comments), part
+
+
+def test_what_the_npu_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunkrt.tune, "PARTITIONS", {NATURAL: {}, "look-up on npu": {"model.embed_tokens": "npu"}})
+    found = tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], workers=1)
+    assert {c.partition for c in found.choices} == {NATURAL}
+    assert "the NPU has no Gather" in found.left_out["look-up on npu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "sd8gen"}, "unknown device 'sd8gen'"),
+        ({"scheme": "float"}, "the NPU has no linears under the scheme 'float'"),
+        ({"prompt_lengths": [513]}, "prompt_lengths: 513, expected a whole number of 1 to 512"),
+        ({"prompt_lengths": []}, "prompt_lengths is empty"),
+        ({"chunk_lengths": [0]}, "chunk_lengths: 0"),
+        ({"chunk_lengths": []}, "chunk_lengths is empty"),
+        ({"placements": {"mine": {"lm_haed": "npu"}}}, "did you mean 'lm_head'"),
+    ],
+)
+def test_bad_input_is_one_clear_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tune(SMALL, **{"device": "sd8gen3", **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_prints_a_table_and_writes_a_file_that_runs(command, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.toml"
+    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "20,100", "--chunk", "32,64", "-o", path)
+    assert finished.status == 0, finished.err
+    assert finished.out.count("chosen") == 1 + finished.out.splitlines()[0].count("chosen")
+    assert "default" in finished.out
+    assert list(tmp_path.iterdir()) == [path]
+    settings = read_settings(path)
+    ran = command("bench", GGUF, "-p", "20", "-n", "0", "-r", "1", "-o", "json", "--settings", path)
+    [row] = json.loads(ran.out)
+    assert (row["scheme"], row["chunk"]) == (settings["scheme"], settings["chunk_length"])
+
+
+def test_the_command_tells_everything_as_json(command, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('"model.layers.1" = "cpu"\n')
+    out = tmp_path / "tuned.toml"
+    options = ["--chunk", "32", "-p", "64", "--place", mine, "--memory", "1 GiB", "--json"]
+    finished = command("tune", GGUF, "--device", "sdxelite", "-o", out, *options)
+    found = json.loads(finished.out)
+    assert found["settings"] == read_settings(out)
+    assert found["memory_bytes"] == 2**30
+    assert str(mine) in {choice["partition"] for choice in found["choices"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-o", "tuned.json"], "expected a name that ends in .toml"),
+        (["-o", "nowhere/tuned.toml"], "there is no folder"),
+        (["--device", "sd9"], "unknown device 'sd9'"),
+        (["-p", "x"], "-p is 'x', expected numbers"),
+        (["--chunk", "0"], "--chunk is '0', expected numbers of at least 1"),
+        (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
+        (["--memory", "much"], "--memory is 'much', expected a size above 0 such as 2GB"),
+        (["--memory", "0GB"], "--memory is '0GB'"),
+        (["--memory", "0.01MB", "--chunk", "32"], "nothing stays within 0.01 MB, the least is "),
+        (["--place", "nowhere.toml"], "cannot read the placement file"),
+        (["--scheme", "w8a8-dynamic"], "use a static one"),
+        (["--dask", "nonsense"], "found no Dask scheduler at 'nonsense'"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_writes_nothing(command, tmp_path: Path, options, message: str) -> None:
+    if "--dask" in options:
+        pytest.importorskip("distributed", reason="distributed is not installed")
+    options = [str(tmp_path / option) if option.startswith(("tuned", "nowhere")) else option for option in options]
+    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "64", "-o", tmp_path / "tuned.toml", *options)
+    assert (finished.status, finished.out) == (1, "")
+    assert message in finished.err
+    assert finished.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_measured_profile_fixes_all_but_policy_and_chunks_in_flight(command, profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    finished = command("tune", GGUF, "--device", profile, "-p", "100", "-o", out, "--json")
+    assert finished.status == 0, finished.err
+    assert "only policy and chunks in flight are searched" in finished.err
+    found = json.loads(finished.out)
+    assert {(c["partition"], c["chunk_length"]) for c in found["choices"]} == {(NATURAL, 8)}
+    settings = read_settings(out)
+    assert (settings["scheme"], settings["chunk_length"], settings["threads"]) == ("w8a8-dynamic", 8, 2)
+    assert not settings.keys() & {"soc", "placement"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "w8a16"}, "was measured with scheme w8a8-dynamic and chunks of 8, not w8a16"),
+        ({"chunk_lengths": [8, 32]}, "and chunks of 8, not 32; leave the chunk length away"),
+        ({"placements": MINE}, "its placement is fixed too, leave other placements away"),
+    ],
+)
+def test_a_measured_profile_says_what_it_does_not_know(profile: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tune(GGUF, str(profile), prompt_lengths=[64], **options)
+
+
+def test_an_engine_directory_keeps_its_scheme_and_its_partition(command, tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    command("compile", GGUF, "-o", folder, "--scheme", "w8a8")
+    found = tune(str(folder), "sd8gen3", prompt_lengths=[100], workers=1)
+    assert found.settings["scheme"] == "w8a8"
+    assert {c.partition for c in found.choices} == {NATURAL}
+    assert {c.chunk_length for c in found.choices} == {32, 64, 96, 128}
+    with pytest.raises(ConfigError, match="was compiled under w8a8, not w8a16"):
+        tune(str(folder), "sd8gen3", prompt_lengths=[100], scheme="w8a16")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT between processes")
+def test_ctrl_c_ends_the_search_and_leaves_no_file(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, sys
+from chunkrt import experiments
+from chunkrt.cli import main
+
+run_on = experiments._run_on
+
+def run_and_interrupt(workers, grid, points, progress):
+    return run_on(2, grid, points, lambda *news: os.kill(os.getpid(), signal.SIGINT))
+
+if __name__ == "__main__":
+    experiments._run_on = experiments._run_here = lambda *a: run_and_interrupt(2, *a[-3:])
+    sys.argv = ["chunkrt", "tune", {GGUF!r}, "--device", "sd8gen3", "-p", "64", "-o", "tuned.toml"]
+    main()
+"""
+    (tmp_path / "script.py").write_text(script)
+    finished = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 130
+    assert finished.stderr.strip() == "interrupted"
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
