@@ -1,0 +1,39 @@
+// Perfetto's trace processor, as its UI runs it in a web worker, as a filter: requests on stdin, replies on stdout.
+//   node trace_processor.js FOLDER_OF_THE_UI < requests > replies
+"use strict";
+const fs = require("fs");
+const path = require("path");
+const vm = require("vm");
+
+const folder = process.argv[2];
+const requests = fs.readFileSync(0);
+
+// What of a web worker's world the module asks for.
+const worker = {
+  console: { log() {}, warn: console.error, error: console.error },
+  URL, TextDecoder, TextEncoder, performance, setTimeout, clearTimeout, crypto: globalThis.crypto,
+  location: { href: "file:///" },
+  importScripts() {},
+  WorkerGlobalScope: function () {},
+  XMLHttpRequest: class {
+    open(method, name) {
+      this.name = path.basename(name);
+    }
+    send() {
+      const bytes = fs.readFileSync(path.join(folder, this.name));
+      this.status = 200;
+      this.response = bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.length);
+    }
+  },
+};
+worker.self = worker;
+vm.createContext(worker);
+vm.runInContext(fs.readFileSync(path.join(folder, "engine_bundle.js"), "utf8"), worker);
+const port = { postMessage: (bytes) => fs.writeSync(1, Buffer.from(bytes)) };
+worker.onmessage({ data: port });
+
+// It takes requests once it has started, which it does in what it has put on the event loop by now.
+setTimeout(() => {
+  const copy = vm.runInContext("(bytes) => new Uint8Array(bytes)", worker);
+  port.onmessage({ data: copy(requests) });
+}, 0);
