@@ -104,7 +104,14 @@ def cached_calibration(
                 log.warning("%s is damaged; calibrating again", path)
             if equalisation is not None:
                 factors = equalise(
-                    planned.plan, load, before.channel_peaks, equalisation, most_for_products=MOST_FOR_PRODUCTS
+                    planned.plan,
+                    load,
+                    before.channel_peaks,
+                    equalisation,
+                    most_for_products=MOST_FOR_PRODUCTS,
+                    left_alone=[
+                        name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights
+                    ],  # the head
                 )
                 folding = folding.then(factors)
             elif is_rotated:

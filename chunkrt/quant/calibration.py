@@ -17,7 +17,7 @@ from chunkrt.errors import ModelError
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import Method
 
-FORMAT = 3
+FORMAT = 4
 NUMBERS = ("peaks", "limits", "shadow_limits")
 BY_NAME = ("column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels")
 """Fields of a calibration: a number for each name, an array for each name."""

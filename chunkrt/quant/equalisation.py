@@ -6,7 +6,7 @@ a norm, or with columns of an earlier linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -36,6 +36,7 @@ def equalise(
     alpha: float,
     *,
     most_for_products: float = 1.0,
+    left_alone: Collection[str] = (),
 ) -> Folding:
     """Move a part of every channel's magnitude from a linear's input to its weight.
 
@@ -49,6 +50,7 @@ def equalise(
         channel_peaks: float32 [K], the largest magnitude of each channel, by the name of a linear's input.
         alpha: 0 makes the weight's rows even, 1 the input's channels.
         most_for_products: the largest alpha for inputs that no norm makes; see MOST_FOR_PRODUCTS.
+        left_alone: weights of linears that keep their inputs as they are.
 
     Raises:
         ConfigError: alpha is not between 0 and 1.
@@ -62,7 +64,7 @@ def equalise(
     inputs = dict.fromkeys(_made_as(flow, node.inputs[0]) for node in flow.nodes if flow.is_linear(node))
     for value in reversed(inputs):  # a weight has its columns' factors before those of its rows are chosen
         linears, source = flow.linears_of(value), _source(flow, value)
-        if isinstance(linears, Node) or source is None:
+        if isinstance(linears, Node) or source is None or any(linear.inputs[1] in left_alone for linear in linears):
             continue
         peaks = np.zeros(flow.width(source.weights[0]))
         row_peaks = np.zeros_like(peaks)
