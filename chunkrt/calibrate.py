@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
@@ -247,6 +248,8 @@ class _Observer:
         self._method: Method = method
         self._inputs: dict[str, list[Float32]] = {node.inputs[0]: [] for node in linears}
         """The inputs of the linears that are on their way, window by window."""
+        self._readers = Counter(node.inputs[0] for node in linears)
+        """How many linears are still to come for each of these."""
         self._outputs = {node.outputs[0] for node in linears}
         self._ranges: dict[str, Range] = {}
 
@@ -276,14 +279,15 @@ class _Observer:
                 self.hot_channels[name] = self._hot_channels(name)
         self._ranges.clear()
         for node in subgraph.nodes:
-            if node.outputs[0] in self._outputs and subgraph.rows == "T":
-                limit = np.float32(self.shadow_limits[node.inputs[0]])
-                products = (x.clip(-limit, limit) @ weights[node.inputs[1]] for x in self._inputs[node.inputs[0]])
-                self.shadowed_column_peaks[node.outputs[0]] = np.max(
-                    [_largest(product) for product in products], axis=0
-                )
-        for name in {node.inputs[0] for node in subgraph.nodes} & self._inputs.keys():
-            self._inputs[name].clear()
+            if node.outputs[0] in self._outputs:
+                if subgraph.rows == "T":
+                    limit = np.float32(self.shadow_limits[node.inputs[0]])
+                    products = (x.clip(-limit, limit) @ weights[node.inputs[1]] for x in self._inputs[node.inputs[0]])
+                    peaks = [_largest(product) for product in products]
+                    self.shadowed_column_peaks[node.outputs[0]] = np.max(peaks, axis=0)
+                self._readers[node.inputs[0]] -= 1
+                if not self._readers[node.inputs[0]]:
+                    self._inputs[node.inputs[0]].clear()
 
     def _hot_channels(self, name: str) -> NDArray[np.int32]:
         """Those that exceed the grid of a shadowed linear most often; of equals, the first."""

@@ -26,7 +26,7 @@ from chunkrt.engine_directory import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.losses import Loss, Losses
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
-from chunkrt.quant.scheme import Recipe, Scheme, Search
+from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme, Search
 from chunkrt.shared_folder import only_writer, written_aside
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ HELD_OUT_EVERY = 8
 NUM_WINDOWS, SEARCH_WINDOW_LENGTH = 4, 256
 """What a trial looks at, of those."""
 
-CHOICE_FORMAT = 1
 FLOAT32_BYTES = 4
 
 
@@ -136,7 +135,12 @@ def cached_choice(
     """
     assert recipe.search is not None
     assert recipe.budget is not None
-    settings = {"recipe": asdict(recipe), "text": text_digest(calibration.token_ids), "method": calibration.method}
+    settings = {
+        "recipe": asdict(recipe),
+        "text": text_digest(calibration.token_ids),
+        "method": calibration.method,
+        "folding": calibration.folding.digest(),
+    }
     key = cache_key(checkpoint, format=CHOICE_FORMAT, calibration_format=FORMAT, **settings)
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{recipe.scheme.name}-{key}.json"
     if found := _load_cached(path):

@@ -26,7 +26,7 @@ from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.scheme import Recipe, Scheme
-from chunkrt.quant.weights import check_shadowed, write_weights
+from chunkrt.quant.weights import check_calibration, check_shadowed, write_weights
 from chunkrt.shared_folder import written_aside
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.weights.checkpoint import open_checkpoint
@@ -134,6 +134,8 @@ def prepare(
     scheme = recipe.scheme
     check_shadowed(planned.plan, scheme)
     ranges = Calibration.load(calibration) if calibration else None
+    if ranges is not None:
+        check_calibration(planned.plan, ranges)
     if ranges is None or (ranges.equalisation, ranges.is_rotated) != (scheme.equalisation, scheme.is_rotated):
         ranges, _ = cached_calibration(
             planned,

@@ -21,7 +21,8 @@ from pathlib import Path
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
-from chunkrt.quant.scheme import Recipe, Scheme
+from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
+from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.shared_folder import fingerprint
 from chunkrt.weights.store import WeightStore
 
@@ -78,7 +79,7 @@ def cached_folder(
         raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
     key = cache_key(
         checkpoint,
-        format=FORMAT,
+        format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT),
         recipe=asdict(recipe),
         placement=list(placement.items()),
         grids=grids,

@@ -147,7 +147,7 @@ def check_compiled(folder: Path, options: EngineOptions) -> None:
     """Refuse options that a compiled model cannot follow any more.
 
     Raises:
-        ConfigError: another scheme, another placement, a calibration, or npu "off".
+        ConfigError: another scheme or placement, npu "off", or any other option that says how to quantise.
         ModelError: the folder is not an engine directory of this format.
     """
     manifest = read_manifest(folder)
@@ -156,7 +156,9 @@ def check_compiled(folder: Path, options: EngineOptions) -> None:
         raise ConfigError(f"{folder} was compiled under {compiled!r}, not {options.scheme!r}; compile it again")
     for name in STATIC_OPTIONS:
         if _is_given(getattr(options, name)):
-            raise ConfigError(f"{folder} is compiled, its {name} is fixed; give the checkpoint to compile it anew")
+            raise ConfigError(
+                f"{folder} is compiled and takes no {name} any more; give the checkpoint to compile it anew"
+            )
     is_placed = options.placement is None or list(options_placement(options).items()) == list(
         manifest.placement.items()
     )

@@ -51,7 +51,7 @@ class EngineOptions:
         loss within the budget), or patterns of weight names with commas between. By default "none"; scheme "mixed"
         chooses by itself.
     budget: of "auto" and of scheme "mixed": the most mean KL divergence from the float model, in nats; by default
-        0.03 and 0.02.
+        0.015 and 0.01.
     outputs: what static linears give: "grid", as many bits as they take, which is an NPU's rule; or "float". By default
         "float" for scheme "w8a8" where no NPU is used, else "grid".
     equalisation: how much of the unevenness of activations moves into the weights, 0 to 1, or "off"; by default the
@@ -84,7 +84,7 @@ class EngineOptions:
     on_npu_failure: OnNpuFailure | None = None
 
     def __post_init__(self) -> None:
-        for name in ("npu", "scheme", "policy", "cache_dtype", "shadow", "soc", "on_npu_failure"):
+        for name in ("npu", "scheme", "policy", "cache_dtype", "shadow", "outputs", "soc", "on_npu_failure"):
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and name not in ("npu", "policy"))):
                 raise ConfigError(f"{name} is {value!r}, expected text")
@@ -108,6 +108,8 @@ class EngineOptions:
             raise unknown_name("answer to an NPU's failure", self.on_npu_failure, ON_NPU_FAILURE)
         if self.outputs is not None and self.outputs not in OUTPUTS:
             raise unknown_name("kind of outputs", self.outputs, OUTPUTS)
+        if not isinstance(self.rotation, bool):
+            raise ConfigError(f"rotation is {self.rotation!r}, expected true or false")
         if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
             raise ConfigError(f"budget is {self.budget!r}, expected a number of nats above 0")
         if self.equalisation not in (None, "off") and not (

@@ -11,10 +11,10 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt import compiler
-from chunkrt.calibrate import calibrate
+from chunkrt.calibrate import cached_calibration, calibrate
 from chunkrt.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine_directory import open_weights, read_manifest, read_plan
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.export import to_onnx
 from chunkrt.graph.partition import partition
@@ -24,9 +24,12 @@ from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
 from chunkrt.model import choose_recipe
 from chunkrt.options import EngineOptions
+from chunkrt.quant.calibration import num_hot_channels
+from chunkrt.quant.figures import weight_bytes
 from chunkrt.quant.linears import initializer_values, quantize_linears
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEMES, Recipe, find_scheme
 from chunkrt.quant.weights import check_shadowed, linear_nodes
+from chunkrt.simulate import find_device, simulate
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
 
 LAYER = "model.layers.0"
@@ -333,7 +336,7 @@ def test_patterns_that_match_are_taken():
 def test_a_compiled_model_keeps_how_it_was_quantised(tmp_path, options):
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"engine is compiled, its {name} is fixed; give the checkpoint"):
+    with pytest.raises(ConfigError, match=rf"engine is compiled and takes no {name} any more; give the checkpoint"):
         chunkrt.load(tmp_path / "engine", **options)
 
 
@@ -357,3 +360,35 @@ def test_two_lists_of_shadows_are_two_engines_and_one_is_compiled_once(monkeypat
     assert len(set(folders)) == 4
     monkeypatch.setattr(compiler, "compile_checkpoint", lambda *_, **__: pytest.fail("compiled again"))
     assert [folder(shadow) for shadow in ("all", "none", DOWN, O_PROJ)] == folders
+
+
+def test_a_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
+    """Equalisation is made anew from a calibration's tokens; another model's mean something else."""
+    planned = plan_checkpoint(GGUF, {})
+    ranges, _ = cached_calibration(planned, GGUF, model="toy")
+    name = next(iter(ranges.column_peaks))
+    wider = replace(ranges, column_peaks={**ranges.column_peaks, name: np.zeros(7, np.float32)})
+    unknown = replace(ranges, column_peaks={n: peaks for n, peaks in ranges.column_peaks.items() if n != name})
+    for wrong, message in ((wider, "another model's: it knows 7 columns"), (unknown, "knows nothing of")):
+        wrong.save(tmp_path / "cal.npz")
+        with pytest.raises(QuantizationError, match=message):
+            chunkrt.load(GGUF, npu="native", scheme="w8a8", calibration=tmp_path / "cal.npz")
+
+
+def test_the_simulator_refuses_what_it_has_no_costs_for():
+    plan = plan_checkpoint(GGUF, {}, replace(SCHEMES["w8a8"], shadowed=("*",))).plan
+    settings = {"prompt_length": 8, "chunk_length": 4, "policy": "in_order"}
+    with pytest.raises(ConfigError, match="does not know what shadows and mixed schemes cost"):
+        simulate(plan, find_device("sd8gen3"), scheme="w8a8", **settings)
+    with pytest.raises(ConfigError, match="does not know what shadows and mixed schemes cost"):
+        simulate(plan_checkpoint(GGUF, {}).plan, find_device("sd8gen3"), scheme="mixed", **settings)
+
+
+def test_rows_that_shadows_keep_count_as_memory():
+    plan = plan_checkpoint(GGUF, {}).plan
+    shadowed = replace(SCHEMES["w8a8"], shadowed=(DOWN,))
+    with_shadow, without = weight_bytes(plan, shadowed), weight_bytes(plan, SCHEMES["w8a8"])
+    depth, columns = plan.tensors[DOWN].shape
+    assert {n: with_shadow[n] - without[n] for n in without if with_shadow[n] != without[n]} == {
+        DOWN: num_hot_channels(depth) * 4 * (columns + 1)
+    }

@@ -57,7 +57,8 @@ def calibrate(
     the turns of a conversation. The result is cached; the default one is made when a static scheme first needs it.
 
     With --scheme w8a8 --shadow auto, or --scheme mixed, it also searches for what keeps within --budget, and prints
-    what was chosen and why. The other commands find that again under the same options.
+    what was chosen and why. The other commands find that again under the same options; those
+    that use an NPU need --outputs grid for w8a8 here, and a text of one's own goes to them as the file that -o writes.
 
     percentile is for models without massive values: many decoders keep single values thousands of times the median,
     and stop working when these are cut off.

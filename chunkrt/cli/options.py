@@ -83,7 +83,7 @@ _QUANTISATION_OPTIONS = (
         help="Unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
     ),
     click.option(
-        "--rotate", "rotation", is_flag=True, help="Rotate the residual stream before a static scheme quantises."
+        "--rotate/--no-rotate", "rotation", help="Rotate the residual stream before a static scheme quantises."
     ),
 )
 _ENGINE_OPTIONS = (

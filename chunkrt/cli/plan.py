@@ -18,6 +18,7 @@ from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
 from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.weights import check_shadowed
 
 
 @click.command()
@@ -73,6 +74,7 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
             if recipe.search:
                 scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
         found = plan_checkpoint(checkpoint, options_placement(options), scheme).plan
+        check_shadowed(found, scheme)
         compiled_for = DEFAULT_CHUNK_LENGTH
     chunk_length = options.chunk_length or compiled_for
     if chunk_length > found.context_length:

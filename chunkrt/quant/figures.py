@@ -7,8 +7,9 @@ from math import prod
 from typing import cast
 
 from chunkrt.graph.plan import DTYPE_BYTES, Node, Plan, Subgraph, resolve
+from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import stored_entries
+from chunkrt.quant.weights import linear_weights, stored_entries
 
 FLOPS_PER_MULTIPLY_ADD = 2
 FLOAT16_BYTES = DTYPE_BYTES["float16"]
@@ -102,8 +103,13 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
 
 
 def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
-    """Bytes of every weight as the scheme stores it, with all that it keeps beside a linear's: scales, grids."""
-    return {name: sum(e.num_bytes for e in entries) for name, entries in stored_entries(plan, scheme).items()}
+    """Bytes of every weight as the scheme keeps it, with what is beside a linear: scales, grids, a shadow's rows."""
+    sizes = {name: sum(e.num_bytes for e in entries) for name, entries in stored_entries(plan, scheme).items()}
+    for name in linear_weights(plan):
+        if scheme.is_shadowed(name):
+            depth, columns = resolve(plan.tensors[name].shape, {})
+            sizes[name] += num_hot_channels(depth) * columns * DTYPE_BYTES["float32"]
+    return sizes
 
 
 def _edges(subgraph: Subgraph) -> tuple[str, ...]:

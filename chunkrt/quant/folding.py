@@ -6,6 +6,7 @@ A factor that one weight gains another loses, a rotation that one applies the ne
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -68,6 +69,14 @@ class Folding:
             rows=_products(self.rows, later.rows),
             columns=_products(self.columns, later.columns),
         )
+
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hexadecimal."""
+        found = hashlib.sha256()
+        for name, array in sorted(self.arrays().items()):
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
 
     def apply(self, name: str, weight: Float32) -> Float32:
         """What becomes of a weight.

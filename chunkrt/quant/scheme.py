@@ -156,8 +156,12 @@ def find_scheme(name: str) -> Scheme:
 
 Search = Literal["shadow", "mixed"]
 
-DEFAULT_BUDGETS: Mapping[Search, float] = {"shadow": 0.015, "mixed": 0.015}
+DEFAULT_BUDGETS: Mapping[Search, float] = {"shadow": 0.015, "mixed": 0.01}
 """Nats of mean KL divergence from the float model. 8-bit weights alone cost SmolLM2-135M 0.003 to 0.005."""
+
+
+CHOICE_FORMAT = 1
+"""Of what searches choose; raised when they would choose otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +169,7 @@ class Recipe:
     """What a checkpoint is compiled under: a scheme, or where to start searching for one.
 
     search: "shadow": the fewest shadows; "mixed": the most 8-bit linears; each with a mean KL divergence of at most
-        `budget` nats on the calibration text. See `chunkrt/choose.py`.
+        `budget` nats on the calibration text; without a search it is None. See `chunkrt/choose.py`.
     """
 
     scheme: Scheme

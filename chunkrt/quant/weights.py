@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import QuantizationError, unknown_name
-from chunkrt.graph.plan import Node, Plan, Tensor
+from chunkrt.graph.plan import MAIN_SUFFIX, Node, Plan, Tensor
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme
@@ -124,6 +124,18 @@ def linear_nodes(plan: Plan) -> dict[str, Node]:
 def linear_weights(plan: Plan) -> set[str]:
     """The names of the weights of all linears."""
     return set(linear_nodes(plan))
+
+
+def check_calibration(plan: Plan, calibration: Calibration) -> None:
+    """Raises QuantizationError if a calibration is not of this decoder: other linears, or of other widths."""
+    for weight, node in linear_nodes(plan).items():
+        result, columns = node.outputs[0].removesuffix(MAIN_SUFFIX), plan.tensors[weight].shape[1]
+        if result not in calibration.column_peaks:
+            raise QuantizationError(f"the calibration knows nothing of {result!r}; calibrate this model anew")
+        if (found := calibration.column_peaks[result].size) != columns:
+            raise QuantizationError(
+                f"the calibration is another model's: it knows {found} columns of {weight}, the model has {columns}"
+            )
 
 
 def check_shadowed(plan: Plan, scheme: Scheme) -> None:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
-from chunkrt.quant.scheme import Scheme, find_scheme
+from chunkrt.quant.scheme import MIXED, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.events import TaskEvent, utilisation
 from chunkrt.runtime.idle import Cause, where_time_went
@@ -100,6 +100,8 @@ def simulate(
     if chunks_in_flight is not None and chunks_in_flight < 1:
         raise ConfigError(f"{chunks_in_flight} chunks in flight: at least 1 is needed")
     found_scheme = find_scheme(scheme)
+    if scheme == MIXED or any(node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes):
+        raise ConfigError("the simulator does not know what shadows and mixed schemes cost; simulate w8a8 or w8a16")
     chunks = cut(prompt_length, chunk_length)
     work_of: WorkOf
     if isinstance(device, DeviceProfile):
