@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt import catalogue
-from chunkrt.backends.reference import operators
 from chunkrt.engine_directory import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.graph.plan import Plan, Subgraph, resolve
+from chunkrt.float_run import Values, first_values, run_node, run_subgraph
+from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
 from chunkrt.quant.folding import Folding
@@ -202,19 +202,17 @@ def calibrate(
     if token_ids.max() >= plan.vocab_size:
         raise ConfigError(f"token id {token_ids.max()} is outside the vocabulary of {plan.vocab_size}")
     length = min(WINDOW_LENGTH, plan.context_length)
-    windows = [_Window(plan, token_ids[start : start + length]) for start in range(0, token_ids.size, length)]
+    parts = (token_ids[start : start + length] for start in range(0, token_ids.size, length))
+    windows: list[Values] = [first_values(part, np.arange(part.size)) for part in parts]
     observer = _Observer(plan, method)
     weights: dict[str, Float32] = {}
     for done, subgraph in enumerate(plan.subgraphs):
         progress(done, len(plan.subgraphs))
         weights |= {name: load(name) for name in subgraph.weights if name not in weights}
-        for window in windows:
-            window.run(subgraph, weights, observer)
+        windows = [run_subgraph(plan, done, live, weights, observer.run) for live in windows]
         observer.finish(subgraph, weights)
-        later = {name for s in plan.subgraphs[done + 1 :] for name in (*s.inputs, *s.weights)}
-        for values in (weights, *(window.values for window in windows)):
-            for name in values.keys() - later:
-                del values[name]
+        for name in weights.keys() - {name for s in plan.subgraphs[done + 1 :] for name in s.weights}:
+            del weights[name]
     progress(len(plan.subgraphs), len(plan.subgraphs))
     return Calibration(
         model=model,
@@ -252,6 +250,14 @@ class _Observer:
         """How many linears are still to come for each of these."""
         self._outputs = {node.outputs[0] for node in linears}
         self._ranges: dict[str, Range] = {}
+
+    def run(self, node: Node, values: Values) -> Any:
+        """One operator; its outputs are seen."""
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found as it is seen
+            results = run_node(node, values)
+            for name, result in zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True):
+                self.see(name, result)
+        return results
 
     def see(self, name: str, values: Float32) -> None:
         """Take more rows of a value. Raises QuantizationError if one is not finite."""
@@ -301,30 +307,3 @@ def _largest(values: Float32) -> Float32:
     """The largest magnitude of each column."""
     largest: Float32 = np.maximum(values.max(axis=0), -values.min(axis=0))
     return largest
-
-
-class _Window:
-    """Some consecutive tokens on their way through the decoder: the values that later subgraphs read."""
-
-    def __init__(self, plan: Plan, token_ids: TokenIds) -> None:
-        self.values: dict[str, NDArray[Any]] = {
-            "input_ids": token_ids,
-            "position": np.zeros(1, np.int64),
-            "logit_rows": np.arange(len(token_ids)),
-        }
-        self._tensors = plan.tensors
-        self._symbols = {"P": len(token_ids)}
-
-    def run(self, subgraph: Subgraph, weights: dict[str, Float32], observer: _Observer) -> None:
-        caches = {
-            name: np.zeros(resolve(self._tensors[name].shape, self._symbols), np.float32) for name in subgraph.state
-        }
-        values = {**self.values, **weights, **caches}
-        with np.errstate(over="ignore", invalid="ignore"):  # the observer finds what is not finite
-            for node in subgraph.nodes:
-                results = operators.find(node)(*(values[name] for name in node.inputs), **node.attributes)
-                results = results if isinstance(results, tuple) else (results,)
-                for name, result in zip(node.outputs, results, strict=True):
-                    observer.see(name, result)
-                    values[name] = result
-        self.values |= {name: values[name] for name in subgraph.outputs}

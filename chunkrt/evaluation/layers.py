@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError
+from chunkrt.float_run import first_values, run_node, run_subgraph
 from chunkrt.graph.plan import Node, Plan
-from chunkrt.losses import LOSS_EVERY, Float32, RoundedLinears, first_values, run_node, run_subgraph
+from chunkrt.losses import LOSS_EVERY, Float32, RoundedLinears
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import LEVELS, Scheme
 from chunkrt.quant.weights import linear_nodes
