@@ -1,11 +1,12 @@
 """Choosing for every linear how it is quantised, by what each choice is measured to lose on the calibration text.
 
     shadow   all linears in 8 bits, with the fewest shadows that keep the loss within the budget
-    mixed    first the most multiply-adds in 8 bits (the others in 16), then the fewest shadows
+    mixed    first the most multiply-adds in 8 bits (the others in 16), then the fewest shadows, then the fewest bytes:
+             of the linears in 16 bits, the most with 4-bit weights
 
-Greedy, with the sum checked: every linear's loss is measured alone, with a shadow and without, which puts the linears
-in order; along that order the shortest way to a scheme within the budget is found by bisection, each scheme measured as
-a whole. What is chosen was measured to be within the budget; a better one may have been passed over.
+Greedy, with the sum checked: every linear's loss is measured alone, in each way, which puts the linears in order; along
+that order the shortest way to a scheme within the budget is found by bisection, each scheme measured as a whole. What
+is chosen was measured to be within the budget; a better one may have been passed over.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from chunkrt.engine_directory import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.losses import Loss, Losses
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
-from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme, Search
+from chunkrt.quant.scheme import BLOCK_LENGTH, CHOICE_FORMAT, Recipe, Scheme, Search
 from chunkrt.shared_folder import only_writer, written_aside
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class LinearChoice:
 
     reach: the largest magnitude of its input over the step of the grid that it has beside a shadow, which ends at 127.
     kl: mean KL divergence when this linear alone is in 8 bits. kl_shadowed: the same with a shadow; None where kl is
-    NEGLIGIBLE, and it was not measured. activation_bits, has_shadow: what was chosen. shadow_bytes: of rows kept in
-    float32; shadow_multiply_adds: a row's, on average. Both are 0 without a shadow.
+    NEGLIGIBLE, and it was not measured. activation_bits, weight_bits, has_shadow: what was chosen. shadow_bytes: of
+    rows kept in float32; shadow_multiply_adds: a row's, on average. Both are 0 without a shadow.
     """
 
     weight: str
@@ -67,6 +68,7 @@ class LinearChoice:
     kl: float
     kl_shadowed: float | None
     activation_bits: int
+    weight_bits: int
     has_shadow: bool
     multiply_adds: int
     shadow_bytes: int
@@ -75,10 +77,12 @@ class LinearChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One scheme along a search's order: its share of multiply-adds in 8 bits, shadows, what it lost when measured."""
+    """One scheme along a search's order: its share of multiply-adds with 8-bit activations, shadows, linears with 4-bit
+    weights, and what it lost when measured."""
 
     share_in_8_bits: float
     num_shadows: int
+    num_with_4_bits: int
     kl: float
     perplexity_ratio: float
 
@@ -217,7 +221,7 @@ def choose(
     Args:
         scheme: of 8-bit static linears; those that it keeps wide stay so.
         budget: the most mean KL divergence, in nats, on the windows of `losses`.
-        progress: told (trials done, trials expected).
+        progress: told (trials done, trials expected); more are expected once it is known what stays in 16 bits.
 
     Raises:
         QuantizationError: not even the most careful choice is within the budget.
@@ -249,7 +253,8 @@ class _Search:
             wide = worst[: self._least(len(worst), lambda count: self._variant(worst[:count], list(gains)))]
         helped = sorted((name for name in gains if name not in wide), key=lambda name: -gains[name])
         count = self._least(len(helped), lambda count: self._variant(wide, helped[:count]))
-        chosen = self._variant(wide, helped[:count])
+        shadowed = helped[:count]
+        chosen = self._variant(wide, shadowed, self._with_4_bits(wide, shadowed))
         order = worst if self._search == "mixed" else helped
         for index in range(NUM_FRONTIER + 1):
             part = order[: round(index * len(order) / NUM_FRONTIER)]
@@ -262,14 +267,26 @@ class _Search:
             linears=[self._linear(name, chosen, alone[name], beside.get(name)) for name in self._candidates],
             frontier=sorted(
                 (self._point(*point) for point in self._points.items()),
-                key=lambda point: (-point.share_in_8_bits, point.num_shadows),
+                key=lambda point: (-point.share_in_8_bits, point.num_shadows, -point.num_with_4_bits),
             ),
         )
 
-    def _variant(self, wide: Sequence[str], shadowed: Sequence[str]) -> Scheme:
-        """The scheme with more linears in 16 bits, and shadows for some of the others."""
+    def _with_4_bits(self, wide: Sequence[str], shadowed: Sequence[str]) -> list[str]:
+        """Of the linears in 16 bits, those whose weights can have 4: the most bytes for the least loss."""
+        fitting = [name for name in wide if int(self._losses.plan.tensors[name].shape[0]) % BLOCK_LENGTH == 0]
+        self._expected += len(fitting) + len(fitting).bit_length()
+        alone = {name: self._trial(self._variant(wide, (), fitting), [name]).kl for name in fitting}
+        worst = sorted(fitting, key=lambda name: -alone[name] / self._losses.multiply_adds[name])
+        return worst[self._least(len(worst), lambda count: self._variant(wide, shadowed, worst[count:])) :]
+
+    def _variant(self, wide: Sequence[str], shadowed: Sequence[str], with_4_bits: Sequence[str] = ()) -> Scheme:
+        """The scheme with more linears in 16 bits, some of these with 4-bit weights, and shadows for some others."""
         narrow = tuple(name for name in self._candidates if name in set(shadowed) - set(wide))
-        return replace(self._scheme, wide=(*self._scheme.wide, *wide), shadowed=narrow)
+        scheme = replace(self._scheme, wide=(*self._scheme.wide, *wide), shadowed=narrow)
+        if not with_4_bits:
+            return scheme
+        others = tuple(name for name in self._losses.linears if name not in with_4_bits)
+        return replace(scheme, weight_bits=4, weights_of_8_bits=others)
 
     def _least(self, most: int, scheme_at: Callable[[int], Scheme]) -> int:
         """The least count, 0 to `most`, whose scheme was measured to be within the budget, as bisection finds it."""
@@ -307,6 +324,7 @@ class _Search:
             kl=kl,
             kl_shadowed=kl_shadowed,
             activation_bits=scheme.activation_bits_of(name),
+            weight_bits=8 if scheme.weight_bits_of(name) == 8 else 4,
             has_shadow=has_shadow,
             multiply_adds=depth * columns,
             shadow_bytes=has_shadow * num_hot_channels(depth) * columns * FLOAT32_BYTES,
@@ -319,6 +337,7 @@ class _Search:
         return Point(
             share_in_8_bits=narrow / sum(sizes.values()),
             num_shadows=sum(scheme.is_shadowed(name) for name in sizes),
+            num_with_4_bits=sum(scheme.weight_bits_of(name) == 4 for name in sizes),
             kl=loss.kl,
             perplexity_ratio=loss.perplexity_ratio,
         )

@@ -133,7 +133,8 @@ SCHEMES = {
 }
 
 MIXED = "mixed"
-"""Starts from w8a8 and is searched for: which linears take 16 bits, and which have shadows."""
+"""Starts from w8a8 and is searched for: which linears take 16 bits, which of these 4-bit weights, and which others have
+shadows."""
 
 SCHEME_NAMES = (*SCHEMES, MIXED)
 
@@ -160,7 +161,7 @@ DEFAULT_BUDGETS: Mapping[Search, float] = {"shadow": 0.015, "mixed": 0.01}
 """Nats of mean KL divergence from the float model. 8-bit weights alone cost SmolLM2-135M 0.003 to 0.005."""
 
 
-CHOICE_FORMAT = 1
+CHOICE_FORMAT = 2
 """Of what searches choose; raised when they would choose otherwise."""
 
 

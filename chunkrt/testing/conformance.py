@@ -11,7 +11,7 @@ import numpy as np
 from chunkrt.backends.base import Backend
 from chunkrt.errors import CompileError, PartitionError
 from chunkrt.graph.plan import SHADOW_OP, Subgraph
-from chunkrt.quant.scheme import SCHEMES, SENSITIVE, Scheme
+from chunkrt.quant.scheme import HEAD, SCHEMES, SENSITIVE, Scheme
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing.calls import Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
@@ -26,7 +26,14 @@ TRIED = (
     *SCHEMES.values(),
     replace(_W8A8, name="w8a8-float-outputs", float_outputs=("*",)),
     replace(_W8A8, name="w8a8-shadowed", shadowed=("*",)),
-    replace(_W8A8, name="mixed", wide=SENSITIVE, shadowed=("*.o_proj.weight",)),
+    replace(
+        _W8A8,
+        name="mixed",
+        weight_bits=4,
+        weights_of_8_bits=("*.o_proj.weight", "*.gate_up_proj.weight", HEAD),
+        wide=SENSITIVE,
+        shadowed=("*.o_proj.weight",),
+    ),
 )
 """Beside the schemes with names: those that options and searches make of them."""
 
