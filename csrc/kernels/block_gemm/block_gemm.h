@@ -1,0 +1,54 @@
+// block_gemm: int8 rows of activations times a 4-bit weight in blocks, each with a float16 scale and minimum.
+//
+// The weight is what GGUF calls Q4_1 (and Q4_0, whose minimum is -8 * scale): along the depth, blocks of 32
+//   right[k, n] ~ q[k, n] * scale[b, n] + minimum[b, n],  q in 0..15, b = k / 32
+// and the product, with b ascending from 0 and value = 0 at first:
+//   value = fma(float(sum_{k in b} left[m, k] * q[k, n]), scale[b, n], value)
+//   value = fma(float(sum_{k in b} left[m, k]), minimum[b, n], value)
+//   out[m, n] = ((value * left_scales[m]) + bias[n]) + residual[m, n]
+//
+// The integer sums are exact and each operation rounds once, in that order, so every instruction set and every
+// split of rows or columns gives the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace chunkrt {
+
+inline constexpr std::size_t kBlockDepth = 32;
+inline constexpr std::size_t kBlockColumns = 16;
+// A block of kBlockDepth by kBlockColumns 4-bit integers.
+inline constexpr std::size_t kBlockBytes = kBlockDepth * kBlockColumns / 2;
+
+struct BlockGemmArgs {
+  const std::int8_t* left;        // int8 [rows, depth_blocks * 32], row-major; in [-127, 127]
+  const float* left_scales;       // float32 [rows]
+  const std::int32_t* left_sums;  // int32 [rows, depth_blocks]: the sum of each block of each row of `left`
+  // uint8 [ceil(N / 16), depth_blocks, 4, 16, 4]: at [n / 16, k / 32, k % 32 / 8, n % 16, k % 4] stands q[k, n],
+  // in the low half of the byte where k % 8 < 4, else in the high half. Zeros past N. See
+  // chunkrt/weights/layout.py.
+  const std::uint8_t* right;
+  // float16 [ceil(N / 16), depth_blocks, 2, 16]: the scales of 16 columns, then their minima. Zeros past N.
+  const std::uint16_t* right_scales;
+  const float* bias;      // float32 [columns], or nullptr
+  const float* residual;  // float32 [rows, residual_stride], or nullptr; may be `out` itself
+  float* out;             // float32 [rows, out_stride]
+  std::size_t rows;
+  std::size_t columns;          // N
+  std::size_t depth_blocks;     // K / 32
+  std::size_t residual_stride;  // in elements
+  std::size_t out_stride;       // in elements
+};
+
+// Computes the columns of blocks [block_begin, block_end) of 16 for all rows; columns past N are not written.
+using BlockGemmFunction = void(const BlockGemmArgs& args, std::size_t block_begin, std::size_t block_end);
+
+BlockGemmFunction block_gemm_f32_s8row_u4block_reference;
+BlockGemmFunction block_gemm_f32_s8row_u4block_avx2;
+BlockGemmFunction block_gemm_f32_s8row_u4block_avxvnni;
+BlockGemmFunction block_gemm_f32_s8row_u4block_avx512vnni;
+BlockGemmFunction block_gemm_f32_s8row_u4block_neon_dotprod;
+BlockGemmFunction block_gemm_f32_s8row_u4block_neon_i8mm;
+
+}  // namespace chunkrt
