@@ -103,9 +103,8 @@ class ProgramBuilder {
   ValueId binary(ValueId left, ValueId right, const char* what,
                  void (*kernel)(const float*, const float*, float*, std::size_t));
   Quantized quantized_rows(ValueId input);
-  Quantized quantize(ValueId input);
-  // input - values * scales: what quantisation has left.
-  ValueId remainder(ValueId input, const Quantized& quantized);
+  // `remainder`: receives what quantisation leaves of the input.
+  Quantized quantize(ValueId input, std::optional<ValueId> remainder = {});
   std::vector<Quantized> quantize_on_grid(ValueId input, float step, std::size_t num_digits);
   // The int8 rows that stand for a value, each made once; on the grid of a step if there is one.
   std::vector<Quantized> digits_of(ValueId input, std::size_t num_digits, std::optional<float> step);

@@ -24,39 +24,22 @@ ProgramBuilder::Quantized ProgramBuilder::quantized_rows(ValueId input) {
           .sums = temporary(Dtype::int32, {rows})};
 }
 
-ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input) {
+ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input, std::optional<ValueId> remainder) {
   const Quantized out = quantized_rows(input);
   const std::size_t width = width_of(input);
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
-  add_row_step(rows_of(input, "linear's input"), {input, out.values, out.scales, out.sums},
+  std::vector<ValueId> uses = {input, out.values, out.scales, out.sums};
+  if (remainder) uses.push_back(*remainder);
+  add_row_step(rows_of(input, "linear's input"), uses,
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  kernel({.input = frame.get<const float>(input),
                          .values = frame.get<std::int8_t>(out.values),
                          .scales = frame.get<float>(out.scales),
                          .sums = frame.get<std::int32_t>(out.sums),
+                         .remainder = remainder ? frame.get<float>(*remainder) : nullptr,
                          .width = width,
                          .padded_width = padded(width)},
                         begin, end);
-               });
-  return out;
-}
-
-ValueId ProgramBuilder::remainder(ValueId input, const Quantized& quantized) {
-  const Symbol symbol = rows_of(input, "linear's input");
-  const std::size_t width = width_of(input);
-  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  add_row_step(symbol, {input, quantized.values, quantized.scales, out},
-               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-                 for (std::size_t row = begin; row < end; ++row) {
-                   const float scale = frame.get<const float>(quantized.scales)[row];
-                   const std::int8_t* values =
-                       frame.get<const std::int8_t>(quantized.values) + row * padded(width);
-                   const float* source = frame.get<const float>(input) + row * width;
-                   float* target = frame.get<float>(out) + row * width;
-                   for (std::size_t i = 0; i < width; ++i) {
-                     target[i] = source[i] - static_cast<float>(values[i]) * scale;
-                   }
-                 }
                });
   return out;
 }
@@ -100,8 +83,10 @@ std::vector<ProgramBuilder::Quantized> ProgramBuilder::digits_of(ValueId input, 
   } else if (num_digits == 1) {
     digits = {quantize(input)};
   } else {
-    digits = digits_of(input, 1, {});
-    digits.push_back(quantize(remainder(input, digits.front())));
+    const Dimension rows = rows_dimension(rows_of(input, "linear's input"));
+    const ValueId remainder = temporary(Dtype::float32, {rows, fixed(width_of(input))});
+    digits = {quantize(input, remainder)};
+    digits.push_back(quantize(remainder));
   }
   digits_[key] = digits;
   return digits;

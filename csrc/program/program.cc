@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::size_t kAlignment = 64;       // a cache line, and the widest vector
 constexpr std::size_t kPiecesPerThread = 4;  // so that a slower core takes fewer
+constexpr std::size_t kRowsAtOnce =
+    2;  // through all steps of a stage, so that they stay in the first-level cache
 
 std::size_t round_up(std::size_t value, std::size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -180,7 +182,11 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
   ThreadPool::Team team(*pool_);
   for (const Stage& stage : definition_.stages) {
     const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {
-      for (const Step& step : stage.steps) step(frame, begin, end, scratch + member * scratch_floats);
+      const std::size_t at_once = stage.steps.size() > 1 ? kRowsAtOnce : end - begin;
+      for (; begin < end; begin += at_once) {
+        const std::size_t last = std::min(begin + at_once, end);
+        for (const Step& step : stage.steps) step(frame, begin, last, scratch + member * scratch_floats);
+      }
     };
     const std::size_t num_items = stage.num_items(frame);
     const std::size_t fair_share = std::max<std::size_t>((num_items + num_pieces - 1) / num_pieces, 1);

@@ -114,16 +114,19 @@ float horizontal_sum(__m256 low, __m256 high) {
 template <std::size_t N>
 void score(const KeyBlock& block, const float* queries, std::size_t key, float (*scores)[kKeysPerBlock]) {
   __m256 sums[N][2];
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) sums[q][0] = sums[q][1] = _mm256_setzero_ps();
   const float* keys = block.keys + key;
   for (std::size_t d = 0; d < block.head_dim; ++d, keys += kKeysPerBlock) {
     const __m256 low = _mm256_loadu_ps(keys), high = _mm256_loadu_ps(keys + kLanes);
+#pragma GCC unroll 6
     for (std::size_t q = 0; q < N; ++q) {
       const __m256 query = _mm256_broadcast_ss(queries + q * block.head_dim + d);
       sums[q][0] = _mm256_fmadd_ps(query, low, sums[q][0]);
       sums[q][1] = _mm256_fmadd_ps(query, high, sums[q][1]);
     }
   }
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) {
     _mm256_storeu_ps(scores[q] + key, sums[q][0]);
     _mm256_storeu_ps(scores[q] + key + kLanes, sums[q][1]);
@@ -166,7 +169,9 @@ template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d) {
   __m256 sums[N][V];
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) {
+#pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) {
       const __m256 old = _mm256_loadu_ps(tile.outs[q] + d + v * kLanes);
       sums[q][v] = _mm256_mul_ps(old, _mm256_broadcast_ss(rescale + q));
@@ -174,21 +179,26 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
   }
   const float* values = block.values + d;
   for (std::size_t key = 0; key < tile.visible[0]; ++key, values += block.head_dim) {
+#pragma GCC unroll 6
     for (std::size_t q = 0; q < N; ++q) {
       const __m256 weight = _mm256_broadcast_ss(weights[q] + key);
+#pragma GCC unroll 4
       for (std::size_t v = 0; v < V; ++v) {
         sums[q][v] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + v * kLanes), sums[q][v]);
       }
     }
   }
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) {
     const float* late_values = values;
     for (std::size_t key = tile.visible[0]; key < tile.visible[q]; ++key, late_values += block.head_dim) {
       const __m256 weight = _mm256_broadcast_ss(weights[q] + key);
+#pragma GCC unroll 4
       for (std::size_t v = 0; v < V; ++v) {
         sums[q][v] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(late_values + v * kLanes), sums[q][v]);
       }
     }
+#pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) _mm256_storeu_ps(tile.outs[q] + d + v * kLanes, sums[q][v]);
   }
 }

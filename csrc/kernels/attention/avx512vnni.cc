@@ -101,16 +101,19 @@ float horizontal_sum(__m512 x) {
 template <std::size_t N>
 void score(const KeyBlock& block, const float* queries, std::size_t key, float (*scores)[kKeysPerBlock]) {
   __m512 sums[N][2];
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
   const float* keys = block.keys + key;
   for (std::size_t d = 0; d < block.head_dim; ++d, keys += kKeysPerBlock) {
     const __m512 low = _mm512_loadu_ps(keys), high = _mm512_loadu_ps(keys + kLanes);
+#pragma GCC unroll 6
     for (std::size_t q = 0; q < N; ++q) {
       const __m512 query = _mm512_set1_ps(queries[q * block.head_dim + d]);
       sums[q][0] = _mm512_fmadd_ps(query, low, sums[q][0]);
       sums[q][1] = _mm512_fmadd_ps(query, high, sums[q][1]);
     }
   }
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) {
     _mm512_storeu_ps(scores[q] + key, sums[q][0]);
     _mm512_storeu_ps(scores[q] + key + kLanes, sums[q][1]);
@@ -151,9 +154,12 @@ template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d, __mmask16 lanes) {
   __mmask16 mask[V];
+#pragma GCC unroll 4
   for (std::size_t v = 0; v < V; ++v) mask[v] = v == V - 1 ? lanes : static_cast<__mmask16>(0xffff);
   __m512 sums[N][V];
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) {
+#pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) {
       const __m512 old = _mm512_maskz_loadu_ps(mask[v], tile.outs[q] + d + v * kLanes);
       sums[q][v] = _mm512_mul_ps(old, _mm512_set1_ps(rescale[q]));
@@ -162,21 +168,27 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
   const float* values = block.values + d;
   for (std::size_t key = 0; key < tile.visible[0]; ++key, values += block.head_dim) {
     __m512 value[V];
+#pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) value[v] = _mm512_maskz_loadu_ps(mask[v], values + v * kLanes);
+#pragma GCC unroll 6
     for (std::size_t q = 0; q < N; ++q) {
       const __m512 weight = _mm512_set1_ps(weights[q][key]);
+#pragma GCC unroll 4
       for (std::size_t v = 0; v < V; ++v) sums[q][v] = _mm512_fmadd_ps(weight, value[v], sums[q][v]);
     }
   }
+#pragma GCC unroll 6
   for (std::size_t q = 0; q < N; ++q) {
     const float* late_values = values;
     for (std::size_t key = tile.visible[0]; key < tile.visible[q]; ++key, late_values += block.head_dim) {
       const __m512 weight = _mm512_set1_ps(weights[q][key]);
+#pragma GCC unroll 4
       for (std::size_t v = 0; v < V; ++v) {
         const __m512 value = _mm512_maskz_loadu_ps(mask[v], late_values + v * kLanes);
         sums[q][v] = _mm512_fmadd_ps(weight, value, sums[q][v]);
       }
     }
+#pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) {
       _mm512_mask_storeu_ps(tile.outs[q] + d + v * kLanes, mask[v], sums[q][v]);
     }

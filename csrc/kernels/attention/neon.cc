@@ -124,10 +124,12 @@ void multiply(float32x4_t (&sums)[N][V], const float* factors, std::size_t facto
 template <std::size_t N>
 void score(const KeyBlock& block, const float* queries, std::size_t key, float (*scores)[kKeysPerBlock]) {
   float32x4_t sums[N][kVectors];
+#pragma GCC unroll 4
   for (std::size_t q = 0; q < N; ++q) {
     for (std::size_t v = 0; v < kVectors; ++v) sums[q][v] = vdupq_n_f32(0.0f);
   }
   multiply<N, kVectors>(sums, queries, block.head_dim, block.keys + key, kKeysPerBlock, block.head_dim);
+#pragma GCC unroll 4
   for (std::size_t q = 0; q < N; ++q) {
     for (std::size_t v = 0; v < kVectors; ++v) vst1q_f32(scores[q] + key + v * kLanes, sums[q][v]);
   }
@@ -170,20 +172,25 @@ template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d) {
   float32x4_t sums[N][V];
+#pragma GCC unroll 4
   for (std::size_t q = 0; q < N; ++q) {
+#pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) {
       sums[q][v] = vmulq_n_f32(vld1q_f32(tile.outs[q] + d + v * kLanes), rescale[q]);
     }
   }
   const std::size_t shared = tile.visible[0];
   multiply<N, V>(sums, weights[0], kKeysPerBlock, block.values + d, block.head_dim, shared);
+#pragma GCC unroll 4
   for (std::size_t q = 0; q < N; ++q) {
     const float* late_values = block.values + shared * block.head_dim + d;
     for (std::size_t key = shared; key < tile.visible[q]; ++key, late_values += block.head_dim) {
+#pragma GCC unroll 4
       for (std::size_t v = 0; v < V; ++v) {
         sums[q][v] = vfmaq_n_f32(sums[q][v], vld1q_f32(late_values + v * kLanes), weights[q][key]);
       }
     }
+#pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) vst1q_f32(tile.outs[q] + d + v * kLanes, sums[q][v]);
   }
 }

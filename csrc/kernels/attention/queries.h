@@ -8,7 +8,7 @@
 namespace chunkrt {
 
 inline constexpr std::size_t kKeysPerBlock = 64;
-inline constexpr std::size_t kQueriesPerItem = 36;  // a multiple of every kernel's tile of 6 or 4 queries
+inline constexpr std::size_t kQueriesPerItem = 48;  // a multiple of every kernel's tile of 6 or 4 queries
 
 struct AttendItem {
   std::size_t kv_head;

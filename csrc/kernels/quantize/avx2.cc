@@ -59,18 +59,24 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const float largest = float_from_bits(bits);
   const bool is_zero = !is_finite || largest < kQuantizeSmallestMagnitude;
   const __m256 inverse = _mm256_set1_ps(is_zero ? 0.0f : 127.0f / largest);
+  const float scale = !is_finite ? float_from_bits(kNanBits) : is_zero ? 0.0f : largest / 127.0f;
+  const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(is_zero ? 0 : -1));
   __m256i sums = _mm256_setzero_si256();
   for (std::size_t i = 0; i < args.padded_width; i += kLanes) {
-    const __m256i inside = first_lanes(is_zero || i >= args.width ? 0 : args.width - i);
-    const __m256 scaled = _mm256_mul_ps(_mm256_maskload_ps(input + i, inside), inverse);
+    const __m256i inside = first_lanes(i >= args.width ? 0 : args.width - i);
+    const __m256 x = _mm256_maskload_ps(input + i, inside);
+    const __m256 scaled = _mm256_mul_ps(_mm256_and_ps(x, kept), inverse);
     const __m256i rounded =
         _mm256_cvtps_epi32(_mm256_round_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     sums = _mm256_add_epi32(sums, rounded);
     store_bytes(values + i, args.padded_width - i, rounded);
+    if (args.remainder != nullptr) {
+      const __m256 taken = _mm256_mul_ps(_mm256_cvtepi32_ps(rounded), _mm256_set1_ps(scale));
+      _mm256_maskstore_ps(args.remainder + row * args.width + i, inside, _mm256_sub_ps(x, taken));
+    }
   }
   args.sums[row] = sum_of_lanes(sums);
-  args.scales[row] = is_zero ? 0.0f : largest / 127.0f;
-  if (!is_finite) args.scales[row] = float_from_bits(kNanBits);
+  args.scales[row] = scale;
 }
 
 void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {

@@ -17,14 +17,23 @@ __mmask16 first_lanes(std::size_t count) {
 // max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
 int largest_magnitude_bits(const float* input, std::size_t width) {
   const __m512i magnitude_mask = _mm512_set1_epi32(0x7fffffff);
-  __m512i largest = _mm512_setzero_si512();
-  for (std::size_t i = 0; i < width; i += kLanes) {
+  __m512i largest = _mm512_setzero_si512(), others = _mm512_setzero_si512();
+  std::size_t i = 0;
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
+    const __m512i bits = _mm512_loadu_si512(input + i), more_bits = _mm512_loadu_si512(input + i + kLanes);
+    largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, magnitude_mask));
+    others = _mm512_max_epi32(others, _mm512_and_si512(more_bits, magnitude_mask));
+  }
+  for (; i < width; i += kLanes) {
     const __m512i bits = _mm512_maskz_loadu_epi32(first_lanes(width - i), input + i);
     largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, magnitude_mask));
   }
-  return _mm512_reduce_max_epi32(largest);
+  return _mm512_reduce_max_epi32(_mm512_max_epi32(largest, others));
 }
 
+__m512i round(__m512 x) { return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+template <bool HasRemainder>
 void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const float* input = args.input + row * args.width;
   std::int8_t* values = args.values + row * args.padded_width;
@@ -32,18 +41,34 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const bool is_finite = bits < kInfinityBits;
   const float largest = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
   const bool is_zero = !is_finite || largest < kQuantizeSmallestMagnitude;
+  const __mmask16 kept = is_zero ? __mmask16{0} : __mmask16{0xffff};
   const __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : 127.0f / largest);
+  const float nan = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(kNanBits)));
+  const __m512 scale = _mm512_set1_ps(!is_finite ? nan : is_zero ? 0.0f : largest / 127.0f);
+  const auto left = [scale](__m512 x, __m512i rounded) {
+    return _mm512_sub_ps(x, _mm512_mul_ps(_mm512_cvtepi32_ps(rounded), scale));
+  };
   __m512i sums = _mm512_setzero_si512();
-  for (std::size_t i = 0; i < args.padded_width; i += kLanes) {
-    const __mmask16 inside = is_zero || i >= args.width ? __mmask16{0} : first_lanes(args.width - i);
-    const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(inside, input + i), inverse);
-    const __m512i rounded = _mm512_cvt_roundps_epi32(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::size_t i = 0;
+  for (; i + kLanes <= args.width; i += kLanes) {  // stores with a mask are many times slower
+    const __m512 x = _mm512_loadu_ps(input + i);
+    const __m512i rounded = round(_mm512_maskz_mul_ps(kept, x, inverse));
+    sums = _mm512_add_epi32(sums, rounded);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i), _mm512_cvtepi32_epi8(rounded));
+    if (HasRemainder) _mm512_storeu_ps(args.remainder + row * args.width + i, left(x, rounded));
+  }
+  if (i < args.padded_width) {
+    const __mmask16 inside = first_lanes(args.width - i);
+    const __m512 x = _mm512_maskz_loadu_ps(inside, input + i);
+    const __m512i rounded = round(_mm512_maskz_mul_ps(kept, x, inverse));
     sums = _mm512_add_epi32(sums, rounded);
     _mm512_mask_cvtepi32_storeu_epi8(values + i, first_lanes(args.padded_width - i), rounded);
+    if (HasRemainder) {
+      _mm512_mask_storeu_ps(args.remainder + row * args.width + i, inside, left(x, rounded));
+    }
   }
   args.sums[row] = _mm512_reduce_add_epi32(sums);
-  args.scales[row] = is_zero ? 0.0f : largest / 127.0f;
-  if (!is_finite) args.scales[row] = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(kNanBits)));
+  args.scales[row] = _mm512_cvtss_f32(scale);
 }
 
 void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {
@@ -83,7 +108,9 @@ void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {
 }  // namespace
 
 void quantize_s8row_f32_avx512vnni(const QuantizeArgs& args, std::size_t row_begin, std::size_t row_end) {
-  for (std::size_t row = row_begin; row < row_end; ++row) quantize_row(args, row);
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    args.remainder == nullptr ? quantize_row<false>(args, row) : quantize_row<true>(args, row);
+  }
 }
 
 void quantize_s8grid_f32_avx512vnni(const GridQuantizeArgs& args, std::size_t row_begin,

@@ -26,9 +26,13 @@ void quantize_s8row_f32_reference(const QuantizeArgs& args, std::size_t row_begi
       values[i] = is_padding ? std::int8_t{0} : static_cast<std::int8_t>(std::nearbyint(input[i] * inverse));
       sum += values[i];
     }
+    const float scale = is_zero ? 0.0f : largest / 127.0f;
     args.sums[row] = sum;
-    args.scales[row] = is_zero ? 0.0f : largest / 127.0f;
-    if (!is_finite) args.scales[row] = std::numeric_limits<float>::quiet_NaN();
+    args.scales[row] = is_finite ? scale : std::numeric_limits<float>::quiet_NaN();
+    if (args.remainder == nullptr) continue;
+    for (std::size_t i = 0; i < args.width; ++i) {
+      args.remainder[row * args.width + i] = input[i] - static_cast<float>(values[i]) * args.scales[row];
+    }
   }
 }
 
