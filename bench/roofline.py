@@ -4,8 +4,8 @@
     CHUNKRT_FORCE_ISA=avx2 python bench/roofline.py
 
 Compiles bench/roofline/ with CMake (and $CXX, at the first time) into build/roofline, and measures the processor's
-peaks with loops on registers, its bandwidth with reads, and chunkrt's kernels. With a MODEL, prefills follow. Everything
-is measured once a round, round after round: peaks are the best of all samples, the rest medians (least - most). On all
+peaks with loops on registers, its bandwidth with reads, and chunkrt's kernels. With a MODEL, prefills follow. All is
+measured once a round, round after round: peaks are the best of all samples, the rest medians (least - most). On all
 cores every thread has a product of its own with the same weights, as workers have with chunks in flight.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from roofline_tables import markdown
 from roofline_work import Bounds, Peaks, Spread
 
 from chunkrt.cpu import cpu_info
+from chunkrt.errors import ChunkrtError
 from chunkrt.options import available_cores
 from chunkrt.quant.scheme import SCHEMES
 
@@ -56,7 +56,13 @@ def roofline(
     cache_bytes = caches()
     known = cache_bytes or USUAL_CACHES
     ring_bytes = ring_bytes_for(known)
-    with Probe(build_probe(), ring_bytes) as probe:
+    program = build_probe()
+    lengths = _lengths(prompt_lengths)
+    try:
+        prefills = Prefills(model, lengths, thread_counts, given) if model is not None else None
+    except ChunkrtError as error:
+        raise click.ClickException(str(error)) from error
+    with Probe(program, ring_bytes) as probe:
         machine = Machine(probe, thread_counts, known, ring_bytes)
         for _ in range(rounds):
             machine.measure()
@@ -77,8 +83,8 @@ def roofline(
         ],
         "kernels": [machine.kernel_row(case, t) for case in machine.cases for t in thread_counts],
     }
-    if model is not None:
-        report |= _model(model, _lengths(prompt_lengths), machine, rounds, given)
+    if prefills is not None:
+        report |= _model(prefills, machine, rounds)
     click.echo("\n".join(markdown(report)))
     if path is not None:
         _write(path, json.dumps(report, indent=1) + "\n")
@@ -91,12 +97,9 @@ def _lengths(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _model(
-    model: str, lengths: Sequence[int], machine: Machine, rounds: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    prefills = Prefills(model, lengths, machine.thread_counts, options)
+def _model(prefills: Prefills, machine: Machine, rounds: int) -> dict[str, Any]:
     overhead = Overhead(prefills.engine)
-    threads = machine.thread_counts[-1]
+    model, options, threads = prefills.model, prefills.options, machine.thread_counts[-1]
     commands, starts = [], []
     for number in range(rounds + 1):  # the first round warms up
         prefills.measure(counts=number > 0)
@@ -110,7 +113,9 @@ def _model(
     return {
         "model": {"name": Path(model).name, "scheme": scheme, "chunk": chunk_length, "start_threads": threads},
         "prefill": [
-            _prefill_row(prefills, machine, tokens, count) for tokens in lengths for count in machine.thread_counts
+            _prefill_row(prefills, machine, tokens, count)
+            for tokens in prefills.lengths
+            for count in machine.thread_counts
         ],
         "executor": {
             name: {key: Spread.of([s[key] for s in samples])._asdict() for key in samples[0]}

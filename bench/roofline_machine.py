@@ -18,8 +18,11 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "roofline"
 
 SAMPLE_SECONDS = 0.002
-PEAK_ASKS = 6
-"""Samples of a peak or a bandwidth in each round; the best of all counts."""
+PEAK_ASKS, KERNEL_ASKS = 6, 3
+"""Samples in each round: of a peak or a bandwidth, and of a kernel."""
+
+READ_PIECE_BYTES = 65536
+"""What one call of "read" reads."""
 
 MIB = 1 << 20
 LEAST_RING_BYTES, MOST_RING_BYTES = 256 * MIB, 2048 * MIB
@@ -127,7 +130,7 @@ class Machine:
             reads = [self._read_line(level, threads) for level in self.levels]
             for line in (peaks + reads) * PEAK_ASKS:
                 self._take(line)
-            for case in self.cases:
+            for case in self.cases * KERNEL_ASKS:
                 self._take(f"{case.line} {threads}")
 
     def _take(self, line: str) -> None:
@@ -143,7 +146,7 @@ class Machine:
             "L3": self._caches.get(3, 0) // (2 * threads),
             "memory": self._ring_bytes // threads,
         }
-        return sizes[level] // 1024 * 1024
+        return sizes[level] // READ_PIECE_BYTES * READ_PIECE_BYTES
 
     def peak_rows(self) -> list[dict[str, Any]]:
         """Every loop: its description, and by number of threads the best rate in multiply-adds a second."""
@@ -165,7 +168,7 @@ class Machine:
     def bandwidth(self, level: Level, threads: int) -> float:
         """Bytes a second, the best."""
         best = min(self._samples[self._read_line(level, threads)])
-        return threads * self._read_bytes(level, threads) / best
+        return threads * READ_PIECE_BYTES / best
 
     def level_of(self, num_bytes: float) -> Level:
         """The nearest cache that holds so much."""

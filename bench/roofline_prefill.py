@@ -52,7 +52,7 @@ class Prefills:
             raise click.ClickException(f"scheme {engine.scheme.name!r} has no integer products to compare with a peak")
         if too_long := [length for length in lengths if length > engine.context_length]:
             raise click.ClickException(f"{too_long[0]} tokens do not fit the context of {engine.context_length}")
-        self._lengths = lengths
+        self.model, self.lengths, self.options = model, lengths, options
         self.samples: dict[tuple[int, int], list[float]] = {}
         """Seconds by (tokens, threads)."""
         self.works: dict[int, Work] = {}
@@ -65,7 +65,7 @@ class Prefills:
 
     def measure(self, *, counts: bool) -> None:
         """One round: every prompt once on each number of threads."""
-        for length in self._lengths:
+        for length in self.lengths:
             for threads, engine in self._engines.items():
                 with engine.session() as session:
                     result = session.prefill(_tokens(engine, length))

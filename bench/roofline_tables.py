@@ -14,7 +14,7 @@ def markdown(report: dict[str, Any]) -> Iterator[str]:
     counts = sorted({1, machine["threads"]})
     sizes = ", ".join(f"L{level} {size >> 10} KiB" for level, size in sorted(machine["cache_bytes"].items()))
     yield f"{machine['processor']}, {machine['cores']} cores, {sizes or 'caches unknown'}; {machine['rounds']} rounds."
-    yield "Peaks and bandwidths: the best sample. Others: median (least - most). Shares are of the median."
+    yield "Peaks and bandwidths: the best sample. Others: median (least - most). Shares: of the median (of the best)."
     yield ""
     cores = [f"{count} core{'s' if count > 1 else ''}" for count in counts]
     yield from _table(
@@ -42,15 +42,16 @@ def _kernel_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
     first = rows[0]
     cells = [f"{first['kernel']} ({first['isa']})", f"{first['case']}, from {first['reads_from']}", first["unit"]]
     for row in rows:
-        cells += [_spread(row["rate"]), _share(row["share_of_peak"]), _share(row["share_of_roofline"])]
+        best = row["rate"]["most"] / row["rate"]["median"]
+        cells += [_spread(row["rate"]), _shares(row["share_of_peak"], best), _shares(row["share_of_roofline"], best)]
     return cells
 
 
 def _model_markdown(report: dict[str, Any]) -> Iterator[str]:
     model, executor, start, memory = (report[key] for key in ("model", "executor", "start", "memory"))
     yield f"{model['name']}, native, {model['scheme']}, chunks of {model['chunk']}. In GMAC: linears, what the integer"
-    yield "units do for them (two digits count twice), and attention. Bounds in ms: arithmetic (linears and attention at"
-    yield "their peaks) and memory (every chunk reads its weights once)."
+    yield "units do for them (two digits count twice), and attention. Bounds in ms: arithmetic (linears and attention"
+    yield "at their peaks) and memory (every chunk reads its weights once)."
     yield ""
     rows = []
     for row in report["prefill"]:
@@ -60,7 +61,9 @@ def _model_markdown(report: dict[str, Any]) -> Iterator[str]:
         shares = ["-"] * 5
         if bounds:
             shares = [f"{1e3 * bounds[key]:.1f}" for key in ("arithmetic_s", "memory_s")]
-            shares += [_share(bounds["share_of_arithmetic"]), _share(bounds["share_of_memory"]), bounds["nearer"]]
+            best = row["seconds"]["median"] / row["seconds"]["least"]
+            shares += [_shares(bounds[f"share_of_{name}"], best) for name in ("arithmetic", "memory")]
+            shares.append(bounds["nearer"])
         rows.append([f"pp{row['tokens']}", str(row["threads"]), *macs, times, *shares])
     yield from _table(
         [
@@ -123,8 +126,9 @@ def _spread(values: dict[str, float]) -> str:
     return f"{median} ({least} - {most})"
 
 
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+def _shares(share: float | None, best: float) -> str:
+    """Of the median and, `best` being how much faster that was, of the best sample."""
+    return "-" if share is None else f"{share:.0%} ({share * best:.0%})"
 
 
 def _mib(num_bytes: int | None) -> str:

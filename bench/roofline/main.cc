@@ -1,18 +1,20 @@
 // roofline_probe RING_BYTES SAMPLE_SECONDS: reads what to time from stdin, a line each, and answers each with
 // a line of JSON. bench/roofline.py decides what is asked, how often and in which order.
 //
-//   about                                                what was built, what runs here, what dispatch
-//   selects peak INDEX THREADS                                   a loop of `about`'s list read BYTES THREADS
-//   BYTES of the ring for each thread, a multiple of 1024 gemm ROWS DEPTH COLUMNS hot|streamed THREADS
-//   attention ROWS POSITION HEADS KV_HEADS HEAD_DIM THREADS
-//   rms_norm|quantize|silu_mul ROWS WIDTH THREADS
+// - about: what was built, what runs here, what dispatch selects
+// - peak INDEX THREADS: a loop of about's list
+// - read BYTES THREADS: 64 KiB a call, going round in BYTES of the ring for each thread
+// - gemm ROWS DEPTH COLUMNS hot|streamed THREADS
+// - attention ROWS POSITION HEADS KV_HEADS HEAD_DIM THREADS
+// - rms_norm|quantize|silu_mul ROWS WIDTH THREADS
 //
-// All but `about` are answered {"calls": of each thread, "seconds": for all of them}. What was asked once is
+// All but about are answered {"calls": of each thread, "seconds": for all of them}. What was asked once is
 // kept, with its operands.
 #include <cstdio>
 #include <exception>
 #include <iostream>
 #include <map>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -27,7 +29,7 @@ namespace chunkrt::roofline {
 namespace {
 
 constexpr std::size_t kMostThreads = 4096;
-constexpr std::size_t kReadMultiple = 1024;
+constexpr std::size_t kReadPiece = 65536;
 
 struct Case {
   Body body;
@@ -116,12 +118,19 @@ Case make_case(const std::string& line, const Ring& ring) {
   }
   if (what == "read") {
     const std::size_t bytes = words.number(), threads = words.threads();
-    if (bytes % kReadMultiple != 0 || bytes > ring.num_bytes / threads) {
+    if (bytes % kReadPiece != 0 || bytes > ring.num_bytes / threads) {
       throw std::invalid_argument("'" + line +
-                                  "': expected a multiple of 1024, and no more than the ring's share");
+                                  "': expected a multiple of 65536, and no more than the ring's share");
     }
+    const auto next = std::make_shared<std::vector<std::size_t>>(threads);  // where each thread stands
     return {[=, data = ring.bytes, read = widest_read()](std::size_t thread, std::size_t calls) {
-              for (; calls > 0; --calls) read(data + thread * bytes, bytes);
+              std::size_t offset = (*next)[thread];
+              for (; calls > 0; --calls) {
+                read(data + thread * bytes + offset, kReadPiece);
+                offset += kReadPiece;
+                if (offset == bytes) offset = 0;
+              }
+              (*next)[thread] = offset;
             },
             threads, 0};
   }
@@ -158,7 +167,7 @@ void serve(const Ring& ring, double sample_seconds) {
       if (found == cases.end()) {
         found = cases.emplace(line, make_case(line, ring)).first;
         Case& fresh = found->second;
-        fresh.calls = find_calls(fresh.body, fresh.num_threads, sample_seconds);
+        fresh.calls = find_calls(fresh.body, sample_seconds);
       }
       const Case& one = found->second;
       const double seconds = measure(one.body, one.num_threads, one.calls);

@@ -17,7 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kMostCalls = std::size_t{1} << 40;
-constexpr int kTries = 3;
+constexpr int kTries = 5;
 
 #if defined(__linux__)
 
@@ -54,9 +54,9 @@ struct Pin {
 #endif
 
 // The least of some tries, for whatever else runs only adds to the time.
-double least(const Body& body, std::size_t num_threads, std::size_t calls) {
-  double seconds = measure(body, num_threads, calls);
-  for (int i = 1; i < kTries; ++i) seconds = std::min(seconds, measure(body, num_threads, calls));
+double least(const Body& body, std::size_t calls) {
+  double seconds = measure(body, 1, calls);
+  for (int i = 1; i < kTries; ++i) seconds = std::min(seconds, measure(body, 1, calls));
   return seconds;
 }
 
@@ -84,13 +84,12 @@ double measure(const Body& body, std::size_t num_threads, std::size_t calls) {
   return std::chrono::duration<double>(span).count();
 }
 
-std::size_t find_calls(const Body& body, std::size_t num_threads, double seconds) {
-  measure(body, num_threads, 1);  // touches memory for the first time
+std::size_t find_calls(const Body& body, double seconds) {
   std::size_t calls = 1;
-  double taken = least(body, num_threads, calls);
+  double taken = least(body, calls);
   while (taken < seconds / 4 && calls < kMostCalls) {
     calls *= 2;
-    taken = least(body, num_threads, calls);
+    taken = least(body, calls);
   }
   const double wanted = static_cast<double>(calls) * seconds / taken;
   return std::max<std::size_t>(1, static_cast<std::size_t>(wanted));

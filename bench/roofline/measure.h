@@ -12,7 +12,7 @@ using Body = std::function<void(std::size_t thread, std::size_t calls)>;
 // Seconds from the first thread's start to the last one's end, every thread doing `calls` calls.
 double measure(const Body& body, std::size_t num_threads, std::size_t calls);
 
-// How many calls take about so long.
-std::size_t find_calls(const Body& body, std::size_t num_threads, double seconds);
+// How many calls take one thread about so long.
+std::size_t find_calls(const Body& body, double seconds);
 
 }  // namespace chunkrt::roofline
