@@ -1,0 +1,163 @@
+"""chunkrt beside what this machine could do at best: its kernels, a whole prefill, start and memory.
+
+    python bench/roofline.py smollm2-135m-instruct --rounds 5 --json roofline.json
+    CHUNKRT_FORCE_ISA=avx2 python bench/roofline.py
+
+Compiles bench/roofline/ with CMake (and $CXX, at the first time) into build/roofline, and measures the processor's
+peaks with loops on registers, its bandwidth with reads, and chunkrt's kernels. With a MODEL, prefills follow. All is
+measured once a round, round after round: peaks are the best of all samples, the rest medians (least - most). On all
+cores every thread has a product of its own with the same weights, as workers have with chunks in flight.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import click
+from roofline_machine import USUAL_CACHES, Machine, Probe, build_probe, caches, ring_bytes_for
+from roofline_prefill import Overhead, Prefills, start_command, start_fresh
+from roofline_tables import markdown
+from roofline_work import Bounds, Peaks, Spread
+
+from chunkrt.cpu import cpu_info
+from chunkrt.errors import ChunkrtError
+from chunkrt.options import available_cores
+from chunkrt.quant.scheme import SCHEMES
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--threads", type=click.IntRange(1), default=available_cores, help="'All' cores.  [default: all]")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("-p", "--prompt-lengths", default="128,512,1024", show_default=True)
+@click.option("--scheme", type=click.Choice([n for n, s in SCHEMES.items() if s.weight_bits]), help="Of MODEL.")
+@click.option("--chunk", type=click.IntRange(1), help="Tokens of a chunk.")
+@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here too.")
+def roofline(
+    model: str | None,
+    threads: int,
+    rounds: int,
+    prompt_lengths: str,
+    scheme: str | None,
+    chunk: int | None,
+    path: Path | None,
+) -> None:
+    """Measure this machine, chunkrt's kernels on it, and prefills of MODEL, if one is given."""
+    if threads > available_cores():
+        raise click.BadParameter(f"{threads} threads, but there are {available_cores()} cores", param_hint="--threads")
+    if path is not None and not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}", param_hint="--json")
+    thread_counts = sorted({1, threads})
+    options = {"npu": "native", "scheme": scheme, "chunk_length": chunk}
+    given = {name: value for name, value in options.items() if value is not None}
+    cache_bytes = caches()
+    known = cache_bytes or USUAL_CACHES
+    ring_bytes = ring_bytes_for(known)
+    program = build_probe()
+    lengths = _lengths(prompt_lengths)
+    try:
+        prefills = Prefills(model, lengths, thread_counts, given) if model is not None else None
+    except ChunkrtError as error:
+        raise click.ClickException(str(error)) from error
+    with Probe(program, ring_bytes) as probe:
+        machine = Machine(probe, thread_counts, known, ring_bytes)
+        for _ in range(rounds):
+            machine.measure()
+    report = {
+        "machine": {
+            "processor": cpu_info()["processor"],
+            "cores": available_cores(),
+            "threads": threads,
+            "cache_bytes": cache_bytes,
+            "ring_bytes": ring_bytes,
+            "rounds": rounds,
+            "selected": machine.selected,
+        },
+        "peaks": machine.peak_rows(),
+        "bandwidth": [
+            {"level": level, "bytes_per_s": {str(t): machine.bandwidth(level, t) for t in thread_counts}}
+            for level in machine.levels
+        ],
+        "kernels": [machine.kernel_row(case, t) for case in machine.cases for t in thread_counts],
+    }
+    if prefills is not None:
+        report |= _model(prefills, machine, rounds)
+    click.echo("\n".join(markdown(report)))
+    if path is not None:
+        _write(path, json.dumps(report, indent=1) + "\n")
+
+
+def _lengths(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise click.BadParameter(f"{text!r}, expected whole numbers with commas between", param_hint="--prompt-lengths")
+    return [int(part) for part in parts]
+
+
+def _model(prefills: Prefills, machine: Machine, rounds: int) -> dict[str, Any]:
+    overhead = Overhead(prefills.engine)
+    model, options, threads = prefills.model, prefills.options, machine.thread_counts[-1]
+    commands, starts = [], []
+    for number in range(rounds + 1):  # the first round warms up
+        prefills.measure(counts=number > 0)
+        overhead.measure(counts=number > 0)
+        command, start = start_command(model, threads, options), start_fresh(model, threads, options)
+        if number:
+            commands.append(command)
+            starts.append(start)
+    scheme, chunk_length = prefills.engine.scheme.name, prefills.engine.chunk_length
+    prefills.close()
+    return {
+        "model": {"name": Path(model).name, "scheme": scheme, "chunk": chunk_length, "start_threads": threads},
+        "prefill": [
+            _prefill_row(prefills, machine, tokens, count)
+            for tokens in prefills.lengths
+            for count in machine.thread_counts
+        ],
+        "executor": {
+            name: {key: Spread.of([s[key] for s in samples])._asdict() for key in samples[0]}
+            for name, samples in overhead.samples.items()
+        },
+        "start": {
+            "process_to_first_token_s": Spread.of(commands)._asdict(),
+            "load_to_first_token_s": Spread.of([s["load_to_first_token_s"] for s in starts])._asdict(),
+        },
+        "memory": starts[-1],
+    }
+
+
+def _prefill_row(prefills: Prefills, machine: Machine, tokens: int, threads: int) -> dict[str, Any]:
+    work, seconds = prefills.works[tokens], Spread.of(prefills.samples[tokens, threads])
+    row = {"tokens": tokens, "threads": threads, "seconds": seconds._asdict(), "work": vars(work)}
+    integer = machine.peak(machine.selected["gemm"], "int8", threads)
+    floating = machine.peak(machine.selected["attention"], "float32", threads)
+    if integer is None or floating is None:
+        return row | {"bounds": None}
+    memory = machine.bandwidth("memory", threads)
+    bounds = Bounds.of(work, Peaks(integer_macs=integer, float_macs=floating, memory_bytes=memory))
+    shares = {
+        "arithmetic_s": bounds.arithmetic_s,
+        "nearer": bounds.nearer,
+        "share_of_arithmetic": bounds.arithmetic_s / seconds.median,
+        "share_of_memory": bounds.memory_s / seconds.median,
+    }
+    return row | {"bounds": vars(bounds) | shares}
+
+
+def _write(path: Path, text: str) -> None:
+    """Beside `path` first, then renamed."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        aside.write_text(text, "utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    roofline()

@@ -1,0 +1,218 @@
+#include "kernels.h"
+
+#include <memory>
+#include <stdexcept>
+
+#include "kernels/tables.h"
+
+namespace chunkrt::roofline {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+// Values in [-1, 1), the same every time.
+std::vector<float> floats(std::size_t count) {
+  std::vector<float> values(count);
+  std::uint32_t state = 1;
+  for (float& value : values) {
+    state = state * 1664525u + 1013904223u;
+    value = static_cast<float>(static_cast<std::int32_t>(state)) * 0x1p-31f;
+  }
+  return values;
+}
+
+// What one thread computes with; threads share no cache line that they write.
+struct Operands {
+  std::vector<float> input, weight, output, scales;
+  std::vector<std::int8_t> values;
+  std::vector<std::int32_t> sums;
+};
+
+using OperandsPerThread = std::shared_ptr<std::vector<Operands>>;
+
+OperandsPerThread operands(std::size_t num_threads, const Operands& one) {
+  return std::make_shared<std::vector<Operands>>(num_threads, one);
+}
+
+std::size_t round_up(std::size_t value, std::size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+void require(bool is_met, const char* what) {
+  if (!is_met) throw std::invalid_argument(what);
+}
+
+}  // namespace
+
+Ring::Ring(std::size_t size) : words(size / 8 + kAlignment / 8), num_bytes(size) {
+  std::uint64_t state = 1;
+  for (std::uint64_t& word : words) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    word = state | 0x0101010101010101u;
+  }
+  bytes = reinterpret_cast<char*>(round_up(reinterpret_cast<std::uintptr_t>(words.data()), kAlignment));
+}
+
+std::string selected_isa(const std::string& kernel) {
+  if (kernel == "gemm") return std::string(name_of(select_kernel(gemm_f32_s8row_s8col_table()).isa));
+  if (kernel == "attention") return std::string(name_of(select_kernel(attend_f32_f32_cache_table()).isa));
+  if (kernel == "rms_norm") return std::string(name_of(select_kernel(rms_norm_f32_f32_table()).isa));
+  if (kernel == "quantize") return std::string(name_of(select_kernel(quantize_s8row_f32_table()).isa));
+  if (kernel == "silu_mul") return std::string(name_of(select_kernel(silu_mul_f32_f32_f32_table()).isa));
+  throw std::invalid_argument("no kernel of this list is called " + kernel);
+}
+
+Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size_t depth, std::size_t columns,
+          bool is_streamed) {
+  const std::size_t groups = round_up(depth, kGemmDepthPerGroup) / kGemmDepthPerGroup;
+  const std::size_t blocks = round_up(columns, kGemmColumnsPerBlock) / kGemmColumnsPerBlock;
+  const std::size_t weight_bytes = blocks * groups * kGemmBytesPerGroup;
+  const std::size_t num_weights = is_streamed ? ring.num_bytes / weight_bytes : 1;
+  require(weight_bytes <= ring.num_bytes, "gemm: a weight larger than the ring");
+  const OperandsPerThread own = operands(
+      num_threads,
+      {.input = {},
+       .weight = floats(columns),
+       .output = std::vector<float>(rows * columns),
+       .scales = floats(rows),
+       .values = std::vector<std::int8_t>(rows * groups * kGemmDepthPerGroup, 77),
+       .sums = std::vector<std::int32_t>(rows, static_cast<std::int32_t>(77 * groups * kGemmDepthPerGroup))});
+  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
+  // Where each thread stands in the ring; they start far from each other.
+  const auto next = std::make_shared<std::vector<std::size_t>>();
+  for (std::size_t thread = 0; thread < num_threads; ++thread) {
+    next->push_back(thread * num_weights / num_threads);
+  }
+  return [=, bytes = ring.bytes](std::size_t thread, std::size_t calls) {
+    Operands& mine = (*own)[thread];
+    std::size_t weight = (*next)[thread];
+    for (; calls > 0; --calls) {
+      kernel({.left = mine.values.data(),
+              .left_scales = mine.scales.data(),
+              .left_sums = mine.sums.data(),
+              .right = reinterpret_cast<const std::int8_t*>(bytes + weight * weight_bytes),
+              .right_scales = mine.weight.data(),
+              .bias = nullptr,
+              .residual = nullptr,
+              .out = mine.output.data(),
+              .rows = rows,
+              .columns = columns,
+              .groups = groups,
+              .residual_stride = 0,
+              .out_stride = columns},
+             0, blocks);
+      if (++weight == num_weights) weight = 0;
+    }
+    (*next)[thread] = weight;
+  };
+}
+
+Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, std::size_t num_heads,
+               std::size_t num_kv_heads, std::size_t head_dim) {
+  require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && head_dim % 2 == 0,
+          "attention: expected a multiple of the kv heads, and an even head_dim");
+  const std::size_t capacity = position + rows;
+  const std::size_t cache = num_kv_heads * capacity * head_dim;
+  constexpr std::uint16_t kHalf = 0x3800;  // 0.5 in binary16
+  struct Caches {
+    std::vector<std::uint16_t> keys, values;
+    std::vector<float> scratch;
+  };
+  const OperandsPerThread own =
+      operands(num_threads, {.input = floats(rows * (num_heads + 2 * num_kv_heads) * head_dim),
+                             .weight = floats(capacity * head_dim / 2),  // for cosines and sines alike
+                             .output = std::vector<float>(rows * num_heads * head_dim),
+                             .scales = {},
+                             .values = {},
+                             .sums = {}});
+  const auto caches = std::make_shared<std::vector<Caches>>(
+      num_threads, Caches{std::vector(cache, kHalf), std::vector(cache, kHalf),
+                          std::vector<float>(attention_scratch_floats(head_dim))});
+  AttentionFunction* append = select_kernel(append_cache_f32_table()).function;
+  AttentionFunction* attend = select_kernel(attend_f32_f32_cache_table()).function;
+  return [=](std::size_t thread, std::size_t calls) {
+    Operands& mine = (*own)[thread];
+    Caches& state = (*caches)[thread];
+    const AttentionArgs args = {.qkv = mine.input.data(),
+                                .cos = mine.weight.data(),
+                                .sin = mine.weight.data(),
+                                .key_cache = state.keys.data(),
+                                .value_cache = state.values.data(),
+                                .cache_type = CacheType::float16,
+                                .out = mine.output.data(),
+                                .rows = rows,
+                                .position = position,
+                                .capacity = capacity,
+                                .num_heads = num_heads,
+                                .num_kv_heads = num_kv_heads,
+                                .head_dim = head_dim,
+                                .rotary_dim = head_dim,
+                                .scale = 0.125f};
+    for (; calls > 0; --calls) {
+      append(args, 0, rows, state.scratch.data());
+      attend(args, 0, attend_items(args), state.scratch.data());
+    }
+  };
+}
+
+Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width) {
+  const OperandsPerThread own = operands(num_threads, {.input = floats(rows * width),
+                                                       .weight = floats(width),
+                                                       .output = std::vector<float>(rows * width),
+                                                       .scales = {},
+                                                       .values = {},
+                                                       .sums = {}});
+  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32_table()).function;
+  return [=](std::size_t thread, std::size_t calls) {
+    Operands& mine = (*own)[thread];
+    const RmsNormArgs args = {.input = mine.input.data(),
+                              .weight = mine.weight.data(),
+                              .out = mine.output.data(),
+                              .width = width,
+                              .epsilon = 1e-5f};
+    for (; calls > 0; --calls) kernel(args, 0, rows);
+  };
+}
+
+Body quantize(std::size_t num_threads, std::size_t rows, std::size_t width) {
+  const std::size_t padded_width = round_up(width, kGemmDepthPerGroup);
+  const OperandsPerThread own =
+      operands(num_threads, {.input = floats(rows * width),
+                             .weight = {},
+                             .output = {},
+                             .scales = std::vector<float>(rows),
+                             .values = std::vector<std::int8_t>(rows * padded_width),
+                             .sums = std::vector<std::int32_t>(rows)});
+  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
+  return [=](std::size_t thread, std::size_t calls) {
+    Operands& mine = (*own)[thread];
+    const QuantizeArgs args = {.input = mine.input.data(),
+                               .values = mine.values.data(),
+                               .scales = mine.scales.data(),
+                               .sums = mine.sums.data(),
+                               .width = width,
+                               .padded_width = padded_width};
+    for (; calls > 0; --calls) kernel(args, 0, rows);
+  };
+}
+
+Body silu_mul(std::size_t num_threads, std::size_t rows, std::size_t width) {
+  const OperandsPerThread own = operands(num_threads, {.input = floats(rows * 2 * width),
+                                                       .weight = {},
+                                                       .output = std::vector<float>(rows * width),
+                                                       .scales = {},
+                                                       .values = {},
+                                                       .sums = {}});
+  SiluMulFunction* kernel = select_kernel(silu_mul_f32_f32_f32_table()).function;
+  return [=](std::size_t thread, std::size_t calls) {
+    Operands& mine = (*own)[thread];
+    for (; calls > 0; --calls) {
+      for (std::size_t row = 0; row < rows; ++row) {
+        const float* gate = mine.input.data() + row * 2 * width;
+        kernel(gate, gate + width, mine.output.data() + row * width, width);
+      }
+    }
+  };
+}
+
+}  // namespace chunkrt::roofline

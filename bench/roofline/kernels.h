@@ -1,0 +1,38 @@
+// chunkrt's kernels with operands of their own, each as dispatch selects it: what is timed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "measure.h"
+
+namespace chunkrt::roofline {
+
+// 64-byte aligned and never 0: more weights than the caches hold, one after the other.
+struct Ring {
+  explicit Ring(std::size_t num_bytes);
+  std::vector<std::uint64_t> words;
+  char* bytes;  // aligned
+  std::size_t num_bytes;
+};
+
+// The name of the instruction set that dispatch selects for a kernel of this list.
+std::string selected_isa(const std::string& kernel);
+
+// One call is one product of [rows, depth] and a packed weight; a thread has its own rows, weights are
+// shared. Streamed, every call takes the ring's next weight.
+Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size_t depth, std::size_t columns,
+          bool is_streamed);
+
+// One call appends `rows` keys and values after `position` others to a float16 cache, and attends.
+Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, std::size_t num_heads,
+               std::size_t num_kv_heads, std::size_t head_dim);
+
+// One call is [rows, width].
+Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width);
+Body quantize(std::size_t num_threads, std::size_t rows, std::size_t width);
+Body silu_mul(std::size_t num_threads, std::size_t rows, std::size_t width);
+
+}  // namespace chunkrt::roofline

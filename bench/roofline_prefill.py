@@ -1,0 +1,209 @@
+"""A model on this machine: how long prefills take, what the executor adds to the programs, start and peak memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter, perf_counter_ns
+from typing import Any
+
+import click
+import numpy as np
+from roofline_work import Work, work_of
+
+import chunkrt
+from chunkrt.backends.base import Array, Executable
+from chunkrt.engine import Engine, default_cache_dtype, make_processors
+from chunkrt.quant.figures import weight_bytes
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.state import State
+from chunkrt.simulate.work import cut
+
+PROMPT = "The capital of France is"
+OVERHEAD_TOKENS, DECODED_TOKENS, DECODE_POSITION = 512, 16, 128
+MEMORY_TOKENS = 512
+
+
+class Prefills:
+    """Prefills of several lengths on several numbers of threads.
+
+    Args:
+        model: as `chunkrt.load` takes it.
+        lengths: of prompts, in tokens.
+        thread_counts: an engine is loaded for each.
+        options: of the engines, besides threads.
+    """
+
+    def __init__(
+        self, model: str, lengths: Sequence[int], thread_counts: Sequence[int], options: Mapping[str, Any]
+    ) -> None:
+        self._stack = ExitStack()
+        self._engines = {
+            threads: self._stack.enter_context(chunkrt.load(model, threads=threads, **options))
+            for threads in thread_counts
+        }
+        engine = self.engine
+        if engine.scheme.weight_bits is None:
+            raise click.ClickException(f"scheme {engine.scheme.name!r} has no integer products to compare with a peak")
+        if too_long := [length for length in lengths if length > engine.context_length]:
+            raise click.ClickException(f"{too_long[0]} tokens do not fit the context of {engine.context_length}")
+        self.model, self.lengths, self.options = model, lengths, options
+        self.samples: dict[tuple[int, int], list[float]] = {}
+        """Seconds by (tokens, threads)."""
+        self.works: dict[int, Work] = {}
+        """By tokens."""
+
+    @property
+    def engine(self) -> Engine:
+        """The one of fewest threads."""
+        return self._engines[min(self._engines)]
+
+    def measure(self, *, counts: bool) -> None:
+        """One round: every prompt once on each number of threads."""
+        for length in self.lengths:
+            for threads, engine in self._engines.items():
+                with engine.session() as session:
+                    result = session.prefill(_tokens(engine, length))
+                if counts:
+                    self.samples.setdefault((length, threads), []).append(result.seconds)
+                chunks = cut(length, engine.chunk_length)
+                tasks = [event.task for event in result.events]
+                self.works[length] = work_of(engine.plan, engine.scheme, chunks, tasks)
+
+    def close(self) -> None:
+        """Release the engines."""
+        self._stack.close()
+
+
+class _Timed:
+    """An executable that adds up how long it runs."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.fixed_length = executable.fixed_length
+        self.ns = 0
+        self._run = executable.run
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        start = perf_counter_ns()
+        self._run(inputs, outputs)
+        self.ns += perf_counter_ns() - start
+
+
+class Overhead:
+    """What the executor adds to the programs that it runs, on one thread.
+
+    Args:
+        engine: on the native backend, with one thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        backend, plan = engine.cpu_backend, engine.plan
+        self._engine = engine
+        self._timed = {
+            s.name: _Timed(backend.compile(s, plan, engine.chunk_length, engine.scheme, engine.weights))
+            for s in plan.subgraphs
+        }
+        self._executor = Executor(
+            plan,
+            self._timed,
+            chunk_length=engine.chunk_length,
+            processors=make_processors(backend, 1),
+            policy=find_policy(engine.options.policy),
+        )
+        self._state = State(plan, engine.context_length, default_cache_dtype(engine.scheme, backend))
+        self.samples: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
+        """For each round: seconds, and of them the share outside of tasks, and outside of programs."""
+
+    def measure(self, *, counts: bool) -> None:
+        """One round."""
+        tokens = _tokens(self._engine, OVERHEAD_TOKENS)
+        for name, prompts in (("prefill", [tokens]), ("decode", [[t] for t in tokens[:DECODED_TOKENS]])):
+            self._state.rewind(0)
+            if name == "decode":
+                self._executor.run(np.array(tokens[:DECODE_POSITION], np.int64), self._state)
+            sample = self._run(prompts)
+            if counts:
+                self.samples[name].append(sample)
+
+    def _run(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        for timed in self._timed.values():
+            timed.ns = 0
+        wall_ns = task_ns = 0
+        for prompt in prompts:
+            record = self._executor.run(np.array(prompt, np.int64), self._state).record
+            wall_ns += record.end_ns - record.start_ns
+            task_ns += sum(event.end_ns - event.start_ns for event in record.events)
+        program_ns = sum(timed.ns for timed in self._timed.values())
+        return {
+            "seconds": wall_ns / 1e9,
+            "outside_tasks": 1 - task_ns / wall_ns,
+            "outside_programs": 1 - program_ns / wall_ns,
+        }
+
+
+def start_command(model: str, threads: int, options: Mapping[str, Any]) -> float:
+    """Seconds from starting `chunkrt run` to the first byte of the answer."""
+    settings = [f"--{name.removesuffix('_length')}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "chunkrt", "run", model, "--raw", "-p", PROMPT, "-n", "8", f"--threads={threads}"]
+    start = perf_counter()
+    with subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        seconds = perf_counter() - start
+        _, errors = process.communicate()
+    if not first or process.returncode:
+        raise click.ClickException(f"chunkrt run ended with status {process.returncode}: {errors.decode().strip()}")
+    return seconds
+
+
+def start_fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """In a process of its own: what `_fresh` gives."""
+    question = json.dumps({"model": model, "threads": threads, "options": dict(options)})
+    done = subprocess.run([sys.executable, __file__, question], capture_output=True, text=True)
+    if done.returncode:
+        raise click.ClickException(f"a fresh process ended with status {done.returncode}: {done.stderr.strip()}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds from `load` to the first token, and bytes: before, at the peak after a longer prompt, weights, cache."""
+    before = _peak_bytes()
+    start = perf_counter()
+    with chunkrt.load(model, threads=threads, **options) as engine, engine.session() as session:
+        session.prefill(PROMPT)
+        next(session.generate(max_new_tokens=1))
+        seconds = perf_counter() - start
+        session.rewind(0)
+        length = min(MEMORY_TOKENS, engine.context_length)
+        session.prefill(_tokens(engine, length))
+        state = State(engine.plan, length, default_cache_dtype(engine.scheme, engine.cpu_backend))
+        return {
+            "load_to_first_token_s": seconds,
+            "before_bytes": before,
+            "peak_bytes": _peak_bytes(),
+            "weight_bytes": sum(weight_bytes(engine.plan, engine.scheme).values()),
+            "cache_bytes": state.num_bytes,
+            "tokens": length,
+        }
+
+
+def _peak_bytes() -> int | None:
+    """The most memory that this process has had resident, mapped files included; None where it cannot be told."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+
+
+def _tokens(engine: Engine, count: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(0).integers(0, engine.plan.vocab_size, count).tolist()
+    return tokens
+
+
+if __name__ == "__main__":
+    print(json.dumps(_fresh(**json.loads(sys.argv[1]))))
