@@ -8,6 +8,7 @@ namespace chunkrt::testing {
 // chunkrt_kernel_tests
 void test_isa(Suite& suite);
 void test_gemm(Suite& suite);
+void test_block_gemm(Suite& suite);
 void test_quantize(Suite& suite);
 void test_grid(Suite& suite);
 void test_shadow(Suite& suite);
