@@ -13,8 +13,9 @@
 namespace chunkrt {
 namespace {
 
-// With 6 rows the values and the sums of the block at hand fill 12 of the 16 registers.
-constexpr std::size_t kTileRows = 6;
+// With 4 rows the values and the sums of the block at hand fill 8 of the 16 registers; weights, two products
+// and two constants take 6 more.
+constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kTileColumns = 8;
 constexpr std::size_t kTiles = kBlockColumns / kTileColumns;
 constexpr std::size_t kDepthPerGroup = 8;
@@ -49,29 +50,28 @@ template <std::size_t Rows>
   const __m256i low_half = _mm256_set1_epi8(15);
 
   __m256 values[Rows];
-#pragma GCC unroll 6
+#pragma GCC unroll 4
   for (std::size_t m = 0; m < Rows; ++m) values[m] = _mm256_setzero_ps();
   for (; right != right_end; right += kBlockBytes, right_scales += 2 * kBlockColumns) {
     __m256i sums[Rows];  // int16: two of each column
 #pragma GCC unroll 4
+    for (std::size_t m = 0; m < Rows; ++m) sums[m] = _mm256_setzero_si256();
+    // Unrolled, GCC would reorder the additions and keep all products of the block until their end.
+#pragma GCC unroll 1
     for (std::size_t group = 0; group < kGroups; ++group, left += kDepthPerGroup) {
       const __m256i weights =
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right + group * kGroupBytes));
       const __m256i low = _mm256_and_si256(weights, low_half);
-#pragma GCC unroll 6
-      for (std::size_t m = 0; m < Rows; ++m) {
-        const __m256i pairs = _mm256_maddubs_epi16(low, broadcast(left + m * depth));
-        sums[m] = group == 0 ? pairs : _mm256_add_epi16(sums[m], pairs);
-      }
       const __m256i high = _mm256_and_si256(_mm256_srli_epi16(weights, 4), low_half);
-#pragma GCC unroll 6
+#pragma GCC unroll 4
       for (std::size_t m = 0; m < Rows; ++m) {
-        const __m256i pairs = _mm256_maddubs_epi16(high, broadcast(left + m * depth + 4));
-        sums[m] = _mm256_add_epi16(sums[m], pairs);
+        const __m256i low_pairs = _mm256_maddubs_epi16(low, broadcast(left + m * depth));
+        const __m256i high_pairs = _mm256_maddubs_epi16(high, broadcast(left + m * depth + 4));
+        sums[m] = _mm256_add_epi16(sums[m], _mm256_add_epi16(low_pairs, high_pairs));
       }
     }
     const __m256 scales = widen(right_scales), minima = widen(right_scales + kBlockColumns);
-#pragma GCC unroll 6
+#pragma GCC unroll 4
     for (std::size_t m = 0; m < Rows; ++m) {
       const __m256 left_sum = _mm256_cvtepi32_ps(_mm256_set1_epi32(left_sums[m * args.depth_blocks]));
       const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[m], _mm256_set1_epi16(1)));
@@ -80,7 +80,7 @@ template <std::size_t Rows>
     }
     ++left_sums;
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
   for (std::size_t m = 0; m < Rows; ++m) out.of[m] = values[m];
 }
 
@@ -111,9 +111,9 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column
 }  // namespace
 
 void block_gemm_f32_s8row_u4block_avx2(const BlockGemmArgs& args, std::size_t block_begin,
-                                          std::size_t block_end) {
+                                       std::size_t block_end) {
   constexpr void (*kComputeTile[])(const BlockGemmArgs&, std::size_t, std::size_t) = {
-      compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>, compute_tile<5>, compute_tile<6>};
+      compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>};
   const std::size_t end = block_end * kBlockColumns < args.columns ? block_end * kBlockColumns : args.columns;
   for (std::size_t column = block_begin * kBlockColumns; column < end; column += kTileColumns) {
     for (std::size_t row = 0; row < args.rows; row += kTileRows) {
