@@ -42,7 +42,7 @@ __m256 widen(const std::uint16_t* source) {
 // sums are registers; inlining this into the code around it costs some of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const BlockGemmArgs& args, std::size_t row, const std::uint8_t* right,
-                                  const std::uint16_t* right_scales, Values& out) {
+                                  const std::uint16_t* right_scales, std::size_t blocks_ahead, Values& out) {
   const std::size_t depth = args.depth_blocks * kBlockDepth;
   const std::int8_t* left = args.left + row * depth;
   const std::int32_t* left_sums = args.left_sums + row * args.depth_blocks;
@@ -53,14 +53,16 @@ template <std::size_t Rows>
 #pragma GCC unroll 4
   for (std::size_t m = 0; m < Rows; ++m) values[m] = _mm256_setzero_ps();
   for (; right != right_end; right += kBlockBytes, right_scales += 2 * kBlockColumns) {
+    _mm_prefetch(reinterpret_cast<const char*>(right_scales + blocks_ahead * 2 * kBlockColumns), _MM_HINT_T0);
     __m256i sums[Rows];  // int16: two of each column
 #pragma GCC unroll 4
     for (std::size_t m = 0; m < Rows; ++m) sums[m] = _mm256_setzero_si256();
     // Unrolled, GCC would reorder the additions and keep all products of the block until their end.
 #pragma GCC unroll 1
     for (std::size_t group = 0; group < kGroups; ++group, left += kDepthPerGroup) {
-      const __m256i weights =
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right + group * kGroupBytes));
+      const std::uint8_t* source = right + group * kGroupBytes;
+      _mm_prefetch(reinterpret_cast<const char*>(source + blocks_ahead * kBlockBytes), _MM_HINT_T0);
+      const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
       const __m256i low = _mm256_and_si256(weights, low_half);
       const __m256i high = _mm256_and_si256(_mm256_srli_epi16(weights, 4), low_half);
 #pragma GCC unroll 4
@@ -102,9 +104,11 @@ template <std::size_t Rows>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column) {
   const std::size_t block = column / kBlockColumns * args.depth_blocks;
   const std::size_t tile = column % kBlockColumns / kTileColumns;
+  // While a panel is in use its first tile, the only one to wait for memory, fetches the next one.
+  const std::size_t blocks_ahead = row == 0 && tile == 0 ? args.depth_blocks : 0;
   Values values;
   accumulate<Rows>(args, row, args.right + block * kBlockBytes + tile * kTileBytesPerGroup,
-                   args.right_scales + block * 2 * kBlockColumns + tile * kTileColumns, values);
+                   args.right_scales + block * 2 * kBlockColumns + tile * kTileColumns, blocks_ahead, values);
   for (std::size_t m = 0; m < Rows; ++m) store(args, row + m, column, values.of[m]);
 }
 
