@@ -19,5 +19,6 @@ void test_attention(Suite& suite);
 // chunkrt_program_tests
 void test_thread_pool(Suite& suite);
 void test_program(Suite& suite);
+void test_block_linear(Suite& suite);
 
 }  // namespace chunkrt::testing
