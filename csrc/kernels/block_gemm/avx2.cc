@@ -13,8 +13,9 @@
 namespace chunkrt {
 namespace {
 
-// With 6 rows the values and the sums of the block at hand fill 12 of the 16 registers.
-constexpr std::size_t kTileRows = 6;
+// With 4 rows the values and the sums of the block at hand fill 8 of the 16 registers; weights, two products
+// and two constants take 6 more.
+constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kTileColumns = 8;
 constexpr std::size_t kTiles = kBlockColumns / kTileColumns;
 constexpr std::size_t kDepthPerGroup = 8;
@@ -41,7 +42,7 @@ __m256 widen(const std::uint16_t* source) {
 // sums are registers; inlining this into the code around it costs some of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const BlockGemmArgs& args, std::size_t row, const std::uint8_t* right,
-                                  const std::uint16_t* right_scales, Values& out) {
+                                  const std::uint16_t* right_scales, std::size_t blocks_ahead, Values& out) {
   const std::size_t depth = args.depth_blocks * kBlockDepth;
   const std::int8_t* left = args.left + row * depth;
   const std::int32_t* left_sums = args.left_sums + row * args.depth_blocks;
@@ -49,29 +50,30 @@ template <std::size_t Rows>
   const __m256i low_half = _mm256_set1_epi8(15);
 
   __m256 values[Rows];
-#pragma GCC unroll 6
+#pragma GCC unroll 4
   for (std::size_t m = 0; m < Rows; ++m) values[m] = _mm256_setzero_ps();
   for (; right != right_end; right += kBlockBytes, right_scales += 2 * kBlockColumns) {
+    _mm_prefetch(reinterpret_cast<const char*>(right_scales + blocks_ahead * 2 * kBlockColumns), _MM_HINT_T0);
     __m256i sums[Rows];  // int16: two of each column
 #pragma GCC unroll 4
+    for (std::size_t m = 0; m < Rows; ++m) sums[m] = _mm256_setzero_si256();
+    // Unrolled, GCC would reorder the additions and keep all products of the block until their end.
+#pragma GCC unroll 1
     for (std::size_t group = 0; group < kGroups; ++group, left += kDepthPerGroup) {
-      const __m256i weights =
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right + group * kGroupBytes));
+      const std::uint8_t* source = right + group * kGroupBytes;
+      _mm_prefetch(reinterpret_cast<const char*>(source + blocks_ahead * kBlockBytes), _MM_HINT_T0);
+      const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
       const __m256i low = _mm256_and_si256(weights, low_half);
-#pragma GCC unroll 6
-      for (std::size_t m = 0; m < Rows; ++m) {
-        const __m256i pairs = _mm256_maddubs_epi16(low, broadcast(left + m * depth));
-        sums[m] = group == 0 ? pairs : _mm256_add_epi16(sums[m], pairs);
-      }
       const __m256i high = _mm256_and_si256(_mm256_srli_epi16(weights, 4), low_half);
-#pragma GCC unroll 6
+#pragma GCC unroll 4
       for (std::size_t m = 0; m < Rows; ++m) {
-        const __m256i pairs = _mm256_maddubs_epi16(high, broadcast(left + m * depth + 4));
-        sums[m] = _mm256_add_epi16(sums[m], pairs);
+        const __m256i low_pairs = _mm256_maddubs_epi16(low, broadcast(left + m * depth));
+        const __m256i high_pairs = _mm256_maddubs_epi16(high, broadcast(left + m * depth + 4));
+        sums[m] = _mm256_add_epi16(sums[m], _mm256_add_epi16(low_pairs, high_pairs));
       }
     }
     const __m256 scales = widen(right_scales), minima = widen(right_scales + kBlockColumns);
-#pragma GCC unroll 6
+#pragma GCC unroll 4
     for (std::size_t m = 0; m < Rows; ++m) {
       const __m256 left_sum = _mm256_cvtepi32_ps(_mm256_set1_epi32(left_sums[m * args.depth_blocks]));
       const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[m], _mm256_set1_epi16(1)));
@@ -80,7 +82,7 @@ template <std::size_t Rows>
     }
     ++left_sums;
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
   for (std::size_t m = 0; m < Rows; ++m) out.of[m] = values[m];
 }
 
@@ -102,18 +104,20 @@ template <std::size_t Rows>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column) {
   const std::size_t block = column / kBlockColumns * args.depth_blocks;
   const std::size_t tile = column % kBlockColumns / kTileColumns;
+  // While a panel is in use its first tile, the only one to wait for memory, fetches the next one.
+  const std::size_t blocks_ahead = row == 0 && tile == 0 ? args.depth_blocks : 0;
   Values values;
   accumulate<Rows>(args, row, args.right + block * kBlockBytes + tile * kTileBytesPerGroup,
-                   args.right_scales + block * 2 * kBlockColumns + tile * kTileColumns, values);
+                   args.right_scales + block * 2 * kBlockColumns + tile * kTileColumns, blocks_ahead, values);
   for (std::size_t m = 0; m < Rows; ++m) store(args, row + m, column, values.of[m]);
 }
 
 }  // namespace
 
 void block_gemm_f32_s8row_u4block_avx2(const BlockGemmArgs& args, std::size_t block_begin,
-                                          std::size_t block_end) {
+                                       std::size_t block_end) {
   constexpr void (*kComputeTile[])(const BlockGemmArgs&, std::size_t, std::size_t) = {
-      compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>, compute_tile<5>, compute_tile<6>};
+      compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>};
   const std::size_t end = block_end * kBlockColumns < args.columns ? block_end * kBlockColumns : args.columns;
   for (std::size_t column = block_begin * kBlockColumns; column < end; column += kTileColumns) {
     for (std::size_t row = 0; row < args.rows; row += kTileRows) {
