@@ -16,6 +16,10 @@ namespace {
 constexpr std::size_t kTileRows = 8;
 constexpr std::size_t kTileBlocks = 3;
 
+// A single row takes this many sums of each column, and has its weights fetched this far ahead.
+constexpr std::size_t kChains = 4;
+constexpr std::size_t kBytesAhead = 8192;
+
 struct Sums {
   __m512i of[kTileRows][kTileBlocks];
 };
@@ -71,6 +75,36 @@ template <std::size_t Rows, std::size_t Blocks>
   }
 }
 
+// The sums of the only row, for one block. For a decoded token the weights' way from memory takes longest:
+// one stream of them comes faster than three, and sums of every fourth group do not wait for each other.
+__m512i accumulate_row(const GemmArgs& args, std::size_t block) {
+  const std::int8_t* right = args.right + block * args.groups * kGemmBytesPerGroup;
+  const __m512i flip = _mm512_set1_epi8(-128);
+  const auto weights = [&](std::size_t group) {
+    const std::int8_t* source = right + group * kGemmBytesPerGroup;
+    _mm_prefetch(reinterpret_cast<const char*>(source + kBytesAhead), _MM_HINT_T0);
+    return _mm512_xor_si512(_mm512_loadu_si512(source), flip);
+  };
+  const auto activations = [&](std::size_t group) {
+    std::int32_t quad;
+    std::memcpy(&quad, args.left + group * kGemmDepthPerGroup, sizeof(quad));
+    return _mm512_set1_epi32(quad);
+  };
+
+  __m512i sums[kChains] = {_mm512_set1_epi32(-128 * args.left_sums[0])};
+  std::size_t group = 0;
+  for (; group + kChains <= args.groups; group += kChains) {
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < kChains; ++i) {
+      sums[i] = _mm512_dpbusd_epi32(sums[i], weights(group + i), activations(group + i));
+    }
+  }
+  for (; group < args.groups; ++group) {
+    sums[0] = _mm512_dpbusd_epi32(sums[0], weights(group), activations(group));
+  }
+  return _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3]));
+}
+
 void store(const GemmArgs& args, std::size_t row, std::size_t block, __m512i sums) {
   const std::size_t column = block * kGemmColumnsPerBlock;
   const std::size_t valid = args.columns - column;
@@ -122,6 +156,12 @@ void compute_panel(const GemmArgs& args, std::size_t block) {
 }  // namespace
 
 void gemm_f32_s8row_s8col_avx512vnni(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
+  if (args.rows == 1) {
+    for (std::size_t block = block_begin; block < block_end; ++block) {
+      store(args, 0, block, accumulate_row(args, block));
+    }
+    return;
+  }
   std::size_t block = block_begin;
   for (; block + kTileBlocks <= block_end; block += kTileBlocks) compute_panel<kTileBlocks>(args, block);
   if (block_end - block == 2) compute_panel<2>(args, block);

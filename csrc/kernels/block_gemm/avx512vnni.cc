@@ -1,0 +1,189 @@
+// block_gemm with AVX-512 VNNI: vpdpbusd takes the 4-bit weights as its unsigned side and the activations as
+// its signed one, so that a block of 32 k costs 8 of them for 16 columns of a row, and nothing to correct.
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "kernels/block_gemm/block_gemm.h"
+
+namespace chunkrt {
+namespace {
+
+// The values of a tile and the sums of its block at hand fill 24 of the 32 registers: an activation is used 3
+// times, a weight 4 times.
+constexpr std::size_t kTileRows = 4;
+constexpr std::size_t kTileBlocks = 3;
+constexpr std::size_t kLineBytes = 64;  // 8 k of 16 columns, or the scales and minima of 16 columns
+constexpr std::size_t kLinesPerBlock = kBlockBytes / kLineBytes;
+constexpr std::size_t kDepthPerLine = kBlockDepth / kLinesPerBlock;
+constexpr std::size_t kScalesPerBlock = 2 * kBlockColumns;
+
+struct Values {
+  __m512 of[kTileRows][kTileBlocks];
+};
+
+std::size_t ceil_divide(std::size_t value, std::size_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Four neighbouring k of one row, in each lane.
+__m512i broadcast(const std::int8_t* source) {
+  std::int32_t quad;
+  std::memcpy(&quad, source, sizeof(quad));
+  return _mm512_set1_epi32(quad);
+}
+
+__m512 widen(const std::uint16_t* source) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+}
+
+// Adds the products of 4 k of each column to the sums.
+template <std::size_t Rows, std::size_t Blocks>
+[[gnu::always_inline]] inline void add_products(__m512i (&sums)[Rows][Blocks],
+                                                const __m512i (&weights)[Blocks], const std::int8_t* left,
+                                                std::size_t depth) {
+#pragma GCC unroll 4
+  for (std::size_t m = 0; m < Rows; ++m) {
+    const __m512i activations = broadcast(left + m * depth);
+#pragma GCC unroll 3
+    for (std::size_t b = 0; b < Blocks; ++b) {
+      sums[m][b] = _mm512_dpbusd_epi32(sums[m][b], weights[b], activations);
+    }
+  }
+}
+
+// Asks for lines of the next panel while this one is in use: each of its tiles for its share of them, a few
+// at each block of depth.
+class Prefetcher {
+ public:
+  Prefetcher(const void* next_panel, std::size_t lines_per_block, std::size_t tile, std::size_t num_tiles,
+             std::size_t depth_blocks)
+      : lines_(ceil_divide(lines_per_block, num_tiles)),
+        next_(static_cast<const char*>(next_panel) +
+              tile * lines_ % lines_per_block * depth_blocks * kLineBytes) {}
+
+  void fetch() {
+    for (std::size_t line = 0; line < lines_; ++line, next_ += kLineBytes) _mm_prefetch(next_, _MM_HINT_T0);
+  }
+
+ private:
+  std::size_t lines_;
+  const char* next_;
+};
+
+// The values of a tile. All loops but the one over blocks of depth unroll, so that values and sums are
+// registers; inlining this into the code around it costs some of them.
+template <std::size_t Rows, std::size_t Blocks>
+[[gnu::noinline]] void accumulate(const BlockGemmArgs& args, std::size_t row, std::size_t block,
+                                  Values& out) {
+  const std::size_t depth = args.depth_blocks * kBlockDepth;
+  const std::size_t panel_bytes = args.depth_blocks * kBlockBytes;
+  const std::size_t panel_scales = args.depth_blocks * kScalesPerBlock;
+  const std::int8_t* left = args.left + row * depth;
+  const std::int32_t* left_sums = args.left_sums + row * args.depth_blocks;
+  const std::uint8_t* right = args.right + block * panel_bytes;
+  const std::uint8_t* right_end = right + panel_bytes;
+  const std::uint16_t* right_scales = args.right_scales + block * panel_scales;
+  const __m512i low_half = _mm512_set1_epi8(15);
+
+  const std::size_t tile = row / kTileRows, num_tiles = ceil_divide(args.rows, kTileRows);
+  Prefetcher weights_ahead(right + Blocks * panel_bytes, Blocks * kLinesPerBlock, tile, num_tiles,
+                           args.depth_blocks);
+  Prefetcher scales_ahead(right_scales + Blocks * panel_scales, Blocks, tile, num_tiles, args.depth_blocks);
+
+  __m512 values[Rows][Blocks];
+#pragma GCC unroll 4
+  for (std::size_t m = 0; m < Rows; ++m) {
+#pragma GCC unroll 3
+    for (std::size_t b = 0; b < Blocks; ++b) values[m][b] = _mm512_setzero_ps();
+  }
+  for (; right != right_end; right += kBlockBytes, right_scales += kScalesPerBlock, ++left_sums) {
+    weights_ahead.fetch();
+    scales_ahead.fetch();
+    __m512i sums[Rows][Blocks];
+#pragma GCC unroll 4
+    for (std::size_t m = 0; m < Rows; ++m) {
+#pragma GCC unroll 3
+      for (std::size_t b = 0; b < Blocks; ++b) sums[m][b] = _mm512_setzero_si512();
+    }
+#pragma GCC unroll 4
+    for (std::size_t line = 0; line < kLinesPerBlock; ++line, left += kDepthPerLine) {
+      __m512i weights[Blocks];
+#pragma GCC unroll 3
+      for (std::size_t b = 0; b < Blocks; ++b) {
+        const std::uint8_t* source = right + b * panel_bytes + line * kLineBytes;
+        weights[b] = _mm512_and_si512(_mm512_loadu_si512(source), low_half);
+      }
+      add_products(sums, weights, left, depth);
+#pragma GCC unroll 3
+      for (std::size_t b = 0; b < Blocks; ++b) {
+        const std::uint8_t* source = right + b * panel_bytes + line * kLineBytes;
+        weights[b] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(source), 4), low_half);
+      }
+      add_products(sums, weights, left + kDepthPerLine / 2, depth);
+    }
+#pragma GCC unroll 3
+    for (std::size_t b = 0; b < Blocks; ++b) {
+      const __m512 scales = widen(right_scales + b * panel_scales);
+      const __m512 minima = widen(right_scales + b * panel_scales + kBlockColumns);
+#pragma GCC unroll 4
+      for (std::size_t m = 0; m < Rows; ++m) {
+        const __m512 left_sum = _mm512_cvtepi32_ps(_mm512_set1_epi32(left_sums[m * args.depth_blocks]));
+        values[m][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[m][b]), scales, values[m][b]);
+        values[m][b] = _mm512_fmadd_ps(left_sum, minima, values[m][b]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (std::size_t m = 0; m < Rows; ++m) {
+#pragma GCC unroll 3
+    for (std::size_t b = 0; b < Blocks; ++b) out.of[m][b] = values[m][b];
+  }
+}
+
+void store(const BlockGemmArgs& args, std::size_t row, std::size_t block, __m512 value) {
+  const std::size_t column = block * kBlockColumns;
+  const std::size_t valid = args.columns - column;
+  const __mmask16 mask =
+      valid >= kBlockColumns ? __mmask16{0xffff} : static_cast<__mmask16>((1u << valid) - 1u);
+  value = _mm512_mul_ps(value, _mm512_set1_ps(args.left_scales[row]));
+  if (args.bias != nullptr) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, args.bias + column));
+  if (args.residual != nullptr) {
+    const float* residual = args.residual + row * args.residual_stride + column;
+    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, residual));
+  }
+  _mm512_mask_storeu_ps(args.out + row * args.out_stride + column, mask, value);
+}
+
+template <std::size_t Rows, std::size_t Blocks>
+void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block) {
+  Values values;
+  accumulate<Rows, Blocks>(args, row, block, values);
+  for (std::size_t m = 0; m < Rows; ++m) {
+    for (std::size_t b = 0; b < Blocks; ++b) store(args, row + m, block + b, values.of[m][b]);
+  }
+}
+
+template <std::size_t Blocks>
+void compute_panel(const BlockGemmArgs& args, std::size_t block) {
+  constexpr void (*kComputeTile[])(const BlockGemmArgs&, std::size_t, std::size_t) = {
+      compute_tile<1, Blocks>, compute_tile<2, Blocks>, compute_tile<3, Blocks>, compute_tile<4, Blocks>};
+  for (std::size_t row = 0; row < args.rows; row += kTileRows) {
+    const std::size_t left = args.rows - row;
+    kComputeTile[(left < kTileRows ? left : kTileRows) - 1](args, row, block);
+  }
+}
+
+}  // namespace
+
+void block_gemm_f32_s8row_u4block_avx512vnni(const BlockGemmArgs& args, std::size_t block_begin,
+                                             std::size_t block_end) {
+  std::size_t block = block_begin;
+  // With few rows the weights' way from memory takes longest, and one stream of them comes faster than three.
+  if (args.rows < kTileRows) {
+    for (; block < block_end; ++block) compute_panel<1>(args, block);
+  }
+  for (; block + kTileBlocks <= block_end; block += kTileBlocks) compute_panel<kTileBlocks>(args, block);
+  if (block_end - block == 2) compute_panel<2>(args, block);
+  if (block_end - block == 1) compute_panel<1>(args, block);
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,300 @@
+"""The product with 4-bit blocks against NumPy for every instruction set of this processor, and the program's linear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from native_isas import isa_parameters
+
+from chunkrt import _native
+from chunkrt._native import ProgramBuilder, ThreadPool
+
+ISAS = isa_parameters("reference", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni")
+ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33]
+DEPTH_BLOCKS = [1, 2, 3, 5, 18, 48]
+COLUMNS = [1, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 65, 97]
+CANARY = np.float32(1e30)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight [K, N] in blocks of 32 of K: 4-bit q, and float16 scales and minima [K / 32, N]."""
+
+    q: np.ndarray
+    scales: np.ndarray
+    minima: np.ndarray
+
+    @property
+    def columns(self) -> int:
+        return self.q.shape[1]
+
+    def packed(self) -> tuple[np.ndarray, np.ndarray]:
+        """As block_gemm.h has it: uint8 [N / 16, K / 32, 4, 16, 4] and float16 [N / 16, K / 32, 2, 16]."""
+        depth_blocks, columns = self.scales.shape
+        blocks = -(-columns // 16)
+        q = np.zeros((depth_blocks, 4, 2, 4, blocks * 16), np.uint8)
+        q[..., :columns] = self.q.reshape(depth_blocks, 4, 2, 4, columns)
+        low, high = q.reshape(depth_blocks, 4, 2, 4, blocks, 16).transpose(2, 4, 0, 1, 5, 3)
+        scales = np.zeros((depth_blocks, 2, blocks * 16), np.float16)
+        scales[:, 0, :columns], scales[:, 1, :columns] = self.scales, self.minima
+        scales = scales.reshape(depth_blocks, 2, blocks, 16).transpose(2, 0, 1, 3)
+        return np.ascontiguousarray(low | high << 4), np.ascontiguousarray(scales)
+
+    def dequantised(self) -> np.ndarray:
+        scales, minima = (np.repeat(array.astype(np.float64), 32, axis=0) for array in (self.scales, self.minima))
+        return self.q * scales + minima
+
+
+@dataclass(frozen=True)
+class Case:
+    left: np.ndarray
+    left_scales: np.ndarray
+    weight: Weight
+    bias: np.ndarray
+    residual: np.ndarray
+
+
+def random_weight(rng: np.random.Generator, depth_blocks: int, columns: int, *, extreme: bool = False) -> Weight:
+    shape = depth_blocks, columns
+    scales = rng.random(shape) * (2.0 ** rng.integers(-26, 2, shape) if extreme else 0.01)  # subnormals too
+    return Weight(
+        q=rng.choice([0, 15] if extreme else np.arange(16), (depth_blocks * 32, columns)).astype(np.uint8),
+        scales=scales.astype(np.float16),
+        minima=(scales * rng.uniform(-16, 1, shape)).astype(np.float16),
+    )
+
+
+def random_case(seed: int, rows: int, depth_blocks: int, columns: int, *, extreme: bool) -> Case:
+    rng = np.random.default_rng(seed)
+    choices = np.array([-127, 127] if extreme else np.arange(-127, 128), np.int8)
+    return Case(
+        left=rng.choice(choices, (rows, depth_blocks * 32)),
+        left_scales=rng.random(rows, np.float32) + np.float32(0.01),
+        weight=random_weight(rng, depth_blocks, columns, extreme=extreme),
+        bias=rng.standard_normal(columns, np.float32),
+        residual=rng.standard_normal((rows, columns), np.float32),
+    )
+
+
+def fma(left: np.ndarray, right: np.ndarray, addend: np.ndarray) -> np.ndarray:
+    """left * right + addend of float32 in one rounding.
+
+    The product is exact in float64. The sum is rounded to odd, after which rounding to float32 cannot go wrong (Boldo
+    and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    """
+    product, other = left.astype(np.float64) * right, addend.astype(np.float64)
+    total = product + other
+    part = total - product
+    error = (product - (total - part)) + (other - part)
+    bits = total.view(np.int64)
+    is_inexact_and_even = (error != 0) & (bits & 1 == 0)
+    bits[is_inexact_and_even] += np.where((error > 0) == (total > 0), 1, -1)[is_inexact_and_even]
+    return total.astype(np.float32)
+
+
+def product(left: np.ndarray, weight: Weight) -> np.ndarray:
+    """float32 [rows, N]: what block_gemm.h calls value."""
+    value = np.zeros((len(left), weight.columns), np.float32)
+    for block, (scale, minimum) in enumerate(zip(weight.scales, weight.minima, strict=True)):
+        depth = slice(block * 32, block * 32 + 32)
+        activations = left[:, depth].astype(np.int64)
+        sums = activations @ weight.q[depth].astype(np.int64)
+        value = fma(sums.astype(np.float32), scale.astype(np.float32), value)
+        value = fma(activations.sum(axis=1, keepdims=True).astype(np.float32), minimum.astype(np.float32), value)
+    return value
+
+
+def expected(case: Case, *, bias: bool, residual: bool) -> np.ndarray:
+    value = product(case.left, case.weight) * case.left_scales[:, None]
+    if bias:
+        value = value + case.bias
+    return value + case.residual if residual else value
+
+
+def block_gemm(
+    case: Case, isa: str, *, bias: bool = False, residual: bool = False, blocks: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Run the kernel between canaries; columns outside `blocks` must keep theirs too."""
+    rows, columns = case.residual.shape
+    begin, end = blocks or (0, -(-columns // 16))
+    packed, scales = case.weight.packed()
+    guarded = np.full(rows * columns + 128, CANARY)
+    out = guarded[64:-64].reshape(rows, columns)
+    _native.kernels.block_gemm(
+        case.left,
+        case.left_scales,
+        case.left.reshape(rows, -1, 32).sum(axis=2, dtype=np.int32),
+        packed,
+        scales.view(np.uint16),
+        case.bias if bias else None,
+        case.residual if residual else None,
+        out,
+        block_begin=begin,
+        block_end=end,
+        isa=isa,
+    )
+    assert (guarded[:64] == CANARY).all()
+    assert (guarded[-64:] == CANARY).all()
+    outside = np.ones(columns, bool)
+    outside[begin * 16 : end * 16] = False
+    assert (out[:, outside] == CANARY).all()
+    return out
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.sampled_from(ROWS),
+    depth_blocks=st.sampled_from(DEPTH_BLOCKS),
+    columns=st.sampled_from(COLUMNS),
+    extreme=st.booleans(),
+    bias=st.booleans(),
+    residual=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_equals_numpy_exactly(
+    isa: str, seed: int, rows: int, depth_blocks: int, columns: int, extreme: bool, bias: bool, residual: bool
+) -> None:
+    case = random_case(seed, rows, depth_blocks, columns, extreme=extreme)
+    found = block_gemm(case, isa, bias=bias, residual=residual)
+    np.testing.assert_array_equal(found, expected(case, bias=bias, residual=residual))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_splitting_changes_no_bit(isa: str) -> None:
+    case = random_case(1, 33, 5, 150, extreme=False)
+    whole = block_gemm(case, isa, bias=True, residual=True)
+    for begin, end in [(0, 1), (1, 4), (4, 9), (9, 10), (3, 3)]:
+        part = block_gemm(case, isa, bias=True, residual=True, blocks=(begin, end))
+        columns = slice(begin * 16, end * 16)
+        np.testing.assert_array_equal(part[:, columns], whole[:, columns])
+    for first in range(0, 33, 10):
+        rows = slice(first, first + 10)
+        some = replace(case, left=case.left[rows], left_scales=case.left_scales[rows], residual=case.residual[rows])
+        np.testing.assert_array_equal(block_gemm(some, isa, bias=True, residual=True), whole[rows])
+
+
+def test_wrong_arguments_are_refused() -> None:
+    case = random_case(2, 4, 2, 16, extreme=False)
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        block_gemm(replace(case, left_scales=case.left_scales[:3]), "reference")
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        block_gemm(replace(case, left=case.left[:, :32].copy()), "reference")
+    with pytest.raises(ValueError, match="no such blocks"):
+        block_gemm(case, "reference", blocks=(0, 2))
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        block_gemm(replace(case, left=case.left.astype(np.int16)), "reference")
+
+
+def digits_of(x: np.ndarray, num_digits: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """int8 rows and their float32 scales [rows, 1], each of what the digits before it have left."""
+    digits = []
+    for _ in range(num_digits):
+        largest = np.abs(x).max(axis=1, keepdims=True)
+        inverse = np.where(largest > 0, np.float32(127) / np.where(largest > 0, largest, 1), 0).astype(np.float32)
+        scale = largest / np.float32(127)
+        values = np.rint(x * inverse).astype(np.int8)
+        digits.append((values, scale))
+        x = x - values.astype(np.float32) * scale
+    return digits
+
+
+def run_linear(
+    x: np.ndarray, weight: Weight, *, num_digits: int, bias: np.ndarray | None, residual: np.ndarray | None
+) -> np.ndarray:
+    builder = ProgramBuilder(ThreadPool(2), max_rows=len(x))
+    value, inputs = builder.input("x", "float32", ["R", x.shape[1]]), [x]
+    added = None
+    if residual is not None:
+        added, inputs = builder.input("residual", "float32", ["R", weight.columns]), [x, residual]
+    packed, scales = (builder.constant(array) for array in weight.packed())
+    biases = None if bias is None else builder.constant(bias)
+    builder.output(
+        "y", builder.block_linear(value, packed, scales, weight.columns, biases, added, num_digits=num_digits)
+    )
+    out = np.full((len(x), weight.columns), np.nan, np.float32)
+    builder.build().run(inputs, [out])
+    return out
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.sampled_from(ROWS),
+    depth_blocks=st.sampled_from(DEPTH_BLOCKS),
+    columns=st.sampled_from(COLUMNS),
+    num_digits=st.sampled_from([1, 2]),
+    bias=st.booleans(),
+    residual=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_linear_equals_numpy_exactly(
+    seed: int, rows: int, depth_blocks: int, columns: int, num_digits: int, bias: bool, residual: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    weight = random_weight(rng, depth_blocks, columns)
+    x = rng.standard_normal((rows, depth_blocks * 32), np.float32)
+    x[rng.random(rows) < 0.1] = 0
+    biases = rng.standard_normal(columns, np.float32) if bias else None
+    added = rng.standard_normal((rows, columns), np.float32) if residual else None
+    found = run_linear(x, weight, num_digits=num_digits, bias=biases, residual=added)
+
+    (left, scale), *rest = digits_of(x, num_digits)
+    truth = product(left, weight) * scale
+    if biases is not None:
+        truth = truth + biases
+    if added is not None:
+        truth = truth + added
+    for left, scale in rest:
+        truth = product(left, weight) * scale + truth
+    np.testing.assert_array_equal(found, truth)
+
+
+@pytest.mark.parametrize("num_digits", [1, 2])
+def test_linear_approximates_the_weight(num_digits: int) -> None:
+    """What is lost is what quantising the activations loses: half a step of their row for each input, at most."""
+    rng = np.random.default_rng(3)
+    weight = random_weight(rng, 18, 49)
+    x = rng.standard_normal((5, 576), np.float32)
+    truth = x.astype(np.float64) @ weight.dequantised()
+    last_scale = digits_of(x, num_digits)[-1][1]
+    magnitude = 15.0 * weight.scales.max() + np.abs(weight.minima).max()
+    rounding = 2.0**-24 * 4 * 18 * num_digits * np.abs(x).sum(axis=1, keepdims=True) * magnitude
+    bound = 0.5 * last_scale * np.abs(weight.dequantised()).sum(axis=0) + rounding
+    found = run_linear(x, weight, num_digits=num_digits, bias=None, residual=None)
+    assert (np.abs(found - truth) <= bound).all()
+
+
+def test_linear_of_rows_that_are_not_finite() -> None:
+    weight = random_weight(np.random.default_rng(4), 2, 17)
+    x = np.ones((4, 64), np.float32)
+    x[1, 5], x[2, 40] = np.nan, np.inf
+    found = run_linear(x, weight, num_digits=2, bias=None, residual=None)
+    assert np.isnan(found[1:3]).all()
+    np.testing.assert_array_equal(found[0], found[3])
+    assert np.isfinite(found[0]).all()
+
+
+def test_the_builder_checks_operands() -> None:
+    builder = ProgramBuilder(ThreadPool(1), 4)
+    x = builder.input("x", "float32", ["T", 64])
+    packed, scales = (builder.constant(array) for array in random_weight(np.random.default_rng(5), 2, 17).packed())
+    with pytest.raises(ValueError, match="expected inputs in whole blocks of 32, got 40 inputs"):
+        builder.block_linear(builder.input("short", "float32", ["T", 40]), packed, scales, 17)
+    with pytest.raises(
+        ValueError, match=r"packed weight: expected a constant uint8 \[3, 2, 4, 16, 4\], got uint8 \[2, 2"
+    ):
+        builder.block_linear(x, packed, scales, 33)
+    with pytest.raises(ValueError, match=r"scales and minima: expected a constant float16 \[2, 2, 2, 16\], got uint8"):
+        builder.block_linear(x, packed, packed, 17)
+    with pytest.raises(ValueError, match="at least 1 column"):
+        builder.block_linear(x, packed, scales, 0)
+    with pytest.raises(ValueError, match=r"bias: expected a constant float32 \[17\], got float32 \[16\]"):
+        builder.block_linear(x, packed, scales, 17, builder.constant(np.ones(16, np.float32)))
+    with pytest.raises(ValueError, match="the residual's shape is not the result's"):
+        builder.block_linear(x, packed, scales, 17, residual=x)
+    with pytest.raises(ValueError, match="activations take 1 or 2 digits, not 3"):
+        builder.block_linear(x, packed, scales, 17, num_digits=3)
