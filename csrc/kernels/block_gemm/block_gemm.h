@@ -7,8 +7,8 @@
 //   value = fma(float(sum_{k in b} left[m, k]), minimum[b, n], value)
 //   out[m, n] = ((value * left_scales[m]) + bias[n]) + residual[m, n]
 //
-// The integer sums are exact and each operation rounds once, in that order, so every instruction set and every
-// split of rows or columns gives the same bits.
+// The integer sums are exact and each operation rounds once, in that order, so every instruction set and
+// every split of rows or columns gives the same bits.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +25,8 @@ struct BlockGemmArgs {
   const std::int8_t* left;        // int8 [rows, depth_blocks * 32], row-major; in [-127, 127]
   const float* left_scales;       // float32 [rows]
   const std::int32_t* left_sums;  // int32 [rows, depth_blocks]: the sum of each block of each row of `left`
-  // uint8 [ceil(N / 16), depth_blocks, 4, 16, 4]: at [n / 16, k / 32, k % 32 / 8, n % 16, k % 4] stands q[k, n],
-  // in the low half of the byte where k % 8 < 4, else in the high half. Zeros past N. See
+  // uint8 [ceil(N / 16), depth_blocks, 4, 16, 4]: at [n / 16, k / 32, k % 32 / 8, n % 16, k % 4] stands q[k,
+  // n], in the low half of the byte where k % 8 < 4, else in the high half. Zeros past N. See
   // chunkrt/weights/layout.py.
   const std::uint8_t* right;
   // float16 [ceil(N / 16), depth_blocks, 2, 16]: the scales of 16 columns, then their minima. Zeros past N.
