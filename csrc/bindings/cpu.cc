@@ -24,6 +24,7 @@ std::map<std::string, std::string> selected_kernels() {
     selected[kernel] = name_of(select_kernel(table).isa);
   };
   add("gemm_f32_s8row_s8col", gemm_f32_s8row_s8col_table());
+  add("block_gemm_f32_s8row_u4block", block_gemm_f32_s8row_u4block_table());
   add("quantize_s8row_f32", quantize_s8row_f32_table());
   add("quantize_s8grid_f32", quantize_s8grid_f32_table());
   add("rms_norm_f32_f32", rms_norm_f32_f32_table());
