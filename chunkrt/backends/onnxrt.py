@@ -70,9 +70,7 @@ class OnnxRuntimeExecutable:
         # Its fused kernels for the QDQ form add pairs of products in saturating 16 bits on many processors.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         arrays = initializer_values(plan, scheme, weights, list(model.graph.initializers))
-        self._handed = {
-            n: a for n, a in arrays.items() if a.dtype.name not in ("int4", "uint4")
-        }  # that is, of NumPy's own dtypes
+        self._handed = {n: a for n, a in arrays.items() if a.dtype.name != "int4"}  # that is, of NumPy's own dtypes
         for weight_name, value in model.graph.initializers.items():
             array = arrays[weight_name]
             if weight_name not in self._handed:

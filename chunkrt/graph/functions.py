@@ -108,7 +108,7 @@ TwoDigitLinear (x, weight, weight_scale) => (y)
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
 BlockLinear (x, weight, block_scale, block_minimum) => (y)
 {
-    # weight [K, N] of 4 bits; scale and minimum [K / 32, N]. A minimum is multiplied by the sum of its block of x
+    # weight uint8 [K, N] of 0 to 15; scale and minimum [K / 32, N]. A minimum is multiplied by its block's sum of x
     q, row_scale = chunkrt.QuantizeRows (x)
     scaled_weight = DequantizeLinear <axis = 0, block_size = 32> (weight, block_scale)
     product = MatMul (q, scaled_weight)

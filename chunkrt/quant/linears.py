@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -65,7 +64,7 @@ def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Sche
     assert weight.name is not None
     depth, columns = weight.shape.numpy()
     has_blocks = scheme.has_blocks(weight.name)
-    weight.type = ir.TensorType(ir.DataType.UINT4 if has_blocks else ir.DataType.INT8)
+    weight.type = ir.TensorType(ir.DataType.UINT8 if has_blocks else ir.DataType.INT8)
     blocked = [depth // BLOCK_DEPTH, columns]
     beside = {SCALE_SUFFIX: blocked, MINIMUM_SUFFIX: blocked} if has_blocks else {SCALE_SUFFIX: [columns]}
     node.domain = DOMAIN
@@ -101,7 +100,7 @@ def initializer_values(
             values |= qdq_values(name, scheme, weights)
         elif scheme.has_blocks(name):
             blocks = weights.blocks(name)
-            values[name] = blocks.integers.T.astype(ml_dtypes.uint4, order="C")
+            values[name] = np.ascontiguousarray(blocks.integers.T)
             values[name + SCALE_SUFFIX] = blocks.scales.T.astype(np.float32, order="C")
             values[name + MINIMUM_SUFFIX] = blocks.minima.T.astype(np.float32, order="C")
         else:
