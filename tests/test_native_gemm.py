@@ -11,7 +11,7 @@ from native_isas import isa_parameters
 from chunkrt import _native
 from chunkrt.weights.layout import pack
 
-ISAS = isa_parameters("reference", "neon_dotprod", "neon_i8mm", "avx2", "avx512vnni")
+ISAS = isa_parameters("reference", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni")
 ROWS = [1, 2, 5, 6, 7, 8, 9, 16, 31, 32, 33]
 DEPTHS = [1, 3, 4, 5, 15, 16, 17, 31, 33, 64, 1023, 1024, 1025, 1100]
 COLUMNS = [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 65, 97]

@@ -40,7 +40,7 @@ def quantize(x: np.ndarray, isa: str) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 @pytest.mark.parametrize("isa", isa_parameters())
 def test_forcing_an_instruction_set_selects_nothing_above_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avx512vnni"]
+    order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni"]
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     selected = set(_native.selected_kernels().values())
     assert isa in selected

@@ -73,6 +73,39 @@ void gemm(const Array<std::int8_t>& left, const Array<float>& left_scales,
                                                  block_begin, block_end);
 }
 
+void block_gemm(const Array<std::int8_t>& left, const Array<float>& left_scales,
+                const Array<std::int32_t>& left_sums, const Array<std::uint8_t>& right,
+                const Array<std::uint16_t>& right_scales, const std::optional<Array<float>>& bias,
+                const std::optional<Array<float>>& residual, Array<float>& out, std::size_t block_begin,
+                std::size_t block_end, const std::string& isa) {
+  require(left.ndim() == 2 && right.ndim() == 5 && out.ndim() == 2,
+          "block_gemm: left and out are 2-D, right 5-D");
+  const std::size_t rows = size(left, 0), depth_blocks = size(right, 1), columns = size(out, 1);
+  const std::size_t blocks = (columns + kBlockColumns - 1) / kBlockColumns;
+  require(has_shape(left, {rows, depth_blocks * kBlockDepth}) && has_shape(left_scales, {rows}) &&
+              has_shape(left_sums, {rows, depth_blocks}) &&
+              has_shape(right, {blocks, depth_blocks, kBlockDepth / 8, kBlockColumns, 4}) &&
+              has_shape(right_scales, {blocks, depth_blocks, 2, kBlockColumns}) &&
+              (!bias || has_shape(*bias, {columns})) &&
+              (!residual || has_shape(*residual, {rows, columns})) && has_shape(out, {rows, columns}),
+          "block_gemm: the shapes do not fit together");
+  require(block_begin <= block_end && block_end <= blocks, "block_gemm: no such blocks");
+  function_of(block_gemm_f32_s8row_u4block_table(), isa)({.left = left.data(),
+                                                          .left_scales = left_scales.data(),
+                                                          .left_sums = left_sums.data(),
+                                                          .right = right.data(),
+                                                          .right_scales = right_scales.data(),
+                                                          .bias = bias ? bias->data() : nullptr,
+                                                          .residual = residual ? residual->data() : nullptr,
+                                                          .out = out.mutable_data(),
+                                                          .rows = rows,
+                                                          .columns = columns,
+                                                          .depth_blocks = depth_blocks,
+                                                          .residual_stride = columns,
+                                                          .out_stride = columns},
+                                                         block_begin, block_end);
+}
+
 void quantize(const Array<float>& input, Array<std::int8_t>& values, Array<float>& scales,
               Array<std::int32_t>& sums, const std::string& isa) {
   require(input.ndim() == 2, "quantize: input is 2-D");
@@ -173,6 +206,10 @@ void bind_kernels(py::module_& module) {
               "right"_a.noconvert(), "right_scales"_a.noconvert(), "bias"_a.noconvert().none(true),
               "residual"_a.noconvert().none(true), "out"_a.noconvert(), py::kw_only(), "block_begin"_a,
               "block_end"_a, "isa"_a);
+  kernels.def("block_gemm", block_gemm, "left"_a.noconvert(), "left_scales"_a.noconvert(),
+              "left_sums"_a.noconvert(), "right"_a.noconvert(), "right_scales"_a.noconvert(),
+              "bias"_a.noconvert().none(true), "residual"_a.noconvert().none(true), "out"_a.noconvert(),
+              py::kw_only(), "block_begin"_a, "block_end"_a, "isa"_a);
   kernels.def("quantize", quantize, "input"_a.noconvert(), "values"_a.noconvert(), "scales"_a.noconvert(),
               "sums"_a.noconvert(), py::kw_only(), "isa"_a);
   kernels.def("quantize_on_grid", quantize_on_grid, "input"_a.noconvert(), "values"_a.noconvert(),

@@ -59,16 +59,19 @@ bool detect(Isa isa) {
   constexpr unsigned kAvx2 = 1u << 5;                                                     // leaf 7 ebx
   constexpr unsigned kAvx512FDqBwVl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // leaf 7 ebx
   constexpr unsigned kAvx512Vnni = 1u << 11;                                              // leaf 7 ecx
+  constexpr unsigned kAvxVnni = 1u << 4;                                                  // leaf 7.1 eax
   constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;                                   // XCR0
   if (cpuid(0, 0).eax < 7 || !all_bits(cpuid(1, 0).ecx, kOsxsave | kFma | kF16c)) return false;
   const Registers features = cpuid(7, 0);
   const bool avx2 = all_bits(enabled_states(), kYmmState) && all_bits(features.ebx, kAvx2);
   if (isa == Isa::avx2) return avx2;
+  // The highest subleaf of leaf 7 stands in subleaf 0.
+  if (isa == Isa::avxvnni) return avx2 && features.eax >= 1 && all_bits(cpuid(7, 1).eax, kAvxVnni);
   return isa == Isa::avx512vnni && avx2 && all_bits(enabled_states(), kZmmState) &&
          all_bits(features.ebx, kAvx512FDqBwVl) && all_bits(features.ecx, kAvx512Vnni);
 }
 
-bool built(Isa isa) { return isa == Isa::avx2 || isa == Isa::avx512vnni; }
+bool built(Isa isa) { return isa == Isa::avx2 || isa == Isa::avxvnni || isa == Isa::avx512vnni; }
 
 #elif defined(__aarch64__) || defined(_M_ARM64)
 
@@ -127,6 +130,8 @@ std::string_view name_of(Isa isa) {
       return "neon_i8mm";
     case Isa::avx2:
       return "avx2";
+    case Isa::avxvnni:
+      return "avxvnni";
     case Isa::avx512vnni:
       return "avx512vnni";
   }

@@ -22,10 +22,10 @@
 namespace chunkrt {
 
 // Within one architecture a later one is the better one.
-enum class Isa { reference, neon, neon_dotprod, neon_i8mm, avx2, avx512vnni };
+enum class Isa { reference, neon, neon_dotprod, neon_i8mm, avx2, avxvnni, avx512vnni };
 
-inline constexpr std::array kAllIsas = {Isa::reference, Isa::neon, Isa::neon_dotprod,
-                                        Isa::neon_i8mm, Isa::avx2, Isa::avx512vnni};
+inline constexpr std::array kAllIsas = {Isa::reference, Isa::neon,    Isa::neon_dotprod, Isa::neon_i8mm,
+                                        Isa::avx2,      Isa::avxvnni, Isa::avx512vnni};
 
 std::string_view name_of(Isa isa);
 

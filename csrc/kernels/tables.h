@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/attention.h"
+#include "kernels/block_gemm/block_gemm.h"
 #include "kernels/dispatch.h"
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/gemm/gemm.h"
@@ -12,6 +13,7 @@
 namespace chunkrt {
 
 KernelTable<GemmFunction> gemm_f32_s8row_s8col_table();
+KernelTable<BlockGemmFunction> block_gemm_f32_s8row_u4block_table();
 KernelTable<QuantizeFunction> quantize_s8row_f32_table();
 KernelTable<GridQuantizeFunction> quantize_s8grid_f32_table();
 KernelTable<RmsNormFunction> rms_norm_f32_f32_table();

@@ -51,6 +51,12 @@ class ProgramBuilder {
   ValueId linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
                  std::optional<ValueId> residual, std::size_t num_digits,
                  std::optional<float> input_step = {});
+  // input @ weight in 4-bit blocks, activations quantised as linear does without an input step: see
+  // kernels/block_gemm/block_gemm.h. The input's width K is a multiple of 32. packed uint8
+  // [ceil(N / 16), K / 32, 4, 16, 4], block_scales float16 [ceil(N / 16), K / 32, 2, 16], `columns` is N;
+  // bias, residual and num_digits are as in linear.
+  ValueId block_linear(ValueId input, ValueId packed, ValueId block_scales, std::size_t columns,
+                       std::optional<ValueId> bias, std::optional<ValueId> residual, std::size_t num_digits);
   // What saturation takes from a linear of one digit on the grid of `input_step`, times its weight: see
   // kernels/shadow/shadow.h. Beside that linear's operands, hot_channels int32 [H], ascending: rows of the
   // weight that the program keeps in float32. Others are dequantised in every run that finds outliers in
@@ -109,10 +115,13 @@ class ProgramBuilder {
   std::vector<Quantized> quantize_on_grid(ValueId input, float step, std::size_t num_digits);
   // The int8 rows that stand for a value, each made once; on the grid of a step if there is one.
   std::vector<Quantized> digits_of(ValueId input, std::size_t num_digits, std::optional<float> step);
+  // int32 [rows, width / 32]: the sums of the blocks of a digit's rows, made once.
+  ValueId block_sums_of(Symbol rows, const Quantized& digit);
 
   std::shared_ptr<ThreadPool> pool_;
   ProgramDefinition definition_;
   std::map<std::tuple<ValueId, std::size_t, std::optional<float>>, std::vector<Quantized>> digits_;
+  std::map<ValueId, ValueId> block_sums_;  // by the digit's values
   bool is_built_ = false;
 };
 

@@ -92,6 +92,8 @@ std::vector<ProgramBuilder::Quantized> ProgramBuilder::quantize_on_grid(ValueId 
 
 std::vector<ProgramBuilder::Quantized> ProgramBuilder::digits_of(ValueId input, std::size_t num_digits,
                                                                  std::optional<float> step) {
+  require(num_digits == 1 || num_digits == 2,
+          "linear: activations take 1 or 2 digits, not " + std::to_string(num_digits));
   const auto key = std::tuple(input, num_digits, step);
   if (const auto found = digits_.find(key); found != digits_.end()) return found->second;
   std::vector<Quantized> digits;
@@ -110,8 +112,6 @@ std::vector<ProgramBuilder::Quantized> ProgramBuilder::digits_of(ValueId input, 
 ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
                                std::optional<ValueId> residual, std::size_t num_digits,
                                std::optional<float> input_step) {
-  require(num_digits == 1 || num_digits == 2,
-          "linear: activations take 1 or 2 digits, not " + std::to_string(num_digits));
   const Symbol symbol = rows_of(input, "linear's input");
   const std::size_t depth = width_of(input);
   require(depth <= kGemmMaxDepth, "linear: " + std::to_string(depth) +

@@ -12,7 +12,7 @@
 
 namespace chunkrt {
 
-enum class Dtype { float32, float16, int64, int32, int8 };
+enum class Dtype { float32, float16, int64, int32, int8, uint8 };
 
 std::size_t bytes_of(Dtype dtype);
 std::string_view name_of(Dtype dtype);

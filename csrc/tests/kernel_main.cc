@@ -12,6 +12,7 @@ int main(int argc, char** argv) {
   chunkrt::testing::Suite suite(argc == 2 ? argv[1] : "");
   chunkrt::testing::test_isa(suite);
   chunkrt::testing::test_gemm(suite);
+  chunkrt::testing::test_block_gemm(suite);
   chunkrt::testing::test_quantize(suite);
   chunkrt::testing::test_grid(suite);
   chunkrt::testing::test_shadow(suite);

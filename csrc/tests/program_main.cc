@@ -12,5 +12,6 @@ int main(int argc, char** argv) {
   chunkrt::testing::Suite suite(argc == 2 ? argv[1] : "");
   chunkrt::testing::test_thread_pool(suite);
   chunkrt::testing::test_program(suite);
+  chunkrt::testing::test_block_linear(suite);
   return suite.finish();
 }

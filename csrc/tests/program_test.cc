@@ -32,6 +32,21 @@ class Constants {
                            residual, num_digits);
   }
 
+  ValueId block_linear(ValueId input, std::size_t depth, std::size_t columns, std::size_t num_digits) {
+    const std::size_t blocks = (columns + 15) / 16;
+    const auto halves = std::make_shared<std::vector<std::uint16_t>>(blocks * depth);
+    for (std::uint16_t& half : *halves) half = static_cast<std::uint16_t>(random_.int8s(1)[0] & 0x9fff);
+    const auto packed = std::make_shared<std::vector<std::uint8_t>>();
+    for (const std::int8_t byte : random_.int8s(blocks * depth * 8)) {
+      packed->push_back(static_cast<std::uint8_t>(byte));
+    }
+    const ValueId weight =
+        builder_.constant(packed->data(), Dtype::uint8, {blocks, depth / 32, 4, 16, 4}, packed);
+    const ValueId scales =
+        builder_.constant(halves->data(), Dtype::float16, {blocks, depth / 32, 2, 16}, halves);
+    return builder_.block_linear(input, weight, scales, columns, floats({columns}, 0.1f), {}, num_digits);
+  }
+
   // On a static grid, of 8 or 16 bits.
   ValueId grid_linear(ValueId input, std::size_t depth, std::size_t columns, std::size_t num_digits) {
     const float step = num_digits == 2 ? 1e-4f : 0.03f;
@@ -93,8 +108,11 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   const ValueId dynamic = constants.linear(inner, kInner, kHidden, residual, 2);
   const ValueId grids = builder.add(constants.grid_linear(inner, kInner, kHidden, 1),
                                     constants.grid_linear(inner, kInner, kHidden, 2));
-  const ValueId out =
-      builder.add(builder.add(dynamic, grids), constants.shadow_linear(inner, kInner, kHidden));
+  const ValueId whole_block = builder.columns(inner, 0, 32);
+  const ValueId in_blocks = builder.add(constants.block_linear(whole_block, 32, kHidden, 1),
+                                        constants.block_linear(whole_block, 32, kHidden, 2));
+  const ValueId out = builder.add(builder.add(builder.add(dynamic, grids), in_blocks),
+                                  constants.shadow_linear(inner, kInner, kHidden));
   builder.output("logits",
                  constants.linear(builder.gather(out, logit_rows), kHidden, kVocabulary, std::nullopt));
   return builder.build();

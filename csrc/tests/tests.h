@@ -8,6 +8,7 @@ namespace chunkrt::testing {
 // chunkrt_kernel_tests
 void test_isa(Suite& suite);
 void test_gemm(Suite& suite);
+void test_block_gemm(Suite& suite);
 void test_quantize(Suite& suite);
 void test_grid(Suite& suite);
 void test_shadow(Suite& suite);
@@ -18,5 +19,6 @@ void test_attention(Suite& suite);
 // chunkrt_program_tests
 void test_thread_pool(Suite& suite);
 void test_program(Suite& suite);
+void test_block_linear(Suite& suite);
 
 }  // namespace chunkrt::testing

@@ -43,6 +43,7 @@ using GemmFunction = void(const GemmArgs& args, std::size_t block_begin, std::si
 
 GemmFunction gemm_f32_s8row_s8col_reference;
 GemmFunction gemm_f32_s8row_s8col_avx2;
+GemmFunction gemm_f32_s8row_s8col_avxvnni;
 GemmFunction gemm_f32_s8row_s8col_avx512vnni;
 GemmFunction gemm_f32_s8row_s8col_neon_dotprod;
 GemmFunction gemm_f32_s8row_s8col_neon_i8mm;

@@ -1,0 +1,136 @@
+// block_gemm with NEON's sdot: a register of packed weights holds 8 k of 4 columns, 4 k in the low halves of
+// its bytes and 4 in the high ones; a lane of activations holds 4 k of a row.
+#include <arm_neon.h>
+
+#include "kernels/block_gemm/block_gemm.h"
+
+namespace chunkrt {
+namespace {
+
+// A tile holds up to 8 registers of 4 columns of a row, each as an integer sum and as a float; so it has
+// fewer columns where it has more rows.
+constexpr std::size_t kTileRows = 4;
+constexpr std::size_t kVectors = kBlockColumns / 4;
+constexpr std::size_t kGroupDepth = 8;
+constexpr std::size_t kGroupBytes = kGroupDepth * kBlockColumns / 2;
+
+constexpr std::size_t vectors_beside(std::size_t rows) { return rows <= 2 ? kVectors : 2; }
+
+float32x4_t load_halves(const std::uint16_t* source) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(source)));
+}
+
+// Four neighbouring columns of one row. Columns past N are not written.
+void store(const BlockGemmArgs& args, std::size_t row, std::size_t column, float32x4_t value) {
+  if (column >= args.columns) return;
+  const std::size_t valid = args.columns - column;
+  const float* residual =
+      args.residual == nullptr ? nullptr : args.residual + row * args.residual_stride + column;
+  float* out = args.out + row * args.out_stride + column;
+  value = vmulq_n_f32(value, args.left_scales[row]);
+  if (valid >= 4) {
+    if (args.bias != nullptr) value = vaddq_f32(value, vld1q_f32(args.bias + column));
+    if (residual != nullptr) value = vaddq_f32(value, vld1q_f32(residual));
+    vst1q_f32(out, value);
+    return;
+  }
+  float values[4];
+  vst1q_f32(values, value);
+  for (std::size_t i = 0; i < valid; ++i) {
+    if (args.bias != nullptr) values[i] += args.bias[column + i];
+    if (residual != nullptr) values[i] += residual[i];
+    out[i] = values[i];
+  }
+}
+
+// Adds 8 k, of which the activations have 4 in `Lane` and 4 in the lane after it.
+template <int Lane, std::size_t Rows, std::size_t Vectors>
+void add_group(int32x4_t (&sums)[Rows][Vectors], const int8x16_t (&left)[Rows], const std::uint8_t* right) {
+  for (std::size_t v = 0; v < Vectors; ++v) {
+    const uint8x16_t packed = vld1q_u8(right + v * 16);
+    const int8x16_t low = vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(15)));
+    const int8x16_t high = vreinterpretq_s8_u8(vshrq_n_u8(packed, 4));
+    for (std::size_t m = 0; m < Rows; ++m) {
+      sums[m][v] = vdotq_laneq_s32(sums[m][v], low, left[m], Lane);
+      sums[m][v] = vdotq_laneq_s32(sums[m][v], high, left[m], Lane + 1);
+    }
+  }
+}
+
+// Rows from `row` on by 4 * Vectors columns from `first` on of the 16 of `block`.
+template <std::size_t Rows, std::size_t Vectors>
+void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block, std::size_t first) {
+  const std::size_t depth = args.depth_blocks * kBlockDepth;
+  const std::int8_t* left = args.left + row * depth;
+  const std::int32_t* left_sums = args.left_sums + row * args.depth_blocks;
+  const std::uint8_t* right = args.right + block * args.depth_blocks * kBlockBytes + first * 4;
+  const std::uint16_t* scales = args.right_scales + block * args.depth_blocks * 2 * kBlockColumns + first;
+  float32x4_t values[Rows][Vectors];
+  for (std::size_t m = 0; m < Rows; ++m) {
+    for (std::size_t v = 0; v < Vectors; ++v) values[m][v] = vdupq_n_f32(0.0f);
+  }
+  for (std::size_t b = 0; b < args.depth_blocks; ++b) {
+    int32x4_t sums[Rows][Vectors];
+    int8x16_t activations[Rows];
+    for (std::size_t m = 0; m < Rows; ++m) {
+      for (std::size_t v = 0; v < Vectors; ++v) sums[m][v] = vdupq_n_s32(0);
+    }
+    for (std::size_t m = 0; m < Rows; ++m) activations[m] = vld1q_s8(left + m * depth);
+    add_group<0>(sums, activations, right);
+    add_group<2>(sums, activations, right + kGroupBytes);
+    for (std::size_t m = 0; m < Rows; ++m) activations[m] = vld1q_s8(left + m * depth + 16);
+    add_group<0>(sums, activations, right + 2 * kGroupBytes);
+    add_group<2>(sums, activations, right + 3 * kGroupBytes);
+    for (std::size_t v = 0; v < Vectors; ++v) {
+      const float32x4_t scale = load_halves(scales + v * 4);
+      const float32x4_t minimum = load_halves(scales + kBlockColumns + v * 4);
+      for (std::size_t m = 0; m < Rows; ++m) {
+        const auto left_sum = static_cast<float>(left_sums[m * args.depth_blocks + b]);
+        values[m][v] = vfmaq_f32(values[m][v], vcvtq_f32_s32(sums[m][v]), scale);
+        values[m][v] = vfmaq_n_f32(values[m][v], minimum, left_sum);
+      }
+    }
+    left += kBlockDepth;
+    right += kBlockBytes;
+    scales += 2 * kBlockColumns;
+  }
+  for (std::size_t m = 0; m < Rows; ++m) {
+    for (std::size_t v = 0; v < Vectors; ++v) {
+      store(args, row + m, block * kBlockColumns + first + v * 4, values[m][v]);
+    }
+  }
+}
+
+template <std::size_t Rows>
+void compute_rows(const BlockGemmArgs& args, std::size_t row, std::size_t block) {
+  constexpr std::size_t kTileVectors = vectors_beside(Rows);
+  for (std::size_t first = 0; first < kBlockColumns; first += kTileVectors * 4) {
+    if (block * kBlockColumns + first >= args.columns) return;
+    compute_tile<Rows, kTileVectors>(args, row, block, first);
+  }
+}
+
+}  // namespace
+
+void block_gemm_f32_s8row_u4block_neon_dotprod(const BlockGemmArgs& args, std::size_t block_begin,
+                                               std::size_t block_end) {
+  for (std::size_t block = block_begin; block < block_end; ++block) {
+    std::size_t row = 0;
+    for (; row + kTileRows <= args.rows; row += kTileRows) compute_rows<kTileRows>(args, row, block);
+    switch (args.rows - row) {
+      case 1:
+        compute_rows<1>(args, row, block);
+        break;
+      case 2:
+        compute_rows<2>(args, row, block);
+        break;
+      case 3:
+        compute_rows<3>(args, row, block);
+        break;
+      default:
+        break;
+    }
+  }
+}
+
+}  // namespace chunkrt

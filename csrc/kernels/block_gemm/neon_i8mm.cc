@@ -1,0 +1,161 @@
+// block_gemm with NEON's smmla: 8 k of 2 rows times 8 k of 2 columns into a 2 x 2 square of sums.
+//
+// A register of packed weights holds 8 k of 4 columns, 4 k in the low halves of its bytes and 4 in the high
+// ones: one zip of the halves puts the 8 k of 2 columns together. An odd last row is computed twice.
+#include <arm_neon.h>
+
+#include "kernels/block_gemm/block_gemm.h"
+
+namespace chunkrt {
+namespace {
+
+// A tile holds up to 8 squares, each as integer sums and as floats; so it has fewer columns where it has more
+// rows.
+constexpr std::size_t kTileRowPairs = 4;
+constexpr std::size_t kGroupDepth = 8;
+constexpr std::size_t kGroupBytes = kGroupDepth * kBlockColumns / 2;
+
+constexpr std::size_t column_pairs_beside(std::size_t row_pairs) {
+  return row_pairs == 1 ? 8 : row_pairs == 2 ? 4 : 2;
+}
+
+// Four neighbouring columns of one row. Columns past N are not written.
+void store(const BlockGemmArgs& args, std::size_t row, std::size_t column, float32x4_t value) {
+  if (column >= args.columns) return;
+  const std::size_t valid = args.columns - column;
+  const float* residual =
+      args.residual == nullptr ? nullptr : args.residual + row * args.residual_stride + column;
+  float* out = args.out + row * args.out_stride + column;
+  value = vmulq_n_f32(value, args.left_scales[row]);
+  if (valid >= 4) {
+    if (args.bias != nullptr) value = vaddq_f32(value, vld1q_f32(args.bias + column));
+    if (residual != nullptr) value = vaddq_f32(value, vld1q_f32(residual));
+    vst1q_f32(out, value);
+    return;
+  }
+  float values[4];
+  vst1q_f32(values, value);
+  for (std::size_t i = 0; i < valid; ++i) {
+    if (args.bias != nullptr) values[i] += args.bias[column + i];
+    if (residual != nullptr) values[i] += residual[i];
+    out[i] = values[i];
+  }
+}
+
+// Two pairs of columns, 8 k each.
+void unpack(const std::uint8_t* packed_columns, int8x16_t* pairs) {
+  const uint8x16_t packed = vld1q_u8(packed_columns);
+  const uint32x4_t low = vreinterpretq_u32_u8(vandq_u8(packed, vdupq_n_u8(15)));
+  const uint32x4_t high = vreinterpretq_u32_u8(vshrq_n_u8(packed, 4));
+  pairs[0] = vreinterpretq_s8_u32(vzip1q_u32(low, high));
+  pairs[1] = vreinterpretq_s8_u32(vzip2q_u32(low, high));
+}
+
+// Two pairs of float16, each twice: as the squares of two pairs of columns have them.
+void load_halves_twice(const std::uint16_t* source, float32x4_t* pairs) {
+  const float32x4_t values = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(source)));
+  pairs[0] = vcombine_f32(vget_low_f32(values), vget_low_f32(values));
+  pairs[1] = vcombine_f32(vget_high_f32(values), vget_high_f32(values));
+}
+
+// The rows of RowPairs pairs from `row` on by 2 * ColumnPairs columns from `first` on of the 16 of `block`.
+template <std::size_t RowPairs, std::size_t ColumnPairs>
+void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block, std::size_t first) {
+  const std::size_t depth = args.depth_blocks * kBlockDepth;
+  const std::uint8_t* right = args.right + block * args.depth_blocks * kBlockBytes + first * 4;
+  const std::uint16_t* scales = args.right_scales + block * args.depth_blocks * 2 * kBlockColumns + first;
+  std::size_t rows[RowPairs][2];
+  float32x4_t values[RowPairs][ColumnPairs];
+  for (std::size_t m = 0; m < RowPairs; ++m) {
+    rows[m][0] = row + 2 * m;
+    rows[m][1] = row + 2 * m + 1 < args.rows ? row + 2 * m + 1 : row + 2 * m;
+    for (std::size_t c = 0; c < ColumnPairs; ++c) values[m][c] = vdupq_n_f32(0.0f);
+  }
+  for (std::size_t b = 0; b < args.depth_blocks; ++b) {
+    int32x4_t sums[RowPairs][ColumnPairs];
+    for (std::size_t m = 0; m < RowPairs; ++m) {
+      for (std::size_t c = 0; c < ColumnPairs; ++c) sums[m][c] = vdupq_n_s32(0);
+    }
+    for (std::size_t k = 0; k < kBlockDepth; k += kGroupDepth) {
+      int8x16_t activations[RowPairs], weights[ColumnPairs];
+      for (std::size_t m = 0; m < RowPairs; ++m) {
+        activations[m] = vcombine_s8(vld1_s8(args.left + rows[m][0] * depth + b * kBlockDepth + k),
+                                     vld1_s8(args.left + rows[m][1] * depth + b * kBlockDepth + k));
+      }
+      for (std::size_t c = 0; c < ColumnPairs; c += 2) unpack(right + c * 8, weights + c);
+      for (std::size_t c = 0; c < ColumnPairs; ++c) {
+        for (std::size_t m = 0; m < RowPairs; ++m) {
+          sums[m][c] = vmmlaq_s32(sums[m][c], activations[m], weights[c]);
+        }
+      }
+      right += kGroupBytes;
+    }
+    float32x4_t left_sums[RowPairs];
+    for (std::size_t m = 0; m < RowPairs; ++m) {
+      left_sums[m] =
+          vcvtq_f32_s32(vcombine_s32(vdup_n_s32(args.left_sums[rows[m][0] * args.depth_blocks + b]),
+                                     vdup_n_s32(args.left_sums[rows[m][1] * args.depth_blocks + b])));
+    }
+    for (std::size_t c = 0; c < ColumnPairs; c += 2) {
+      float32x4_t scale[2], minimum[2];
+      load_halves_twice(scales + c * 2, scale);
+      load_halves_twice(scales + kBlockColumns + c * 2, minimum);
+      for (std::size_t i = 0; i < 2; ++i) {
+        for (std::size_t m = 0; m < RowPairs; ++m) {
+          float32x4_t& value = values[m][c + i];
+          value = vfmaq_f32(value, vcvtq_f32_s32(sums[m][c + i]), scale[i]);
+          value = vfmaq_f32(value, left_sums[m], minimum[i]);
+        }
+      }
+    }
+    scales += 2 * kBlockColumns;
+  }
+  for (std::size_t m = 0; m < RowPairs; ++m) {
+    for (std::size_t c = 0; c < ColumnPairs; c += 2) {
+      const float32x4_t left = values[m][c], right_values = values[m][c + 1];
+      const std::size_t column = block * kBlockColumns + first + c * 2;
+      store(args, rows[m][0], column, vcombine_f32(vget_low_f32(left), vget_low_f32(right_values)));
+      if (rows[m][1] == rows[m][0]) continue;
+      store(args, rows[m][1], column, vcombine_f32(vget_high_f32(left), vget_high_f32(right_values)));
+    }
+  }
+}
+
+template <std::size_t RowPairs>
+void compute_rows(const BlockGemmArgs& args, std::size_t row, std::size_t block) {
+  constexpr std::size_t kColumnPairs = column_pairs_beside(RowPairs);
+  for (std::size_t first = 0; first < kBlockColumns; first += kColumnPairs * 2) {
+    if (block * kBlockColumns + first >= args.columns) return;
+    compute_tile<RowPairs, kColumnPairs>(args, row, block, first);
+  }
+}
+
+}  // namespace
+
+void block_gemm_f32_s8row_u4block_neon_i8mm(const BlockGemmArgs& args, std::size_t block_begin,
+                                            std::size_t block_end) {
+  for (std::size_t block = block_begin; block < block_end; ++block) {
+    std::size_t row = 0;
+    for (; row + 2 * kTileRowPairs <= args.rows; row += 2 * kTileRowPairs) {
+      compute_rows<kTileRowPairs>(args, row, block);
+    }
+    switch ((args.rows - row + 1) / 2) {
+      case 1:
+        compute_rows<1>(args, row, block);
+        break;
+      case 2:
+        compute_rows<2>(args, row, block);
+        break;
+      case 3:
+        compute_rows<3>(args, row, block);
+        break;
+      case 4:
+        compute_rows<4>(args, row, block);
+        break;
+      default:
+        break;
+    }
+  }
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,103 @@
+// block_linear: activations to int8 rows, as linear makes them, and their product with a weight in 4-bit
+// blocks.
+#include <algorithm>
+
+#include "kernels/tables.h"
+#include "program/builder.h"
+
+namespace chunkrt {
+namespace {
+
+// So few that the second digit finds a panel's weights in the cache, and that a piece is large beside its
+// call.
+constexpr std::size_t kBlocksPerPiece = 3;
+
+}  // namespace
+
+ValueId ProgramBuilder::block_sums_of(Symbol rows, const Quantized& digit) {
+  if (const auto found = block_sums_.find(digit.values); found != block_sums_.end()) return found->second;
+  const std::size_t depth_blocks = width_of(digit.values) / kBlockDepth;
+  const ValueId sums = temporary(Dtype::int32, {rows_dimension(rows), fixed(depth_blocks)});
+  add_row_step(rows, {digit.values, sums},
+               [=, values = digit.values](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                 const std::int8_t* source =
+                     frame.get<const std::int8_t>(values) + begin * depth_blocks * kBlockDepth;
+                 std::int32_t* target = frame.get<std::int32_t>(sums) + begin * depth_blocks;
+                 for (std::size_t b = 0; b < (end - begin) * depth_blocks; ++b) {
+                   std::int32_t sum = 0;
+                   for (std::size_t k = 0; k < kBlockDepth; ++k) sum += source[b * kBlockDepth + k];
+                   target[b] = sum;
+                 }
+               });
+  block_sums_[digit.values] = sums;
+  return sums;
+}
+
+ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId block_scales, std::size_t columns,
+                                     std::optional<ValueId> bias, std::optional<ValueId> residual,
+                                     std::size_t num_digits) {
+  const Symbol symbol = rows_of(input, "block_linear's input");
+  const std::size_t depth = width_of(input);
+  require(depth % kBlockDepth == 0, "block_linear: expected inputs in whole blocks of " +
+                                        std::to_string(kBlockDepth) + ", got " + std::to_string(depth) +
+                                        " inputs");
+  require(columns > 0, "block_linear: expected at least 1 column, got 0");
+  const std::size_t depth_blocks = depth / kBlockDepth;
+  const std::size_t blocks = (columns + kBlockColumns - 1) / kBlockColumns;
+  require_constant(
+      packed, Dtype::uint8,
+      {fixed(blocks), fixed(depth_blocks), fixed(kBlockDepth / 8), fixed(kBlockColumns), fixed(4)},
+      "block_linear's packed weight");
+  require_constant(block_scales, Dtype::float16,
+                   {fixed(blocks), fixed(depth_blocks), fixed(2), fixed(kBlockColumns)},
+                   "block_linear's scales and minima");
+  if (bias) require_constant(*bias, Dtype::float32, {fixed(columns)}, "block_linear's bias");
+  if (residual) {
+    require(rows_of(*residual, "block_linear's residual") == symbol && width_of(*residual) == columns,
+            "block_linear: the residual's shape is not the result's");
+  }
+
+  const std::vector<Quantized> digits = digits_of(input, num_digits, {});
+  std::vector<ValueId> block_sums;
+  for (const Quantized& digit : digits) block_sums.push_back(block_sums_of(symbol, digit));
+  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
+  std::vector<ValueId> uses = {packed, block_scales, out};
+  for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales});
+  uses.insert(uses.end(), block_sums.begin(), block_sums.end());
+  if (bias) uses.push_back(*bias);
+  if (residual) uses.push_back(*residual);
+  BlockGemmFunction* kernel = select_kernel(block_gemm_f32_s8row_u4block_table()).function;
+  add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPiece, uses,
+            [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+              BlockGemmArgs args = {.left = nullptr,
+                                    .left_scales = nullptr,
+                                    .left_sums = nullptr,
+                                    .right = frame.get<const std::uint8_t>(packed),
+                                    .right_scales = frame.get<const std::uint16_t>(block_scales),
+                                    .bias = nullptr,
+                                    .residual = nullptr,
+                                    .out = frame.get<float>(out),
+                                    .rows = frame.size_of(symbol),
+                                    .columns = columns,
+                                    .depth_blocks = depth_blocks,
+                                    .residual_stride = columns,
+                                    .out_stride = columns};
+              // Panel by panel, so that the second digit finds the weights in the cache.
+              const std::size_t panel = digits.size() == 1 ? end - begin : kBlocksPerPiece;
+              for (std::size_t block = begin; block < end; block += panel) {
+                args.bias = bias ? frame.get<const float>(*bias) : nullptr;
+                args.residual = residual ? frame.get<const float>(*residual) : nullptr;
+                for (std::size_t i = 0; i < digits.size(); ++i) {
+                  args.left = frame.get<const std::int8_t>(digits[i].values);
+                  args.left_scales = frame.get<const float>(digits[i].scales);
+                  args.left_sums = frame.get<const std::int32_t>(block_sums[i]);
+                  kernel(args, block, std::min(block + panel, end));
+                  args.bias = nullptr;
+                  args.residual = args.out;
+                }
+              }
+            });
+  return out;
+}
+
+}  // namespace chunkrt
