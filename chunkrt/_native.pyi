@@ -54,6 +54,16 @@ class ProgramBuilder:
         num_digits: int = 1,
         input_step: float | None = None,
     ) -> int: ...
+    def block_linear(
+        self,
+        input: int,
+        packed: int,
+        block_scales: int,
+        columns: int,
+        bias: int | None = None,
+        residual: int | None = None,
+        num_digits: int = 1,
+    ) -> int: ...
     def shadow_linear(self, input: int, packed: int, scales: int, input_step: float, hot_channels: int) -> int: ...
     def add(self, left: int, right: int) -> int: ...
     def mul(self, left: int, right: int) -> int: ...
