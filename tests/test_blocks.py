@@ -135,24 +135,26 @@ def test_products_are_those_of_the_values(columns, depth, num_digits):
     assert not found[2].any()
 
 
-QKV, O, GATE_UP, DOWN = (f"{LAYER}.{n}_proj.weight" for n in ("self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down"))
+QKV, O_PROJ, GATE_UP, DOWN = (
+    f"{LAYER}.{n}_proj.weight" for n in ("self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down")
+)
 
 
 def settled(types, config=CONFIG_IN_BLOCKS, scheme=SCHEME):
     """Linears of the first layer, and the head, that are in 4 bits."""
     found = Checkpoint(types, config).planned().settle(scheme)
-    return {name for name in (QKV, O, GATE_UP, DOWN, "lm_head.weight") if found.has_blocks(name)}
+    return {name for name in (QKV, O_PROJ, GATE_UP, DOWN, "lm_head.weight") if found.has_blocks(name)}
 
 
 def test_which_linears_have_blocks_is_the_checkpoint_s_to_say():
-    assert settled({}) == {QKV, O, GATE_UP, DOWN}
+    assert settled({}) == {QKV, O_PROJ, GATE_UP, DOWN}
     parts = [f"{LAYER}.self_attn.{n}_proj.weight" for n in "qkv"]
-    assert settled(dict.fromkeys(parts, "Q4_1")) == {QKV, O, GATE_UP, DOWN}
-    assert settled(dict(zip(parts, ("Q4_1", "Q4_0", "Q4_1"), strict=True))) == {QKV, O, GATE_UP, DOWN}
-    assert settled(dict.fromkeys(parts[:2], "Q4_1")) == {O, GATE_UP, DOWN}
-    assert settled(dict(zip(parts, ("Q4_1", "Q4_1", "Q6_K"), strict=True))) == {O, GATE_UP, DOWN}
-    assert settled({DOWN: "Q8_0", O: "Q4_K"}) == {QKV, GATE_UP}
-    assert settled({"lm_head.weight": "Q4_0"}) == {QKV, O, GATE_UP, DOWN, "lm_head.weight"}
+    assert settled(dict.fromkeys(parts, "Q4_1")) == {QKV, O_PROJ, GATE_UP, DOWN}
+    assert settled(dict(zip(parts, ("Q4_1", "Q4_0", "Q4_1"), strict=True))) == {QKV, O_PROJ, GATE_UP, DOWN}
+    assert settled(dict.fromkeys(parts[:2], "Q4_1")) == {O_PROJ, GATE_UP, DOWN}
+    assert settled(dict(zip(parts, ("Q4_1", "Q4_1", "Q6_K"), strict=True))) == {O_PROJ, GATE_UP, DOWN}
+    assert settled({DOWN: "Q8_0", O_PROJ: "Q4_K"}) == {QKV, GATE_UP}
+    assert settled({"lm_head.weight": "Q4_0"}) == {QKV, O_PROJ, GATE_UP, DOWN, "lm_head.weight"}
     assert settled({}, CONFIG) == set()  # blocks do not divide its depths
 
 

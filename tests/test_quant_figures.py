@@ -42,7 +42,9 @@ def test_an_npu_converts_all_that_it_takes_and_gives():
         "static.1": row * (HIDDEN + ATTENDED + HIDDEN + QKV),  # the residual stream passes from NPU to NPU
         "static.2": row * (HIDDEN + ATTENDED + HIDDEN),
     }
-    assert not any(f.converted_bytes for scheme in ("float", "w8a8-dynamic", "w4a8-dynamic") for f in figures(scheme).values())
+    assert not any(
+        f.converted_bytes for scheme in ("float", "w8a8-dynamic", "w4a8-dynamic") for f in figures(scheme).values()
+    )
 
 
 def test_bytes_of_weights_under_static_schemes():
