@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from chunkrt.calibrate import cached_calibration
@@ -17,20 +18,21 @@ from chunkrt.choose import cached_choice
 from chunkrt.engine_directory import PLAN, WEIGHTS, write_manifest
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.modules import Module
+from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.partition import partition
 from chunkrt.graph.placement import Placement, place
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.plan import Plan, resolve
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.figures import linears_by_weight_bits
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.scheme import Recipe, Scheme
-from chunkrt.quant.weights import check_calibration, check_shadowed, write_weights
+from chunkrt.quant.weights import check_calibration, check_shadowed, linear_weights, write_weights
 from chunkrt.shared_folder import written_aside
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.weights.checkpoint import open_checkpoint
-from chunkrt.weights.source import TensorSource
+from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, FLOAT_TYPES, BlockTensor, TensorSource
 
 Progress = Callable[[str, int, int], None]
 log = logging.getLogger(__name__)
@@ -43,6 +45,43 @@ class Planned:
     source: TensorSource
     decoder: Module
     plan: Plan
+
+    def load(self, name: str) -> Float32:
+        """A weight's values, by its plan name. Raises ModelError as `Parameter.load` does."""
+        return self._parameters[name].load(self.source)
+
+    def load_blocks(self, name: str) -> BlockTensor | None:
+        """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none.
+
+        Raises:
+            ModelError, QuantizationError: see `Parameter.load_blocks`.
+        """
+        return self._parameters[name].load_blocks(self.source)
+
+    def settle(self, scheme: Scheme) -> Scheme:
+        """A scheme as the checkpoint lets it be: `weights_of_8_bits` names every linear that is not in blocks.
+
+        In blocks are linears all of whose tensors the checkpoint has so; and those whose tensors are floats, if the
+        scheme does not keep them in 8 bits and blocks divide their depth. A scheme without blocks comes back as it is.
+
+        Raises:
+            ModelError: the checkpoint lacks a tensor.
+        """
+        if scheme.weight_bits != 4 or scheme.is_static:
+            return scheme
+
+        def is_in_blocks(name: str) -> bool:
+            types = self._parameters[name].stored_as(self.source)
+            depth, _ = resolve(self.plan.tensors[name].shape, {})
+            is_made_here = types <= FLOAT_TYPES and scheme.has_blocks(name) and depth % BLOCK_DEPTH == 0
+            return types <= BLOCK_TYPES or is_made_here
+
+        others = sorted(name for name in linear_weights(self.plan) if not is_in_blocks(name))
+        return replace(scheme, weights_of_8_bits=tuple(others))
+
+    @cached_property
+    def _parameters(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
 
 def plan_checkpoint(checkpoint: Path, placement: Placement, scheme: Scheme | None = None) -> Planned:
@@ -92,7 +131,7 @@ def compile_checkpoint(
     if scheme.is_static:
         scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
     planned = plan_checkpoint(checkpoint, placement, scheme)
-    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
+    scheme = planned.settle(scheme)
     folding = ranges.folding if ranges else Folding.none()
     try:
         with written_aside(folder) as aside:
@@ -101,8 +140,9 @@ def compile_checkpoint(
             write_weights(
                 planned.plan,
                 scheme,
-                lambda name: folding.apply(name, parameters[name].load(planned.source)),
+                lambda name: folding.apply(name, planned.load(name)),
                 aside / WEIGHTS,
+                load_blocks=planned.load_blocks,
                 calibration=ranges,
                 progress=lambda done, total: progress("compiling", done, total),
             )
@@ -113,6 +153,9 @@ def compile_checkpoint(
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
     log.info("compiled %s into %s", checkpoint, folder)
+    if scheme.weight_bits == 4:
+        counts = linears_by_weight_bits(planned.plan, scheme)
+        log.info("weights of %d linears have 4 bits, of %d 8 bits", counts[4], counts[8])
     return planned.plan
 
 

@@ -20,10 +20,11 @@ from chunkrt.backends.reference import quantize_rows
 from chunkrt.errors import QuantizationError
 from chunkrt.float_run import RunNode, Values, first_values, run_node, run_subgraph
 from chunkrt.graph.plan import Node, Plan, resolve
+from chunkrt.quant.blocks import quantize_to_blocks
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.grid import LinearGrids, excess_over_grid, grids_of, round_to_grid
 from chunkrt.quant.scheme import LEVELS, Scheme
-from chunkrt.quant.weights import linear_nodes, quantize_weight, quantize_weight_in_blocks
+from chunkrt.quant.weights import LoadBlocks, linear_nodes, quantize_weight, quantize_weight_in_blocks
 
 Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
@@ -129,12 +130,19 @@ class RoundedLinears:
     Args:
         weights: float32 [K, N], by name.
         calibration: for static schemes.
+        load_blocks: of weights that the checkpoint has in blocks of 4 bits; others are brought into blocks.
     """
 
-    def __init__(self, weights: Mapping[str, Float32], calibration: Calibration | None) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Float32],
+        calibration: Calibration | None,
+        load_blocks: LoadBlocks = lambda name: None,
+    ) -> None:
         self._weights = weights
+        self._load_blocks = load_blocks
         self._calibration = calibration
-        self._quantized: dict[tuple[str, int | None], tuple[Float32, Float32]] = {}
+        self._quantized: dict[tuple[str, int | None, bool], tuple[Float32, Float32]] = {}
 
     def multiply(self, node: Node, x: Float32, scheme: Scheme) -> Float32:
         """A MatMul node's output float32 [T, N] of x float32 [T, K], what a shadow adds included."""
@@ -155,15 +163,21 @@ class RoundedLinears:
         return grids_of(node, scheme, self._calibration, self.weight(node.inputs[1], scheme)[1])
 
     def weight(self, name: str, scheme: Scheme) -> tuple[Float32, Float32]:
-        """A weight's integers, as float32 [K, N], and its scales [N]; made once."""
-        bits = scheme.weight_bits_of(name)
-        if (name, bits) not in self._quantized:
-            if bits == 4:
-                integers, scale, _ = quantize_weight_in_blocks(self._weights[name], name=name)
-            else:
-                integers, scale = quantize_weight(self._weights[name], name=name)
-            self._quantized[name, bits] = integers.astype(np.float32), scale
-        return self._quantized[name, bits]
+        """A weight's integers, as float32 [K, N], and its scales [N]; made once. Blocks: values, and scales of 1."""
+        key = name, scheme.weight_bits_of(name), scheme.has_blocks(name)
+        if key not in self._quantized:
+            self._quantized[key] = self._quantize(name, scheme)
+        return self._quantized[key]
+
+    def _quantize(self, name: str, scheme: Scheme) -> tuple[Float32, Float32]:
+        if scheme.has_blocks(name):
+            blocks = self._load_blocks(name) or quantize_to_blocks(self._weights[name], name=name)
+            return blocks.dequantise().T, np.ones(len(blocks.integers), np.float32)
+        if scheme.weight_bits_of(name) == 4:
+            integers, scale, _ = quantize_weight_in_blocks(self._weights[name], name=name)
+        else:
+            integers, scale = quantize_weight(self._weights[name], name=name)
+        return integers.astype(np.float32), scale
 
 
 def _multiply_rows(x: Float32, integers: Float32, scale: Float32, num_digits: int) -> Float32:

@@ -99,6 +99,14 @@ def test_plan_shows_what_an_npu_converts(command):
     assert "converts" not in dynamic.out
 
 
+def test_plan_tells_how_many_linears_have_4_bits(command):
+    found = command("plan", GGUF, "--scheme", "w4a8-dynamic")
+    assert found.out.endswith("weights of 8 linears have 4 bits, of 1 8 bits\n")
+    summary = json.loads(command("plan", GGUF, "--scheme", "w4a8-dynamic", "--json").out)
+    assert summary["linears_by_weight_bits"] == {"4": 8, "8": 1, "32": 0}
+    assert "have 4 bits" not in command("plan", GGUF).out
+
+
 def test_plan_of_an_engine_directory(command, home):
     command("run", GGUF, "-p", "x", "-n", 1)
     with chunkrt.load(GGUF) as engine:

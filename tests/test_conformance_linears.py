@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.backends.reference import ReferenceBackend, quantize_rows
 from chunkrt.testing import ConformanceError, check_backend
 
 
@@ -138,6 +138,84 @@ def test_linears_in_int64_conform():
 @pytest.mark.parametrize("linear", WRONG, ids=lambda linear: linear.__name__)
 def test_what_a_linear_gets_wrong_is_noticed(linear):
     backend = OwnStaticLinears()
+    backend.linear = linear
+    with pytest.raises(ConformanceError) as raised:
+        check_backend(backend)
+    assert raised.value.clause == "linears"
+
+
+class BlockLinear:
+    """A linear in blocks of 4 bits in float64, of which others get one thing wrong."""
+
+    fixed_length = None
+
+    def __init__(self, subgraph, scheme, weights):
+        name = subgraph.nodes[0].inputs[1]
+        self.num_digits = scheme.num_digits(name)
+        blocks = weights.blocks(name)
+        integers = blocks.integers.T.astype(np.float64)
+        scales, minima = (np.repeat(part.T.astype(np.float64), 32, axis=0) for part in (blocks.scales, blocks.minima))
+        self.matrix = self.values(integers, scales, minima)
+
+    def run(self, inputs, outputs):
+        ((x,), (out,)) = inputs.values(), outputs.values()
+        rest, result = x, 0.0
+        for _ in range(self.num_digits):
+            integers, scale = quantize_rows(rest)
+            result = result + integers.astype(np.float64) @ self.matrix * scale
+            rest = rest - integers * scale
+        out[...] = result
+
+    def values(self, integers, scales, minima):
+        return integers * scales + minima
+
+
+class OwnBlockLinears(ReferenceBackend):
+    """The reference, but for linears in blocks that the suite tries alone."""
+
+    name = "own"
+    linear = BlockLinear
+
+    def compile(self, subgraph, plan, chunk_length, scheme, weights):
+        if is_alone(subgraph, "MatMul") and scheme.has_blocks(subgraph.nodes[0].inputs[1]):
+            return self.linear(subgraph, scheme, weights)
+        return super().compile(subgraph, plan, chunk_length, scheme, weights)
+
+
+class LeavesTheMinimaAway(BlockLinear):
+    def values(self, integers, scales, minima):
+        return integers * scales
+
+
+class TakesTheScalesOfTheNextBlock(BlockLinear):
+    def values(self, integers, scales, minima):
+        return integers * np.roll(scales, 32, axis=0) + minima
+
+
+class SwapsTheHalvesOfBytes(BlockLinear):
+    def values(self, integers, scales, minima):
+        halves = integers.reshape(-1, 2, 4, integers.shape[1])
+        return halves[:, ::-1].reshape(integers.shape) * scales + minima
+
+
+class RoundsToEightBits(BlockLinear):
+    """The detour that blocks are there to spare."""
+
+    def values(self, integers, scales, minima):
+        exact = integers * scales + minima
+        step = np.abs(exact).max(axis=0) / 127
+        return np.rint(exact / step) * step
+
+
+def test_linears_in_blocks_in_float64_conform():
+    check_backend(OwnBlockLinears())
+
+
+@pytest.mark.parametrize(
+    "linear", [LeavesTheMinimaAway, TakesTheScalesOfTheNextBlock, SwapsTheHalvesOfBytes, RoundsToEightBits]
+)
+def test_what_a_linear_in_blocks_gets_wrong_is_noticed(linear):
+    backend = OwnBlockLinears()
     backend.linear = linear
     with pytest.raises(ConformanceError) as raised:
         check_backend(backend)

@@ -8,7 +8,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends.reference import DynamicWeight, StaticWeight, operators
+from chunkrt.backends.reference import BlockWeight, DynamicWeight, StaticWeight, operators
 from chunkrt.calibrate import cached_calibration
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError
@@ -16,6 +16,7 @@ from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, NUM_SHOWN, evaluate_lay
 from chunkrt.evaluation.layers_picture import draw_layers
 from chunkrt.graph.plan import resolve
 from chunkrt.losses import LOSS_EVERY
+from chunkrt.quant.blocks import quantize_to_blocks
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.weights import linear_nodes, quantize_weight, quantize_weight_in_blocks
@@ -51,6 +52,8 @@ class Tiny:
 
     def multiply(self, name, x):
         """As the reference backend computes it."""
+        if self.scheme.has_blocks(name):
+            return BlockWeight(quantize_to_blocks(self.load(name)), num_digits=self.scheme.num_digits(name)).multiply(x)
         quantize = quantize_weight_in_blocks if self.scheme.weight_bits_of(name) == 4 else quantize_weight
         integers, scale, *_ = quantize(self.load(name))
         if not self.scheme.is_static:
@@ -95,6 +98,7 @@ def relative(pairs):
         {"scheme": "w8a16"},
         {"scheme": "w4a16"},
         {"scheme": "w8a8-dynamic"},
+        {"scheme": "w4a8-dynamic"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

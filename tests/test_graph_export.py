@@ -24,7 +24,7 @@ PARTS = {s.name: (s,) for s in PLAN.subgraphs}
 
 def with_weights(subgraphs, scheme):
     """An ONNX model that holds its weights."""
-    plan = DECODER.plans[scheme.name]
+    plan, scheme = DECODER.plans[scheme.name], DECODER.schemes[scheme.name]
     model = to_onnx(plan, subgraphs, name="part")
     quantize_linears(model, scheme)
     values = initializer_values(plan, scheme, DECODER.weights[scheme.name], list(model.graph.initializers))

@@ -100,9 +100,10 @@ def test_a_product_of_two_computed_values_is_refused(plan):
     [
         (SCHEMES["float"], ["MatMul whose activations are float32", "use a static scheme: w8a16, w8a8, w4a16"]),
         (SCHEMES["w8a8-dynamic"], ["MatMul whose activations are measured row by row", "w8a16, w8a8, w4a16"]),
+        (SCHEMES["w4a8-dynamic"], ["MatMul whose activations are measured row by row", "w8a16, w8a8, w4a16"]),
         (NARROW, ["MatMul of u8 by s4: the NPU has no such product", "w8a16, w8a8, w4a16"]),
     ],
-    ids=["float", "dynamic", "w4a8"],
+    ids=["float", "dynamic", "w4a8-dynamic", "w4a8"],
 )
 def test_other_schemes_are_refused(plan, scheme, words):
     for subgraph in plan.static_subgraphs:

@@ -12,7 +12,7 @@ STATIC_1 = HIDDEN * ATTENDED + HIDDEN * 2 * INNER + INNER * HIDDEN + HIDDEN * QK
 
 
 def figures(scheme, chunk_length=8):
-    return {f.name: f for f in subgraph_figures(DECODER.plan, SCHEMES[scheme], chunk_length=chunk_length)}
+    return {f.name: f for f in subgraph_figures(DECODER.plan, DECODER.schemes[scheme], chunk_length=chunk_length)}
 
 
 def test_linear_flops_are_two_a_weight_and_row():
@@ -42,7 +42,9 @@ def test_an_npu_converts_all_that_it_takes_and_gives():
         "static.1": row * (HIDDEN + ATTENDED + HIDDEN + QKV),  # the residual stream passes from NPU to NPU
         "static.2": row * (HIDDEN + ATTENDED + HIDDEN),
     }
-    assert not any(f.converted_bytes for scheme in ("float", "w8a8-dynamic") for f in figures(scheme).values())
+    assert not any(
+        f.converted_bytes for scheme in ("float", "w8a8-dynamic", "w4a8-dynamic") for f in figures(scheme).values()
+    )
 
 
 def test_bytes_of_weights_under_static_schemes():
@@ -59,7 +61,7 @@ def test_bytes_of_weights_under_static_schemes():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bytes_of_weights_are_those_of_the_store(scheme):
-    stored = weight_bytes(DECODER.plan, SCHEMES[scheme])
+    stored = weight_bytes(DECODER.plan, DECODER.schemes[scheme])
     assert sum(stored.values()) == DECODER.weights[scheme].num_bytes
     assert sum(f.weight_bytes for f in figures(scheme).values()) == sum(stored.values())
 

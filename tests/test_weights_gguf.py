@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as BlockType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 from chunkrt.weights.checkpoint import open_checkpoint
 from chunkrt.weights.gguf import GgufSource
 
@@ -390,3 +390,54 @@ def test_flipped_bytes_give_values_or_a_model_error_and_bounded_memory(tmp_path,
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < ALLOCATION_BOUND_BYTES
+
+
+def write_quantized(path, kind, change=lambda stored: stored):
+    """The model with its linears in `kind`; `change` gets the stored bytes of every linear."""
+    writer = metadata_writer(path)
+    for name, values in model_tensors().items():
+        if values.ndim == 2 and name.startswith("blk."):
+            writer.add_tensor(name, change(gguf.quants.quantize(values, kind)), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    finish(writer)
+    return path
+
+
+@pytest.mark.parametrize("kind", [BlockType.Q4_0, BlockType.Q4_1])
+def test_blocks_are_the_values_that_gguf_makes_of_them(tmp_path, kind):
+    """Rows of q and k come back in Hugging Face's order, with their scales."""
+    source = GgufSource(write_quantized(tmp_path / "m.gguf", kind))
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
+        tensor = f"model.layers.1.{name}.weight"
+        blocks, values = source.read_blocks(tensor), source.read(tensor)
+        assert (blocks.integers.dtype, blocks.integers.shape) == (np.uint8, values.shape)
+        assert blocks.scales.shape == blocks.minima.shape == (len(values), values.shape[1] // 32)
+        assert (blocks.scales.dtype, blocks.minima.dtype) == (np.float16, np.float16)
+        assert blocks.integers.max() == 15
+        np.testing.assert_array_equal(blocks.dequantise(), values)
+
+
+@pytest.mark.parametrize("kind", [BlockType.Q8_0, BlockType.Q5_1, BlockType.F16])
+def test_other_types_have_no_blocks_of_4_bits(tmp_path, kind):
+    source = GgufSource(write_quantized(tmp_path / "m.gguf", kind))
+    assert source.read_blocks("model.layers.0.mlp.down_proj.weight") is None
+    assert source.read_blocks("model.norm.weight") is None
+    with pytest.raises(ModelError, match=r"has no tensor nowhere"):
+        source.read_blocks("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "value"),
+    [(BlockType.Q4_0, 0, 1e4), (BlockType.Q4_0, 0, np.nan), (BlockType.Q4_1, 0, np.inf), (BlockType.Q4_1, 2, np.nan)],
+    ids=["-8 * scale overflows", "Q4_0 scale", "Q4_1 scale", "Q4_1 minimum"],
+)
+def test_blocks_that_float16_cannot_hold_are_refused(tmp_path, kind, start, value):
+    def damage(stored):
+        changed = stored.copy()
+        changed[1, start : start + 2] = np.float16([value]).view(np.uint8)
+        return changed
+
+    source = GgufSource(write_quantized(tmp_path / "m.gguf", kind, damage))
+    with pytest.raises(QuantizationError, match=r"tensor blk.1.ffn_up.weight has scales or minima that float16 cannot"):
+        source.read_blocks("model.layers.1.mlp.up_proj.weight")

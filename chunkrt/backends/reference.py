@@ -18,6 +18,7 @@ from chunkrt.graph.plan import Attribute, Plan, Subgraph
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
+from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float32 = NDArray[np.float32]
@@ -92,6 +93,31 @@ class DynamicWeight:
         return result
 
 
+class BlockWeight:
+    """A weight [K, N] in blocks of 4 bits, as MatMul's right operand; the left one is measured row by row."""
+
+    def __init__(self, blocks: BlockTensor, *, num_digits: int) -> None:
+        columns, depth = blocks.integers.shape
+        integers = blocks.integers.T.reshape(depth // BLOCK_DEPTH, BLOCK_DEPTH, columns).astype(np.float64)
+        self._blocks = list(zip(integers, blocks.scales.T, blocks.minima.T, strict=True))
+        self._columns = columns
+        self._num_digits = num_digits
+
+    def multiply(self, left: Float32) -> Float32:
+        """left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once together."""
+        result = np.zeros((len(left), self._columns), np.float32)
+        for _ in range(self._num_digits):
+            quantized, row_scale = quantize_rows(left)
+            value = np.zeros_like(result)
+            for index, (integers, scale, minimum) in enumerate(self._blocks):
+                rows = quantized[:, index * BLOCK_DEPTH :][:, :BLOCK_DEPTH].astype(np.float64)
+                value = (rows @ integers * scale + value).astype(np.float32)
+                value = (rows.sum(axis=1, keepdims=True) * minimum + value).astype(np.float32)
+            result += value * row_scale
+            left = left - quantized * row_scale
+        return result
+
+
 class StaticWeight:
     """An int8 weight [K, N] with its scales [N], the grid of the left operand, and that of the result if it has one."""
 
@@ -118,7 +144,12 @@ class StaticWeight:
         return ((excess @ self._exact) * self._scale).astype(np.float32)
 
 
-def _quantized_weight(name: str, scheme: Scheme, weights: WeightStore) -> DynamicWeight | StaticWeight:
+QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
+
+
+def _quantized_weight(name: str, scheme: Scheme, weights: WeightStore) -> QuantizedWeight:
+    if scheme.has_blocks(name):
+        return BlockWeight(weights.blocks(name), num_digits=scheme.num_digits(name))
     integers, scale = weights.linear(name)
     if not scheme.is_static:
         return DynamicWeight(integers, scale, num_digits=scheme.num_digits(name))
@@ -139,7 +170,7 @@ def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
 
 
 @operators.register("MatMul")
-def _matmul(left: Float32, right: Float32 | DynamicWeight | StaticWeight) -> Float32:
+def _matmul(left: Float32, right: Float32 | QuantizedWeight) -> Float32:
     return left @ right if isinstance(right, np.ndarray) else right.multiply(left)
 
 

@@ -228,14 +228,14 @@ def _evaluate_layers(
         recipe = Recipe(scheme=engine.scheme)
         _, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
     folding = ranges.folding if ranges else Folding.none()
-    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
     return evaluate_layers(
         planned.plan,
-        lambda name: folding.apply(name, parameters[name].load(planned.source)),
+        lambda name: folding.apply(name, planned.load(name)),
         engine.scheme,
         ranges,
         windows,
-        partial(progress, "layers"),
+        load_blocks=planned.load_blocks,
+        progress=partial(progress, "layers"),
     )
 
 

@@ -16,7 +16,13 @@ from chunkrt.graph.plan import Plan
 from chunkrt.model import check_compiled, choose_recipe, engine_folder, find_checkpoint, options_placement
 from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
-from chunkrt.quant.figures import AttentionFigures, SubgraphFigures, attention_figures, subgraph_figures
+from chunkrt.quant.figures import (
+    AttentionFigures,
+    SubgraphFigures,
+    attention_figures,
+    linears_by_weight_bits,
+    subgraph_figures,
+)
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import check_shadowed
 
@@ -41,6 +47,7 @@ def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, 
         summary = {
             "chunk": chunk_length,
             "scheme": scheme.name,
+            "linears_by_weight_bits": linears_by_weight_bits(found, scheme),
             "prompt_length": prompt_length,
             "subgraphs": [asdict(f) for f in figures],
             "attention": asdict(attention),
@@ -49,6 +56,9 @@ def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, 
         click.echo(json.dumps(summary, indent=1))
     else:
         _print(figures, attention, chunk_length, prompt_length)
+        if scheme.weight_bits == 4:
+            counts = linears_by_weight_bits(found, scheme)
+            click.echo(f"weights of {counts[4]} linears have 4 bits, of {counts[8]} 8 bits")
 
 
 def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
@@ -73,7 +83,8 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
             scheme = recipe.scheme
             if recipe.search:
                 scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
-        found = plan_checkpoint(checkpoint, options_placement(options), scheme).plan
+        planned = plan_checkpoint(checkpoint, options_placement(options), scheme)
+        found, scheme = planned.plan, planned.settle(scheme)
         check_shadowed(found, scheme)
         compiled_for = DEFAULT_CHUNK_LENGTH
     chunk_length = options.chunk_length or compiled_for

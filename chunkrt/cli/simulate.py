@@ -13,7 +13,7 @@ from chunkrt.cli.plan import read_model
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.scheme import SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.simulate import DEVICES, Simulation, find_device, find_shape, shapes
 from chunkrt.simulate import simulate as simulate_prompt
@@ -56,7 +56,7 @@ def simulate(
         chunk_lengths = str(device.chunk_length) if isinstance(device, MeasuredProfile) else "32,128,256"
     policies = list(POLICIES) if policy == "all" else policy.split(",")
     prompts, chunks = _lengths("-p", prompt_lengths), _lengths("--chunk", chunk_lengths)
-    plan = _plan(model, scheme)
+    plan, settled = _plan(model, scheme)
     rows = [
         simulate_prompt(
             plan,
@@ -64,7 +64,7 @@ def simulate(
             prompt_length=prompt,
             chunk_length=chunk,
             policy=name,
-            scheme=scheme,
+            scheme=settled,
             chunks_in_flight=chunks_in_flight,
             threads=threads,
         )
@@ -86,14 +86,16 @@ def _lengths(option: str, text: str) -> list[int]:
     return lengths
 
 
-def _plan(model: str, scheme: str) -> Plan:
-    """The plan of a shape, else of a model."""
+def _plan(model: str, scheme: str) -> tuple[Plan, Scheme]:
+    """The plan of a shape, else of a model; and the scheme as its checkpoint lets it be."""
     if model in shapes():
-        return find_shape(model).plan()
+        return find_shape(model).plan(), find_scheme(scheme)
     try:
-        return read_model(model, EngineOptions(scheme=scheme))[0]
+        plan, settled, _ = read_model(model, EngineOptions(scheme=scheme))
     except ConfigError as error:
         raise ConfigError(f"{error}; shapes are: {', '.join(shapes())}") from error
+    # Without an NPU here, a static scheme would be given what it does on CPUs.
+    return plan, find_scheme(scheme) if settled.is_static else settled
 
 
 def _print(model: str, rows: Sequence[Simulation]) -> None:

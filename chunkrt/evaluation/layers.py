@@ -22,7 +22,7 @@ from chunkrt.graph.plan import Node, Plan
 from chunkrt.losses import LOSS_EVERY, Float32, RoundedLinears
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import LEVELS, Scheme
-from chunkrt.quant.weights import linear_nodes
+from chunkrt.quant.weights import LoadBlocks, linear_nodes
 
 NUM_LAYER_WINDOWS = 4
 """Windows that are looked at: errors of layers need fewer tokens than perplexities."""
@@ -103,6 +103,8 @@ def evaluate_layers(
     scheme: Scheme,
     calibration: Calibration | None,
     windows: Sequence[Sequence[int]],
+    *,
+    load_blocks: LoadBlocks = lambda name: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LayersRun:
     """Measure every linear and layer.
@@ -112,6 +114,7 @@ def evaluate_layers(
         load: a weight's float32 values by its plan name, folded as the calibration says; called once a subgraph.
         calibration: of a static scheme.
         windows: tokens that start at position 0.
+        load_blocks: see `write_weights`; the scheme is as `Planned.settle` gives it.
         progress: told (subgraphs done, subgraphs in all).
 
     Raises:
@@ -129,7 +132,7 @@ def evaluate_layers(
     for index, subgraph in enumerate(plan.subgraphs):
         progress(index, len(plan.subgraphs))
         weights = {name: load(name) for name in subgraph.weights}
-        run = _Runs(found, RoundedLinears(weights, calibration))
+        run = _Runs(found, RoundedLinears(weights, calibration, load_blocks))
         for window in range(len(tokens)):
             in_float[window] = run_subgraph(plan, index, in_float[window], weights, run.in_float)
             rounded[window] = run_subgraph(plan, index, rounded[window], weights, run.rounded)

@@ -105,6 +105,33 @@ TwoDigitLinear (x, weight, weight_scale) => (y)
     y = Add (first, second)
 }
 
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+BlockLinear (x, weight, block_scale, block_minimum) => (y)
+{
+    # weight uint8 [K, N] of 0 to 15; scale and minimum [K / 32, N]. A minimum is multiplied by its block's sum of x
+    q, row_scale = chunkrt.QuantizeRows (x)
+    scaled_weight = DequantizeLinear <axis = 0, block_size = 32> (weight, block_scale)
+    product = MatMul (q, scaled_weight)
+    by_block = Constant <value_ints = [0, -1, 32]> ()
+    blocks = Reshape (q, by_block)
+    last = Constant <value_ints = [-1]> ()
+    sums = ReduceSum <keepdims = 0> (blocks, last)
+    of_minima = MatMul (sums, block_minimum)
+    accumulated = Add (product, of_minima)
+    y = Mul (accumulated, row_scale)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+TwoDigitBlockLinear (x, weight, block_scale, block_minimum) => (y)
+{
+    q, row_scale = chunkrt.QuantizeRows (x)
+    approximation = Mul (q, row_scale)
+    remainder = Sub (x, approximation)
+    first = chunkrt.BlockLinear (x, weight, block_scale, block_minimum)
+    second = chunkrt.BlockLinear (remainder, weight, block_scale, block_minimum)
+    y = Add (first, second)
+}
+
 <domain: "chunkrt", opset_import: ["": 23]>
 ShadowLinear (x, weight, step, weight_scale) => (y)
 {

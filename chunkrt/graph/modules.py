@@ -19,7 +19,7 @@ from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.plan import Device
 from chunkrt.graph.tracing import current_trace
-from chunkrt.weights.source import TensorSource
+from chunkrt.weights.source import BlockTensor, TensorSource
 
 Float32 = NDArray[np.float32]
 
@@ -43,13 +43,39 @@ class Parameter:
         Raises:
             ModelError: a checkpoint tensor is missing or has another shape; the message names both.
         """
+        self._check(source)
+        weight = self.combine(*(source.read(name) for name in self.checkpoint_tensors))
+        assert weight.shape == self.shape, (self.name, weight.shape, self.shape)
+        return weight
+
+    def load_blocks(self, source: TensorSource) -> BlockTensor | None:
+        """A linear's weight in the checkpoint's own blocks of 4 bits, [N, K]; None if a part of it has none.
+
+        Raises:
+            ModelError: as `load` does.
+            QuantizationError: as `TensorSource.read_blocks` does.
+        """
+        self._check(source)
+        parts: list[BlockTensor] = []
+        for name in self.checkpoint_tensors:
+            if (part := source.read_blocks(name)) is None:
+                return None
+            parts.append(part)
+        return BlockTensor(
+            integers=np.concatenate([part.integers for part in parts]),
+            scales=np.concatenate([part.scales for part in parts]),
+            minima=np.concatenate([part.minima for part in parts]),
+        )
+
+    def stored_as(self, source: TensorSource) -> set[str]:
+        """The types that the checkpoint has its tensors in. Raises ModelError if one is missing."""
+        return {source.info(name).stored_as for name in self.checkpoint_tensors}
+
+    def _check(self, source: TensorSource) -> None:
         for name, expected in self.checkpoint_tensors.items():
             found = source.info(name).shape
             if found != expected:
                 raise ModelError(f"{source.path.name}: tensor {name} is {list(found)}, expected {list(expected)}")
-        weight = self.combine(*(source.read(name) for name in self.checkpoint_tensors))
-        assert weight.shape == self.shape, (self.name, weight.shape, self.shape)
-        return weight
 
     def value(self) -> ir.Value:
         """The weight in the graph being traced."""

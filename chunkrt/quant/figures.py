@@ -112,6 +112,14 @@ def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
     return sizes
 
 
+def linears_by_weight_bits(plan: Plan, scheme: Scheme) -> dict[int, int]:
+    """How many linears have weights of 4, 8 and 32 bits; a scheme with blocks is one that a checkpoint has settled."""
+    counts = {4: 0, 8: 0, 32: 0}
+    for name in linear_weights(plan):
+        counts[scheme.weight_bits_of(name) or 32] += 1
+    return counts
+
+
 def _edges(subgraph: Subgraph) -> tuple[str, ...]:
     return (*subgraph.inputs, *subgraph.outputs)
 

@@ -17,7 +17,17 @@ from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.quant.qdq import insert_qdq, qdq_values
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
+from chunkrt.weights.source import BLOCK_DEPTH
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
+
+MINIMUM_SUFFIX = ".minimum"
+DYNAMIC_OPS = {
+    (False, 1): "DynamicLinear",
+    (False, 2): "TwoDigitLinear",
+    (True, 1): "BlockLinear",
+    (True, 2): "TwoDigitBlockLinear",
+}
+"""By whether the weight is in blocks of 4 bits, and how many digits activations have."""
 
 SHADOW_STEP_SUFFIX, SHADOW_SCALE_SUFFIX = ".shadow_step", ".shadow_scale"
 
@@ -26,10 +36,9 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
     """A pass, in place: make every linear what a scheme says.
 
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: the initializers are those of
-    `initializer_values`. Under a dynamic scheme each linear is one `chunkrt::DynamicLinear`, or a `TwoDigitLinear`
-    where the scheme wants that, and the functions that define these are in the model. Under a static one each is
-    standard ONNX that quantises and dequantises its input, weight and output: what an NPU's compiler reads. Under
-    "float" nothing changes.
+    `initializer_values`. Under a dynamic scheme each linear is one of DYNAMIC_OPS, and the functions that define these
+    are in the model. Under a static one each is standard ONNX that quantises and dequantises its input, weight and
+    output: what an NPU's compiler reads. Under "float" nothing changes.
     """
     if scheme.weight_bits is None:
         return
@@ -45,7 +54,7 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
         else:
             _make_dynamic(graph, node, weight, scheme)
     if not scheme.is_static:
-        for op in ("QuantizeRows", "DynamicLinear", "TwoDigitLinear"):
+        for op in ("QuantizeRows", *DYNAMIC_OPS.values()):
             function = expansion(op)
             model.functions.setdefault(function.identifier(), function)
 
@@ -53,14 +62,19 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
 def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Scheme) -> None:
     assert weight.shape is not None
     assert weight.name is not None
-    weight.type = ir.TensorType(ir.DataType.INT8)
-    name = weight.name + SCALE_SUFFIX
-    scale = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([weight.shape[-1]]))
-    graph.initializers[name] = scale
+    depth, columns = weight.shape.numpy()
+    has_blocks = scheme.has_blocks(weight.name)
+    weight.type = ir.TensorType(ir.DataType.UINT8 if has_blocks else ir.DataType.INT8)
+    blocked = [depth // BLOCK_DEPTH, columns]
+    beside = {SCALE_SUFFIX: blocked, MINIMUM_SUFFIX: blocked} if has_blocks else {SCALE_SUFFIX: [columns]}
     node.domain = DOMAIN
-    node.op_type = {1: "DynamicLinear", 2: "TwoDigitLinear"}[scheme.num_digits(weight.name)]
-    node.resize_inputs(3)
-    node.replace_input_with(2, scale)
+    node.op_type = DYNAMIC_OPS[has_blocks, scheme.num_digits(weight.name)]
+    node.resize_inputs(2 + len(beside))
+    for index, (suffix, shape) in enumerate(beside.items(), 2):
+        name = weight.name + suffix
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+        graph.initializers[name] = value
+        node.replace_input_with(index, value)
 
 
 def _complete_shadow(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
@@ -84,6 +98,11 @@ def initializer_values(
     for name in quantized.intersection(names):
         if scheme.is_static:
             values |= qdq_values(name, scheme, weights)
+        elif scheme.has_blocks(name):
+            blocks = weights.blocks(name)
+            values[name] = np.ascontiguousarray(blocks.integers.T)
+            values[name + SCALE_SUFFIX] = blocks.scales.T.astype(np.float32, order="C")
+            values[name + MINIMUM_SUFFIX] = blocks.minima.T.astype(np.float32, order="C")
         else:
             values[name], values[name + SCALE_SUFFIX] = weights.linear(name)
         if scheme.is_shadowed(name):

@@ -27,7 +27,10 @@ class Scheme:
 
     weight_bits: 8, symmetric int8 per output channel, w ~ q * scale with q in [-127, 127]. 4, blocks of BLOCK_LENGTH
         along the depth: w ~ q * multiplier * scale, q in [-7, 7], a whole multiplier of 1 to 16 for each block and a
-        scale for each output channel; q * multiplier fits int8, and is what is stored. None: float32.
+        scale for each output channel; q * multiplier fits int8, and is what is stored. None: float32. With dynamic
+        activations 4 means a checkpoint's own blocks (GGUF's Q4_0 and Q4_1), kept as they are: w = q * scale + minimum,
+        q in [0, 15], a scale and a minimum for each 32 weights of an output channel. Weights that were never quantised
+        are brought into such blocks.
     activations: "dynamic", a scale for each row (token), max|x| / 127, measured as the row passes; "static", one grid
         for a linear's input and one for its output, calibrated beforehand; None, float32.
     activation_bits: of the linears that `wide` does not name.
@@ -38,7 +41,8 @@ class Scheme:
         inputs.
     shadowed: static only: linears whose 8-bit input grid holds most values, but not the few largest; what these exceed
         it by is multiplied in float beside, by a `chunkrt::ShadowLinear` on the CPU.
-    weights_of_8_bits: linears that keep 8-bit weights where others have 4.
+    weights_of_8_bits: linears that keep 8-bit weights where others have 4. With dynamic activations that is up to the
+        checkpoint as well: what an engine is compiled under names them all (`quant/blocks.py`).
     equalisation: static only: how much of the unevenness between the channels of an input is moved into the weights
         beforehand, 0 to 1; None: nothing is. See `quant/folding.py`.
     is_rotated: whether the residual stream is rotated beforehand, so that no channel stands out.
@@ -79,6 +83,10 @@ class Scheme:
         """Bits of one linear's weight."""
         return 8 if self.weight_bits == 4 and _matches(weight, self.weights_of_8_bits) else self.weight_bits
 
+    def has_blocks(self, weight: str) -> bool:
+        """Whether a linear's weight is stored in blocks of 4 bits, each with a scale and a minimum."""
+        return self.activations == "dynamic" and self.weight_bits_of(weight) == 4
+
     def has_column_grids(self, weight: str) -> bool:
         """Whether the columns of a linear's output have grids of their own."""
         return _matches(weight, self.column_grids) and not self.has_float_output(weight)
@@ -110,6 +118,7 @@ SCHEMES = {
     for scheme in (
         Scheme(name="float", weight_bits=None, activations=None),
         Scheme(name="w8a8-dynamic", weight_bits=8, activations="dynamic", wide=SENSITIVE),
+        Scheme(name="w4a8-dynamic", weight_bits=4, activations="dynamic", wide=SENSITIVE, weights_of_8_bits=(HEAD,)),
         # down_proj writes the massive values of the residual stream: they sit in a few columns, and one grid for all
         # would be theirs.
         Scheme(name="w8a16", weight_bits=8, activations="static", activation_bits=16, column_grids=(DOWN_PROJ,)),

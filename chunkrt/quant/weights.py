@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import QuantizationError, unknown_name
 from chunkrt.graph.plan import MAIN_SUFFIX, Node, Plan, Tensor
+from chunkrt.quant.blocks import quantize_to_blocks
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme
-from chunkrt.weights.layout import pack, packed_shape
+from chunkrt.weights.layout import pack, pack_blocks, packed_blocks_shapes, packed_shape
+from chunkrt.weights.source import BlockTensor
 from chunkrt.weights.store import (
+    BLOCK_SCALE_SUFFIX,
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
@@ -27,7 +30,10 @@ from chunkrt.weights.store import (
 )
 
 Float32 = NDArray[np.float32]
-ORDER = {"int8": 0, "float32": 1, "float16": 2}
+LoadBlocks = Callable[[str], BlockTensor | None]
+"""A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name, if it has them."""
+
+ORDER = {"int8": 0, "uint8": 0, "float32": 1, "float16": 2}
 COLUMNS_AT_ONCE = 1024
 """Output channels quantised together: bounds the temporary copies of a large head."""
 
@@ -154,31 +160,43 @@ def write_weights(
     load: Callable[[str], Float32],
     path: Path,
     *,
+    load_blocks: LoadBlocks = lambda name: None,
     calibration: Calibration | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Load every weight of the plan, quantise what the scheme says, and write the store.
 
     Args:
-        load: a weight's values by its plan name; called once a weight, results are dropped at once.
+        scheme: as `Planned.settle` gives it, if it has linears in blocks.
+        load: a weight's values by its plan name; called at most once a weight, results are dropped at once.
+        load_blocks: asked first for linears in blocks; without an answer their values are quantised.
         path: written in full or not at all is the caller's business (write aside, rename).
         calibration: of this decoder; a static scheme needs one.
         progress: told (weights done, weights in all).
 
     Raises:
-        ModelError, QuantizationError: as `load` and `quantize_weight`; a calibration is missing, or is another
-            decoder's.
+        ModelError, QuantizationError: as `load`, `load_blocks` and `quantize_weight`; a calibration is missing, or is
+            another decoder's.
     """
     stored = stored_entries(plan, scheme)
     linears = linear_nodes(plan)
     # Packed weights need 64-byte alignment, float32 4-byte: the wider they must be aligned, the earlier they come.
+    # Packed scales are multiples of 64 bytes as well, and stand behind their weights.
     names = sorted(stored, key=lambda name: ORDER[stored[name][0].dtype])
-    beside = sorted((e for parts in stored.values() for e in parts[1:]), key=lambda e: e.dtype == "int8")
+    in_blocks = {name for name in linears if scheme.has_blocks(name)}
+    first = [e for name in names for e in stored[name][: 2 if name in in_blocks else 1]]
+    rest = (e for name in stored.keys() - in_blocks for e in stored[name][1:])
+    beside = sorted(rest, key=lambda e: (e.dtype == "int8", e.name))
     later: dict[str, NDArray[Any]] = {}
     with path.open("wb") as file:
-        writer = WeightWriter(file, [*(stored[name][0] for name in names), *beside])
+        writer = WeightWriter(file, [*first, *beside])
         for done, name in enumerate(names):
             progress(done, len(names))
+            if name in in_blocks:
+                blocks = load_blocks(name) or quantize_to_blocks(load(name), name=name)
+                for array in pack_blocks(blocks):
+                    writer.write(array)
+                continue
             values = load(name)
             if len(stored[name]) == 1:
                 writer.write(_as_dtype(values, stored[name][0].dtype, name=name))
@@ -237,6 +255,12 @@ def _entry(tensor: Tensor, tables: set[str]) -> Entry:
 def _linear_entries(tensor: Tensor, scheme: Scheme) -> list[Entry]:
     name = tensor.name
     depth, columns = (int(d) for d in tensor.shape)
+    if scheme.has_blocks(name):
+        shape, scales_shape = packed_blocks_shapes(depth, columns)
+        return [
+            Entry(name=name, dtype="uint8", shape=shape, logical_shape=(depth, columns)),
+            Entry(name=name + BLOCK_SCALE_SUFFIX, dtype="float16", shape=scales_shape, logical_shape=scales_shape),
+        ]
     beside: dict[str, tuple[str, tuple[int, ...]]] = {SCALE_SUFFIX: ("float32", (columns,))}
     if scheme.weight_bits_of(name) == 4:
         beside[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // BLOCK_LENGTH), columns))

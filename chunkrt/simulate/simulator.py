@@ -75,7 +75,7 @@ def simulate(
     prompt_length: int,
     chunk_length: int,
     policy: str,
-    scheme: str,
+    scheme: str | Scheme,
     chunks_in_flight: int | None = None,
     threads: int | None = None,
 ) -> Simulation:
@@ -87,7 +87,7 @@ def simulate(
         prompt_length: tokens, 1 to the plan's context.
         chunk_length: C, tokens, 1 to the plan's context.
         policy: the order of tasks, by name. It goes by the durations that tasks have alone.
-        scheme: how linears are quantised, by name.
+        scheme: how linears are quantised; by name, or as a checkpoint lets it be.
         chunks_in_flight: ring slots, at least 1; by default as many as the executor takes.
         threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
 
@@ -99,8 +99,10 @@ def simulate(
             raise ConfigError(f"{name} {value} is outside 1..{plan.context_length}, the model's context")
     if chunks_in_flight is not None and chunks_in_flight < 1:
         raise ConfigError(f"{chunks_in_flight} chunks in flight: at least 1 is needed")
-    found_scheme = find_scheme(scheme)
-    if scheme == MIXED or any(node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes):
+    found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
+    if found_scheme.name == MIXED or any(
+        node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes
+    ):
         raise ConfigError("the simulator does not know what shadows and mixed schemes cost; simulate w8a8 or w8a16")
     chunks = cut(prompt_length, chunk_length)
     work_of: WorkOf
@@ -113,7 +115,7 @@ def simulate(
     else:
         budget = device.budget(threads)
         processors, prompt_us = device.processors(budget.threads), budget.prompt_us
-        costs = _measured(plan, device, budget, chunk_length, scheme)
+        costs = _measured(plan, device, budget, chunk_length, found_scheme.name)
         work_of = measured_work(plan, costs, budget, chunks)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     record = RunRecord(
@@ -137,7 +139,7 @@ def simulate(
     ttft_ns = record.end_ns + 1000 * prompt_us
     return Simulation(
         device=device.name,
-        scheme=scheme,
+        scheme=found_scheme.name,
         policy=policy,
         prompt_length=prompt_length,
         chunk_length=chunk_length,

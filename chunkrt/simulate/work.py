@@ -128,7 +128,8 @@ class ModelledWork:
             depth, columns = resolve(tensors[weight].shape, {})
             operations = 2.0 * symbols[str(tensors[node.outputs[0]].shape[0])] * depth * columns
             num_bytes = shared_bytes = float(self._weight_bytes[weight])
-            if processor is self._device.npu and self._scheme.weight_bits_of(weight) == 4:
+            is_spread = self._scheme.is_static and self._scheme.weight_bits_of(weight) == 4
+            if processor is self._device.npu and is_spread:
                 num_bytes = shared_bytes = num_bytes / 2  # packed; the CPU's are spread to 8 bits
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"

@@ -44,7 +44,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     A small Llama decoder with random weights is cut into subgraphs; each that the backend supports, under each scheme
     of TRIED that it supports, is compiled for chunks of `chunk_length` and of twice as many rows, and compared with the
     backend `reference`. Its sizes are such that no vector width divides them; then the same under the static schemes
-    with multiples of 32, for hardware that takes nothing else.
+    with multiples of 32, for hardware that takes nothing else, and under those with 4-bit blocks, whose depth is 32.
 
     Args:
         chunk_length: an NPU's compiler decides anew for every length; check it with those that it is used with.
@@ -66,13 +66,14 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
             where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a
             `fixed_length` a subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16.
         linears: a linear alone. A dynamic one of multiples of 1/2 with 127 in every row is exact to 4 * 2^-23 of the
-            sum of its products' magnitudes: rounding is half to even, sums of products are exact; a row of zeros
-            gives zeros. A static one is within one step of its output's grid of the exact sum of the integers, ties of
-            its input going to even; what lies beyond a grid becomes its last level, or anything from there to the end
-            of the integers' type; where the linear has a shadow, the last level. An output in float is within
-            (K + 4) * 2^-24 of the sum of its K products' magnitudes. With a `fixed_length`, which tells of an NPU,
-            values arrive and leave in float16: there a tie may go either way, and a result be off by 2^-10 of the sum
-            of its products' magnitudes and by 2^-9 of the output grid's limit.
+            sum of its products' magnitudes: rounding is half to even, sums of products are exact; a row of zeros gives
+            zeros. With a weight in blocks it is exact to (K + 4) * 2^-24 of that sum, where an integer times its scale
+            and the minimum are two products. A static one is within one step of its output's grid of the exact sum of
+            the integers, ties of its input going to even; what lies beyond a grid becomes its last level, or anything
+            from there to the end of the integers' type; where the linear has a shadow, the last level. An output in
+            float is within (K + 4) * 2^-24 of the sum of its K products' magnitudes. With a `fixed_length`, which tells
+            of an NPU, values arrive and leave in float16: there a tie may go either way, and a result be off by 2^-10
+            of the sum of its products' magnitudes and by 2^-9 of the output grid's limit.
         shadows: a linear's shadow alone, on steps and half steps. What lies at most 127 steps from zero, or rounds to
             that, ties to even, adds exactly nothing; of all else what it exceeds 127 steps by is multiplied, within the
             bound of an output in float.
@@ -84,10 +85,10 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     Raises:
         ConformanceError: an AssertionError that names the first clause that was broken.
     """
-    static = [scheme for scheme in TRIED if scheme.is_static]
+    static_or_in_blocks = [scheme for scheme in TRIED if scheme.is_static or scheme.weight_bits == 4]
     suites = [
         _Suite(backend, TRIED, CONFIG, chunk_length),
-        _Suite(backend, static, CONFIG_IN_BLOCKS, chunk_length),
+        _Suite(backend, static_or_in_blocks, CONFIG_IN_BLOCKS, chunk_length),
     ]
     suites[0].check_description()
     if not sum([suite.check() for suite in suites]):
@@ -103,11 +104,11 @@ class _Suite:
         self, backend: Backend, schemes: Sequence[Scheme], config: Mapping[str, Any], chunk_length: int
     ) -> None:
         self.backend = backend
-        self.schemes = schemes
         self.chunk_length = chunk_length
         self.num_tokens = 3 * chunk_length
         context = max(config["max_position_embeddings"], self.num_tokens)
         self.decoder = random_decoder(schemes, {**config, "max_position_embeddings": context})
+        self.schemes = list(self.decoder.schemes.values())
 
     def check(self) -> int:
         """How many executables were checked."""
@@ -180,7 +181,7 @@ class _Suite:
         plan, weights = self.decoder.plans[scheme.name], self.decoder.weights[scheme.name]
         shadows = {n.inputs[1]: n for s in plan.subgraphs for n in s.nodes if n.op == SHADOW_OP}
         one_of_each_kind = {
-            (weights.linear(name)[0].shape, scheme.activation_bits_of(name), name in shadows): node
+            (plan.tensors[name].shape, scheme.has_blocks(name), scheme.activation_bits_of(name), name in shadows): node
             for name, node in linear_nodes(plan).items()
         }
         for node in one_of_each_kind.values():

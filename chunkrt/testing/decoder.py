@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.calibrate import calibrate
+from chunkrt.compiler import Planned
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
@@ -21,7 +22,7 @@ from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import write_weights
-from chunkrt.weights.source import TensorInfo
+from chunkrt.weights.source import BlockTensor, TensorInfo
 from chunkrt.weights.store import WeightStore
 
 CONFIG: Mapping[str, Any] = {
@@ -76,12 +77,20 @@ class RandomCheckpoint:
             return drawn * np.float32(1.2 / shape[1] ** 0.5)
         return drawn * np.float32(0.2) + np.float32(name.endswith("norm.weight"))
 
+    def read_blocks(self, name: str) -> BlockTensor | None:
+        """See `TensorSource`; there are none."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDecoder:
-    """A plan, in which no linear has a shadow; and by scheme the plan with its shadows, and the weights."""
+    """A plan, in which no linear has a shadow; and by a scheme's name the plan with its shadows, and the weights.
+
+    schemes: by name, as the checkpoint lets them be: linears whose depth blocks do not divide keep 8 bits.
+    """
 
     plan: Plan
+    schemes: Mapping[str, Scheme]
     plans: Mapping[str, Plan]
     weights: Mapping[str, WeightStore]
 
@@ -91,19 +100,20 @@ def random_decoder(schemes: Sequence[Scheme], config: Mapping[str, Any] = CONFIG
     source = RandomCheckpoint(config)
     decoder = build_decoder(source)
     plan = partition(trace(decoder), family=source.architecture)
-    parameters = {parameter.name: parameter for parameter in decoder.parameters()}
+    planned = Planned(source=source, decoder=decoder, plan=plan)
+    settled = {scheme.name: planned.settle(scheme) for scheme in schemes}
     token_ids = np.random.default_rng(0).integers(0, plan.vocab_size, plan.context_length)
-    calibration = calibrate(plan, lambda name: parameters[name].load(source), token_ids, model="random")
+    calibration = calibrate(plan, planned.load, token_ids, model="random")
     plans, weights = {}, {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for scheme in schemes:
+        for scheme in settled.values():
             graph = trace(decoder)
             cut_shadowed(graph, scheme.is_shadowed)
             plans[scheme.name] = cut = partition(graph, family=source.architecture)
             path = Path(folder) / f"{scheme.name}.safetensors"
-            write_weights(cut, scheme, lambda name: parameters[name].load(source), path, calibration=calibration)
+            write_weights(cut, scheme, planned.load, path, calibration=calibration)
             weights[scheme.name] = WeightStore.open(path)  # stays mapped when the file is gone
-    return RandomDecoder(plan=plan, plans=plans, weights=weights)
+    return RandomDecoder(plan=plan, schemes=settled, plans=plans, weights=weights)
 
 
 def _llama_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
 from chunkrt.quant.scheme import LEVELS, Scheme
+from chunkrt.weights.source import BLOCK_DEPTH
 from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float64 = NDArray[np.float64]
@@ -128,10 +129,21 @@ def exact_shadow(shadow: Node, plan: Plan, weights: WeightStore, num_rows: int) 
 
 def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, values: Float64) -> ExactLinear:
     """The second digit, where the scheme has one, is left a half wherever the first rounded: it is exact as well."""
-    integers, scale = weights.linear(linear.inputs[1])
-    matrix = integers.astype(np.float64) * scale
-    taken = values if scheme.num_digits(linear.inputs[1]) == 2 else np.rint(values)
-    expected, off = taken @ matrix, SUM_TOLERANCE * (np.abs(taken) @ np.abs(matrix))
+    name = linear.inputs[1]
+    taken = values if scheme.num_digits(name) == 2 else np.rint(values)
+    if scheme.has_blocks(name):
+        blocks = weights.blocks(name)
+        integers = blocks.integers.T.astype(np.float64)
+        scales, minima = (
+            np.repeat(part.T.astype(np.float64), BLOCK_DEPTH, axis=0) for part in (blocks.scales, blocks.minima)
+        )
+        matrix, size = integers * scales + minima, integers * np.abs(scales) + np.abs(minima)
+        tolerance = _float_error(len(matrix))
+    else:
+        int8, scale = weights.linear(name)
+        matrix = int8.astype(np.float64) * scale
+        size, tolerance = np.abs(matrix), SUM_TOLERANCE
+    expected, off = taken @ matrix, tolerance * (np.abs(taken) @ size)
     bounds = Bounds(expected - off, expected + off)
     return _alone(linear, plan, weights, values=values, exact=bounds, in_float16=bounds)
 

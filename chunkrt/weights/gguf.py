@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 from chunkrt.weights.gguf_header import GgufTensor, read_header
 from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
 from chunkrt.weights.mapping import map_file
-from chunkrt.weights.source import TensorInfo
+from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, TensorInfo
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+Q4_0_ZERO = 8
+"""Q4_0 has no minima: w = (integer - 8) * scale."""
 
 
 class GgufSource:
@@ -79,10 +84,9 @@ class GgufSource:
             UnsupportedModelError: the `gguf` package does not dequantise its type.
         """
         tensor, permuted_heads = self._find(name)
-        stored = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
         try:
             with np.errstate(all="ignore"):
-                values = dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.type)
+                values = dequantize(self._stored_rows(tensor), tensor.type)
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, which is not dequantised"
@@ -91,13 +95,46 @@ class GgufSource:
             values = _unpermute(values, permuted_heads)
         return np.require(values, np.float32, ["C", "ALIGNED"])
 
+    def read_blocks(self, name: str) -> BlockTensor | None:
+        """A tensor of Q4_0 or Q4_1 as it is stored; None for one of another type.
+
+        Raises:
+            ModelError: there is no tensor of that name.
+            QuantizationError: a scale or a minimum is not finite; Q4_0's minimum is -8 times its scale.
+        """
+        tensor, permuted_heads = self._find(name)
+        if tensor.type.name not in BLOCK_TYPES:
+            return None
+        num_floats = 2 if tensor.type.name == "Q4_1" else 1
+        rows = self._stored_rows(tensor)
+        blocks = rows.reshape(*tensor.shape[:-1], -1, 2 * num_floats + BLOCK_DEPTH // 2)
+        floats = np.ascontiguousarray(blocks[..., : 2 * num_floats]).view("<f2")
+        packed = blocks[..., 2 * num_floats :]
+        integers = np.concatenate([packed & 15, packed >> 4], axis=-1).reshape(tensor.shape)
+        scales = floats[..., 0]
+        with np.errstate(over="ignore", invalid="ignore"):
+            minima = floats[..., 1] if num_floats == 2 else scales * np.float16(-Q4_0_ZERO)
+        if not (np.isfinite(scales).all() and np.isfinite(minima).all()):
+            raise QuantizationError(
+                f"{self.path}: tensor {tensor.name} has scales or minima that float16 cannot hold; "
+                "is the checkpoint damaged? if not, use the scheme 'w8a8-dynamic'"
+            )
+        if permuted_heads:
+            integers, scales, minima = (_unpermute(rows, permuted_heads) for rows in (integers, scales, minima))
+        return BlockTensor(integers=integers, scales=scales, minima=minima)
+
+    def _stored_rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
+        """The bytes of each row."""
+        stored = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
+        return stored.reshape(*tensor.shape[:-1], -1)
+
     def _find(self, name: str) -> tuple[GgufTensor, int | None]:
         if name not in self._tensors:
             raise ModelError(f"{self.path} has no tensor {name}")
         return self._tensors[name]
 
 
-def _unpermute(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+def _unpermute(rows: NDArray[Scalar], num_heads: int) -> NDArray[Scalar]:
     """Rows ordered for interleaved RoPE (pairs adjacent) back to Hugging Face's rotate-half order."""
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.weights.mapping import map_file
-from chunkrt.weights.source import TensorInfo
+from chunkrt.weights.source import BlockTensor, TensorInfo
 
 MAX_DIMENSIONS = 8
 
@@ -101,6 +101,11 @@ class SafetensorsSource:
                 return np.require(values, np.float32, ["C", "ALIGNED"])
         except FloatingPointError as error:
             raise ModelError(f"{tensor.file}: {name} holds float64 values beyond float32's range") from error
+
+    def read_blocks(self, name: str) -> BlockTensor | None:
+        """None: the format has no blocks. Raises ModelError if there is no tensor of that name."""
+        self._find(name)
+        return None
 
     def _find(self, name: str) -> _Tensor:
         if name not in self._tensors:

@@ -15,6 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+BLOCK_DEPTH = 32
+"""Weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
+
+BLOCK_TYPES = frozenset(("Q4_0", "Q4_1"))
+FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
+"""Of what `TensorInfo.stored_as` may be: tensors that `read_blocks` gives, and those that were never quantised."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
@@ -22,6 +29,25 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     stored_as: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTensor:
+    """A tensor of 4 bits in blocks along its rows: w ~ integer * scale + minimum.
+
+    integers: uint8 [N, K], 0 to 15; K is a multiple of BLOCK_DEPTH. scales, minima: float16 [N, K / BLOCK_DEPTH],
+    finite.
+    """
+
+    integers: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+    minima: NDArray[np.float16]
+
+    def dequantise(self) -> NDArray[np.float32]:
+        """float32 [N, K]; the products are exact, the sums rounded once."""
+        blocks = self.integers.reshape(*self.scales.shape, BLOCK_DEPTH).astype(np.float32)
+        values = blocks * self.scales[..., None].astype(np.float32) + self.minima[..., None].astype(np.float32)
+        return values.reshape(self.integers.shape)
 
 
 class TensorSource(Protocol):
@@ -43,4 +69,13 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor, dequantised to float32, in Hugging Face's layout. Raises ModelError as `info` does."""
+        ...
+
+    def read_blocks(self, name: str) -> BlockTensor | None:
+        """The same tensor in its own blocks of 4 bits, in the same layout; None if its type is not of BLOCK_TYPES.
+
+        Raises:
+            ModelError: as `info` does.
+            QuantizationError: a scale or a minimum is not finite.
+        """
         ...

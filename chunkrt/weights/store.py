@@ -2,7 +2,8 @@
 
 One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
 linear's weight is stored packed for the CPU kernels (`weights/layout.py`) under its own name; `linear` unpacks it for
-the others. Beside it, under its name and a suffix, is what else the scheme needs: see the suffixes below.
+the others, or `blocks` one of 4 bits in blocks. Beside it, under its name and a suffix, is what else the scheme needs:
+see the suffixes below.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError
-from chunkrt.weights.layout import unpack
+from chunkrt.weights.layout import unpack, unpack_blocks
+from chunkrt.weights.source import BlockTensor
 
 SCALE_SUFFIX = ".scale"
 """float32 [N]: a quantised linear's scales, w ~ q * scale."""
 
 MULTIPLIER_SUFFIX = ".multiplier"
 """int8 [ceil(K / block length), N], of a 4-bit linear: what its 4-bit integers were multiplied by, block by block."""
+
+BLOCK_SCALE_SUFFIX = ".block_scale"
+"""float16 [ceil(N / 16), K / 32, 2, 16], of a linear in blocks of 4 bits: their scales and minima."""
 
 INPUT_STEP_SUFFIX = ".input_step"
 """float32 [1], under a static scheme: the step of the grid of the linear's input, x ~ q * step."""
@@ -37,7 +42,7 @@ HOT_CHANNELS_SUFFIX = ".hot_channels"
 """int32 [H], ascending, of a linear with a shadow: the rows of its weight to be kept in float32. H may be 0."""
 
 ALIGNMENT_BYTES = 64
-_CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "int32": "I32"}
+_CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int32": "I32"}
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
 
 
@@ -140,7 +145,8 @@ class WeightStore:
 
     def parts(self, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
         """A weight and what is stored beside it, each with its suffix; the weight's own is empty."""
-        for suffix in ("", SCALE_SUFFIX, MULTIPLIER_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX):
+        beside = (SCALE_SUFFIX, MULTIPLIER_SUFFIX, BLOCK_SCALE_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX)
+        for suffix in ("", *beside):
             if name + suffix in self._arrays:
                 yield suffix, self._arrays[name + suffix]
 
@@ -153,6 +159,15 @@ class WeightStore:
         packed, scale = self.packed_linear(name)
         depth, columns = self._logical_shapes[name]
         return unpack(packed, depth, columns), scale
+
+    def packed_blocks(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+        """The packed 4-bit weight of a linear in blocks, and its packed scales and minima."""
+        return self._arrays[name], self._arrays[name + BLOCK_SCALE_SUFFIX]
+
+    def blocks(self, name: str) -> BlockTensor:
+        """The weight of a linear in blocks, transposed to [N, K] (a copy)."""
+        _, columns = self._logical_shapes[name]
+        return unpack_blocks(*self.packed_blocks(name), columns)
 
 
 def _view(mapped: mmap.mmap, start: int, info: Mapping[str, Any]) -> NDArray[Any]:

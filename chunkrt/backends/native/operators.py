@@ -116,6 +116,11 @@ def _linear(lowering: Lowering, node: Node) -> list[int]:
 
 def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, residual: str) -> list[int]:
     builder, scheme = lowering.builder, lowering.scheme
+    if scheme.has_blocks(weight):
+        packed, scales = (builder.constant(array) for array in lowering.weights.packed_blocks(weight))
+        beside = lowering.optional_value(bias), lowering.optional_value(residual)
+        columns, num_digits = lowering.width(weight), scheme.num_digits(weight)
+        return [builder.block_linear(lowering.value(left), packed, scales, columns, *beside, num_digits)]
     packed, scales = (builder.constant(array) for array in lowering.weights.packed_linear(weight))
     biases, residuals = lowering.optional_value(bias), lowering.optional_value(residual)
     operands = (lowering.value(left), packed, scales, biases, residuals, scheme.num_digits(weight))
