@@ -150,7 +150,7 @@ def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_the_chunk_length():
 def test_an_absent_runtime_is_an_error_in_a_line(tmp_path, monkeypatch):
     process, contenders = peers("process"), peers("contenders")
     monkeypatch.setitem(contenders.ENGINES, "absent", "no_such_engine")
-    with pytest.raises(process.ContenderError, match="No module named 'peers.engines.no_such_engine'"):
+    with pytest.raises(process.ContenderError, match=r"No module named 'peers\.engines\.no_such_engine'"):
         process.ContenderProcess(
             contenders.Contender(name="absent", kind="absent"),
             python=sys.executable,

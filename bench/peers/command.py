@@ -33,8 +33,12 @@ ROOM = 64
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--tests", default="pp128,pp512,pp1024,pp4096,tg64", show_default=True)
 @click.option("--chunk", type=click.IntRange(1), default=32, show_default=True, help="chunkrt's chunk length.")
-@click.option("--peers", "kinds", default=",".join(PEERS), show_default=True, help="Who is measured beside chunkrt.")
-@click.option("--shape", type=click.Choice(sorted(SHAPES)), help="Random weights of this shape, MODEL's tokenizer.")
+@click.option("--peers", "kinds", help=f"Who is measured beside chunkrt: {', '.join(PEERS)}. By default all.")
+@click.option(
+    "--shape",
+    type=click.Choice(sorted(SHAPES)),
+    help="Random weights of this shape, MODEL's tokenizer; beside llama.cpp alone, if no --peers are named.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--python", help="An interpreter that has the peers; none is installed then.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
@@ -46,7 +50,7 @@ def peers(
     rounds: int,
     tests: str,
     chunk: int,
-    kinds: str,
+    kinds: str | None,
     shape: str | None,
     seed: int,
     python: str | None,
@@ -59,7 +63,7 @@ def peers(
         wanted = [Test.parse(text) for text in tests.split(",")]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    contenders = choose(kinds.split(","), chunk)
+    contenders = choose(kinds.split(",") if kinds else ["llama.cpp"] if shape else PEERS, chunk)
     peers_dir = peers_dir.resolve()
     try:
         checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
@@ -165,7 +169,7 @@ def _agreement_texts(found: Mapping[str, list[int] | str]) -> dict[str, str]:
         if isinstance(tokens, str):
             texts[name] = f"failed: {tokens}"
         elif isinstance(first, str):
-            texts[name] = "chunkrt failed"
+            texts[name] = "the first failed"
         else:
             same = sum(a == b for a, b in zip(first, tokens, strict=True))
             texts[name] = f"{same} of {len(first)}"

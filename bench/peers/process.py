@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,6 +90,7 @@ class ContenderProcess:
 def convert(engine: str, source: Path, target: Path, options: Mapping[str, Any], *, python: str) -> None:
     """Make one form of the model, beside its place; then move it there. Raises ContenderError."""
     part, log = target.with_name(f"part-{target.name}"), target.with_name(f"{target.name}.log")
+    shutil.rmtree(part, ignore_errors=True)  # what an interrupted conversion left
     command = [python, "-m", "peers.convert", engine, str(source), str(part), json.dumps(dict(options))]
     with log.open("w", encoding="utf-8") as output:
         ended = subprocess.run(

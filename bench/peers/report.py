@@ -59,7 +59,7 @@ def to_markdown(report: Report) -> str:
             rate = _spread_text(report.results.spread(test, name), 4)
             ratios = [_spread_text(spread(report.results.ratios(test, of, name)), 3) for of in report.baselines]
             lines.append(_row([test, name, rate, *ratios]))
-    lines += ["", _row(["contender", "versions", "settings", "same next token"]), _row(["---"] * 4)]
+    lines += ["", _row(["contender", "versions", "settings", "same next token as the first"]), _row(["---"] * 4)]
     for name, about in report.about.items():
         versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())
         lines.append(_row([name, versions, about["settings"], report.agreement.get(name, "not asked")]))

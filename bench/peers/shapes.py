@@ -1,7 +1,8 @@
 """Models of known shapes with random weights: what a checkpoint's size costs, where the checkpoint cannot be had.
 
 Speed depends on shapes, not on values. The architecture is llama with biases on queries, keys and values, which is
-what Qwen2.5 computes; the tokenizer is another model's, its vocabulary padded.
+what Qwen2.5 computes; llama's output has one too, which is zero here. The tokenizer is another model's, its vocabulary
+padded.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def write_random_model(shape: Shape, tokenizer: Path, path: Path, *, seed: int =
         writer.add_tensor(f"blk.{layer}.ffn_norm.weight", ones)
         for name, (rows, depth) in linears.items():
             add(f"blk.{layer}.{name}.weight", rows, depth)
-            if name in ("attn_q", "attn_k", "attn_v"):
-                bias = random.standard_normal(rows, np.float32)
-                writer.add_tensor(f"blk.{layer}.{name}.bias", bias)
+            if name.startswith("attn_"):
+                bias = np.zeros if name == "attn_output" else random.standard_normal
+                writer.add_tensor(f"blk.{layer}.{name}.bias", bias(rows, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

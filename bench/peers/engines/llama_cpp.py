@@ -45,7 +45,8 @@ class Runner:
             verbose=False,
             **options,
         )
-        self.settings = f"n_ctx {self.model.n_ctx()}, n_ubatch {UBATCH}, float16 cache, flash attention off"
+        attention = "on" if options.get("flash_attn") else "off"
+        self.settings = f"n_ctx {self.model.n_ctx()}, n_ubatch {UBATCH}, float16 cache, flash attention {attention}"
 
     def reset(self, room: int) -> None:
         if room > self.model.n_ctx():

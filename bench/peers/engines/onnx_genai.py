@@ -31,7 +31,7 @@ class Runner:
         import onnxruntime_genai
 
         self.api = onnxruntime_genai
-        session_options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1} | options
+        session_options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1, **options}
         config = onnxruntime_genai.Config(str(model))
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session_options}}}))
         self.model = onnxruntime_genai.Model(config)

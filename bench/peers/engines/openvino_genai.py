@@ -19,7 +19,7 @@ class Runner:
         import openvino_genai
 
         self.api = openvino_genai
-        properties = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"} | options
+        properties = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY", **options}
         self.pipeline = openvino_genai.LLMPipeline(str(model), "CPU", **properties)
         self.settings = (
             ", ".join(f"{key} {value}" for key, value in properties.items())
