@@ -1,0 +1,180 @@
+"""The command line: who, what, how often; then the report."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from chunkrt import ChunkrtError, catalogue
+from chunkrt.tokenizer import Tokenizer
+from chunkrt.weights.gguf import GgufSource
+from peers.contenders import CONTENDERS, PEERS, Contender
+from peers.environment import Forms, make_environment
+from peers.process import ContenderError, ContenderProcess
+from peers.report import Report, describe_machine, plot, to_json, to_markdown
+from peers.rounds import PAUSE_S, Test, agreement, measure
+from peers.shapes import SHAPES, write_random_model
+
+TEXT = "The capital of France is Paris, and the capital of Italy is Rome. Water boils at a hundred degrees and"
+"""Every prefix of it, from the fourth token on, is a prompt for `agreement`."""
+
+ROOM = 64
+"""Positions of the context beyond the longest test."""
+
+
+@click.command()
+@click.argument("model")
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--tests", default="pp128,pp512,pp1024,pp4096,tg64", show_default=True)
+@click.option("--chunk", type=click.IntRange(1), default=32, show_default=True, help="chunkrt's chunk length.")
+@click.option("--peers", "kinds", help=f"Who is measured beside chunkrt: {', '.join(PEERS)}. By default all.")
+@click.option(
+    "--shape",
+    type=click.Choice(sorted(SHAPES)),
+    help="Random weights of this shape, MODEL's tokenizer; beside llama.cpp alone, if no --peers are named.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option("--python", help="An interpreter that has the peers; none is installed then.")
+@click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every sample there.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw bars there; needs matplotlib.")
+def peers(
+    model: str,
+    threads: int,
+    rounds: int,
+    tests: str,
+    chunk: int,
+    kinds: str | None,
+    shape: str | None,
+    seed: int,
+    python: str | None,
+    peers_dir: Path,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Measure MODEL (a catalogue name or a GGUF file) in chunkrt and in other runtimes."""
+    try:
+        wanted = [Test.parse(text) for text in tests.split(",")]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    contenders = choose(kinds.split(",") if kinds else ["llama.cpp"] if shape else PEERS, chunk)
+    peers_dir = peers_dir.resolve()
+    try:
+        checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
+        python = python or make_environment(peers_dir / "environment", _tell)
+        if shape:
+            checkpoint = _random_model(shape, checkpoint, peers_dir)
+        vocabulary_size = int(GgufSource(checkpoint).config["vocab_size"])
+        prompts = _prompts(checkpoint)
+    except ChunkrtError as error:
+        raise click.ClickException(str(error)) from error
+    forms = Forms(checkpoint.resolve(), peers_dir / "models", python, _tell)
+    room = max(test.count for test in wanted) + ROOM
+    running, absent = _start(contenders, forms, python, threads, room)
+    try:
+        _tell(f"measuring {len(running)} contenders, {rounds} rounds after one that warms up")
+        agrees = _agreement_texts(agreement(running, prompts))
+        results = measure(running, wanted, rounds=rounds, vocabulary_size=vocabulary_size, seed=seed)
+    finally:
+        for process in running.values():
+            process.close()
+    report = Report(
+        conditions={
+            "model": f"{shape}, random weights" if shape else checkpoint.name,
+            **describe_machine(),
+            "threads": threads,
+            "rounds": f"{rounds}, after one that warms up; {PAUSE_S} s between two measurements",
+            "prompts": f"random tokens, new in every round (seed {seed}), the same for all",
+            "date": datetime.date.today().isoformat(),
+        },
+        baselines=[c.name for c in contenders if c.kind == "chunkrt" and c.name in running],
+        about={n: {"versions": dict(p.versions), "settings": p.settings} for n, p in running.items()},
+        absent=absent,
+        agreement=agrees,
+        results=results,
+    )
+    click.echo(to_markdown(report))
+    if json_file:
+        json_file.write_text(to_json(report), "utf-8")
+    if plot_file:
+        try:
+            plot(report, plot_file)
+        except ImportError as error:
+            raise click.ClickException(f"{plot_file} cannot be drawn: {error}; pip install matplotlib") from error
+
+
+def choose(kinds: Sequence[str], chunk: int) -> list[Contender]:
+    """chunkrt's contenders and those of the kinds, in the order of the list. Raises UsageError for other kinds."""
+    for kind in kinds:
+        if kind not in PEERS:
+            raise click.UsageError(f"there is no peer {kind!r}; there are: {', '.join(PEERS)}")
+    own = {"chunk_length": chunk}
+    return [
+        replace(c, options=own | dict(c.options)) if c.kind == "chunkrt" else c
+        for c in CONTENDERS
+        if c.kind == "chunkrt" or c.kind in kinds
+    ]
+
+
+def _start(
+    contenders: Sequence[Contender], forms: Forms, python: str, threads: int, room: int
+) -> tuple[dict[str, ContenderProcess], dict[str, str]]:
+    """The contenders that run, and why the others do not. chunkrt runs in this interpreter, others in theirs."""
+    running: dict[str, ContenderProcess] = {}
+    absent: dict[str, str] = {}
+    for contender in contenders:
+        _tell(f"starting {contender.name}")
+        try:
+            running[contender.name] = ContenderProcess(
+                contender,
+                python=sys.executable if contender.kind == "chunkrt" else python,
+                model=forms.make(contender.form),
+                threads=threads,
+                context_length=room,
+                log=forms.folder / f"{contender.name}.log",
+            )
+        except ContenderError as error:
+            absent[contender.name] = str(error)
+            _tell(f"{contender.name} is absent: {error}")
+    return running, absent
+
+
+def _random_model(shape: str, tokenizer: Path, peers_dir: Path) -> Path:
+    path = peers_dir / "models" / f"{shape}-random.gguf"
+    if not path.exists():
+        _tell(f"writing {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_random_model(SHAPES[shape], tokenizer, path)
+    return path
+
+
+def _prompts(checkpoint: Path) -> list[list[int]]:
+    if not (tokenizer := Tokenizer.from_source(GgufSource(checkpoint))):
+        raise click.ClickException(f"{checkpoint} has no tokenizer, which some peers need; give a whole model")
+    tokens = tokenizer.encode(TEXT, add_special=True, parse_special=False)
+    return [tokens[:count] for count in range(4, len(tokens) + 1)]
+
+
+def _agreement_texts(found: Mapping[str, list[int] | str]) -> dict[str, str]:
+    """How often each contender's next token is the first contender's."""
+    first = next(iter(found.values()), [])
+    texts = {}
+    for name, tokens in found.items():
+        if isinstance(tokens, str):
+            texts[name] = f"failed: {tokens}"
+        elif isinstance(first, str):
+            texts[name] = "the first failed"
+        else:
+            same = sum(a == b for a, b in zip(first, tokens, strict=True))
+            texts[name] = f"{same} of {len(first)}"
+    return texts
+
+
+def _tell(what: str) -> None:
+    click.echo(what, err=True)

@@ -1,0 +1,86 @@
+"""Who is measured, as data: a runtime, a form of the model, and options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ENGINES = {
+    "chunkrt": "chunkrt",
+    "llama.cpp": "llama_cpp",
+    "onnxruntime-genai": "onnx_genai",
+    "openvino-genai": "openvino_genai",
+    "ctranslate2": "ctranslate2",
+    "torch": "torch",
+}
+"""Kinds of contenders, and the modules in `engines` that run them."""
+
+PEERS = tuple(kind for kind in ENGINES if kind != "chunkrt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A form of the model: made by `engines/<engine>.py` from another form."""
+
+    engine: str
+    of: str = "checkpoint"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+FORMS = {
+    "F16.gguf": Form(engine="llama_cpp", options={"type": "F16"}),
+    "Q8_0.gguf": Form(engine="llama_cpp", options={"type": "Q8_0"}),
+    "Q4_0.gguf": Form(engine="llama_cpp", options={"type": "Q4_0"}),
+    "hugging-face": Form(engine="hugging_face"),
+    "onnx-fp32": Form(engine="onnx_genai", of="hugging-face", options={"precision": "fp32", "prune_lm_head": "true"}),
+    "onnx-int4": Form(
+        engine="onnx_genai",
+        of="hugging-face",
+        options={"precision": "int4", "prune_lm_head": "true", "int4_accuracy_level": 4, "int4_block_size": 32},
+    ),
+    "ctranslate2-int8": Form(engine="ctranslate2", of="hugging-face", options={"quantization": "int8"}),
+}
+"""Forms by name, which is also the name of the file or folder. "checkpoint" is the GGUF file that is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One row of the table.
+
+    kind: a key of ENGINES.
+    form: a key of FORMS, or "checkpoint".
+    options: what the engine's `Runner` takes.
+    """
+
+    name: str
+    kind: str
+    form: str = "checkpoint"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+CONTENDERS = (
+    Contender(name="chunkrt 8-bit", kind="chunkrt"),
+    *(Contender(name=f"llama.cpp {t}", kind="llama.cpp", form=f"{t}.gguf") for t in ("Q8_0", "Q4_0", "F16")),
+    *(
+        Contender(name=f"ONNX Runtime GenAI {precision}", kind="onnxruntime-genai", form=f"onnx-{precision}")
+        for precision in ("int4", "fp32")
+    ),
+    *(
+        Contender(
+            name=f"OpenVINO GenAI {t}",
+            kind="openvino-genai",
+            form=f"{t}.gguf",
+            options={"ATTENTION_BACKEND": "SDPA"},
+        )
+        for t in ("Q8_0", "Q4_0", "F16")
+    ),
+    Contender(
+        name="CTranslate2 int8", kind="ctranslate2", form="ctranslate2-int8", options={"compute_type": "int8_float32"}
+    ),
+    *(
+        Contender(name=f"PyTorch dynamic int8, {engine}", kind="torch", form="hugging-face", options={"engine": engine})
+        for engine in ("fbgemm", "onednn")
+    ),
+)
+"""chunkrt's come first: every ratio is one of theirs to another's."""

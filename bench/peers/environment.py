@@ -1,0 +1,76 @@
+"""What the peers need: a virtual environment, and the model in each form that one of them reads."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from peers.contenders import FORMS
+from peers.process import ContenderError, convert, last_line
+
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+
+def make_environment(folder: Path, tell: Callable[[str], None]) -> str:
+    """A virtual environment with the peers' packages, made once and again when `requirements.txt` changes.
+
+    A package that cannot be installed is told, and left out: its contender will say that it is absent.
+
+    Returns: its interpreter.
+    """
+    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    stamp, log = folder / "installed.txt", folder / "pip.log"
+    wanted = REQUIREMENTS.read_text("utf-8")
+    if stamp.exists() and stamp.read_text("utf-8") == wanted:
+        return str(python)
+    tell(f"installing the peers into {folder}; llama.cpp is compiled for this processor, which takes its time")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+
+    def install(*what: str) -> bool:
+        with log.open("a", encoding="utf-8") as output:
+            command = [str(python), "-m", "pip", "install", *what]
+            return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode == 0
+
+    is_whole = True
+    if not install("-r", str(REQUIREMENTS)):
+        for requirement in wanted.split():
+            if not install(requirement):
+                is_whole = False
+                tell(f"{requirement} cannot be installed: {last_line(log)}")
+    if is_whole:
+        stamp.write_text(wanted, "utf-8")
+    return str(python)
+
+
+class Forms:
+    """The forms of one checkpoint, made when they are first asked for, and kept in a folder named after its content."""
+
+    def __init__(self, checkpoint: Path, folder: Path, python: str, tell: Callable[[str], None]) -> None:
+        with checkpoint.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.checkpoint = checkpoint
+        self.folder = folder / f"{checkpoint.stem}-{digest[:12]}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._python, self._tell = python, tell
+        self._failures: dict[str, ContenderError] = {}
+
+    def make(self, name: str) -> Path:
+        """The file or folder of a form. Raises ContenderError if it cannot be made."""
+        if name == "checkpoint":
+            return self.checkpoint
+        if name in self._failures:
+            raise self._failures[name]
+        target = self.folder / name
+        if not target.exists():
+            form = FORMS[name]
+            try:
+                source = self.make(form.of)
+                self._tell(f"making {target}")
+                convert(form.engine, source, target, form.options, python=self._python)
+            except ContenderError as error:
+                self._failures[name] = error
+                raise
+        return target

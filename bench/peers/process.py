@@ -1,0 +1,101 @@
+"""A contender's process, seen from the one that measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peers.contenders import ENGINES, Contender
+
+BENCH = Path(__file__).parents[1]
+
+
+class ContenderError(Exception):
+    """A contender, or a form of the model, that cannot be had; the message is one line."""
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The environment of a child process: modules of this folder, so many OpenMP threads, and no network."""
+    paths = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    pools = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return os.environ | pools | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+class ContenderProcess:
+    """Starts a contender and asks it. Raises ContenderError wherever it fails."""
+
+    def __init__(
+        self, contender: Contender, *, python: str, model: Path, threads: int, context_length: int, log: Path
+    ) -> None:
+        arguments = [ENGINES[contender.kind], str(model), str(threads), str(context_length)]
+        self._log = log
+        with log.open("w", encoding="utf-8") as stderr:
+            self._process = subprocess.Popen(
+                [python, "-m", "peers.worker", *arguments, json.dumps(dict(contender.options))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                encoding="utf-8",
+                env=environment(threads),
+            )
+        try:
+            found = self._answer()
+        except ContenderError:
+            self.close()
+            raise
+        self.versions: Mapping[str, str] = found["versions"]
+        self.settings: str = found["settings"]
+
+    def ask(self, do: str, tokens: list[int]) -> dict[str, Any]:
+        """Send one request of `worker`; returns its answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, "tokens": tokens}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and the answer is missing too
+        return self._answer()
+
+    def close(self) -> None:
+        """Let the process end, and wait for it."""
+        try:
+            self._process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ContenderError(f"its process ended with status {self._process.wait()}: {last_line(self._log)}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ContenderError(answer["error"])
+        return answer
+
+
+def convert(engine: str, source: Path, target: Path, options: Mapping[str, Any], *, python: str) -> None:
+    """Make one form of the model, beside its place; then move it there. Raises ContenderError."""
+    part, log = target.with_name(f"part-{target.name}"), target.with_name(f"{target.name}.log")
+    shutil.rmtree(part, ignore_errors=True)  # what an interrupted conversion left
+    command = [python, "-m", "peers.convert", engine, str(source), str(part), json.dumps(dict(options))]
+    with log.open("w", encoding="utf-8") as output:
+        ended = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(os.cpu_count() or 1), check=False
+        )
+    if ended.returncode:
+        raise ContenderError(f"{target.name} cannot be made: {last_line(log)}")
+    part.rename(target)

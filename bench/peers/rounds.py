@@ -1,0 +1,119 @@
+"""The measurement: every contender in turn, test by test, round after round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from peers.process import ContenderError
+
+PAUSE_S = 0.3
+"""Between two measurements: longer than the idle threads of an OpenMP pool go on spinning."""
+
+
+class Asked(Protocol):
+    """Who can be asked; a `ContenderProcess`."""
+
+    def ask(self, do: str, tokens: list[int]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Test:
+    """`pp512` prefills 512 tokens, `tg64` decodes 64 one by one."""
+
+    __test__ = False  # no test of pytest's
+
+    do: str
+    count: int
+
+    @staticmethod
+    def parse(text: str) -> Test:
+        """Read a name such as "pp512". Raises ValueError for anything else."""
+        kinds = {"pp": "prefill", "tg": "decode"}
+        count = int(text[2:]) if text[2:].isascii() and text[2:].isdigit() else 0
+        if text[:2] not in kinds or not count:
+            raise ValueError(f"the test is {text!r}, expected pp or tg and a number of tokens, as in pp512")
+        return Test(kinds[text[:2]], count)
+
+    def __str__(self) -> str:
+        return f"{'pp' if self.do == 'prefill' else 'tg'}{self.count}"
+
+
+@dataclass
+class Results:
+    """What was measured. Both are by the test's name, then the contender's.
+
+    rates: tokens per second, a sample a round; None in a round where the contender failed.
+    failures: why, in a line. Whoever failed in a test is not asked again in it.
+    """
+
+    rates: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def samples(self, test: str, name: str) -> list[float]:
+        """The samples there are."""
+        return [rate for rate in self.rates[test][name] if rate is not None]
+
+    def ratios(self, test: str, name: str, other: str) -> list[float]:
+        """One contender's rate over another's, round by round."""
+        both = zip(self.rates[test][name], self.rates[test][other], strict=True)
+        return [rate / of for rate, of in both if rate is not None and of is not None]
+
+    def spread(self, test: str, name: str) -> tuple[float, float, float] | None:
+        """Median, least and most; None if there is no sample."""
+        return spread(self.samples(test, name))
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float, float] | None:
+    """Median, least and most; None of nothing."""
+    return (statistics.median(samples), min(samples), max(samples)) if samples else None
+
+
+def measure(
+    contenders: Mapping[str, Asked],
+    tests: Sequence[Test],
+    *,
+    rounds: int,
+    vocabulary_size: int,
+    seed: int,
+    pause: Callable[[float], None] = time.sleep,
+) -> Results:
+    """Run all tests. A round has fresh random prompts, the same for all contenders; one more round warms up."""
+    random = np.random.default_rng(seed)
+    results = Results(
+        rates={str(test): {name: [] for name in contenders} for test in tests},
+        failures={str(test): {} for test in tests},
+    )
+    for round_index in range(rounds + 1):
+        for test in tests:
+            tokens = random.integers(0, vocabulary_size, test.count).tolist()
+            for name, contender in contenders.items():
+                rate = None
+                if name not in results.failures[str(test)]:
+                    try:
+                        rate = test.count / contender.ask(test.do, tokens)["seconds"]
+                    except ContenderError as error:
+                        results.failures[str(test)][name] = str(error)
+                    pause(PAUSE_S)
+                if round_index:  # the first round warms up
+                    results.rates[str(test)][name].append(rate)
+    return results
+
+
+def agreement(contenders: Mapping[str, Asked], prompts: Sequence[list[int]]) -> dict[str, list[int] | str]:
+    """The most likely next token of each prompt, by contender; or why there is none, in a line.
+
+    Contenders that compute the same model agree on nearly all of them: quantisation decides only close calls.
+    """
+    found: dict[str, list[int] | str] = {}
+    for name, contender in contenders.items():
+        try:
+            found[name] = [contender.ask("next", prompt)["token"] for prompt in prompts]
+        except ContenderError as error:
+            found[name] = str(error)
+    return found

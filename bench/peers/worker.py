@@ -1,0 +1,63 @@
+"""A contender's process: `python -m peers.worker ENGINE MODEL THREADS CONTEXT OPTIONS`.
+
+It says once what it is, then answers a line of JSON for each line of JSON:
+
+    {"do": "prefill" or "decode", "tokens": [...]}   ->   {"seconds": 0.123}
+    {"do": "next", "tokens": [...]}                  ->   {"token": 42}, the most likely one after these
+
+A failure is answered by {"error": "a line"}, and the process goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # runtimes print what they like; it goes into the log
+    engine, model, threads, context_length, options = sys.argv[1:]
+    try:
+        module = import_module(f"peers.engines.{engine}")
+        runner = module.Runner(Path(model), int(threads), int(context_length), json.loads(options))
+        print(json.dumps({"versions": module.versions(), "settings": runner.settings}), file=answers)
+    except Exception as error:
+        print(json.dumps({"error": describe(error)}), file=answers)
+        return
+    for line in sys.stdin:
+        try:
+            answer = carry_out(runner, **json.loads(line))
+        except Exception as error:
+            answer = {"error": describe(error)}
+        print(json.dumps(answer), file=answers)
+
+
+def carry_out(runner: Any, do: str, tokens: list[int]) -> dict[str, Any]:
+    """One request; only the pass itself is timed."""
+    runner.reset(len(tokens))
+    if do == "next":
+        runner.prefill(tokens)
+        return {"token": runner.next_token()}
+    run = {"prefill": runner.prefill, "decode": runner.decode}[do]
+    begin = time.perf_counter()
+    run(tokens)
+    return {"seconds": time.perf_counter() - begin}
+
+
+def describe(error: Exception) -> str:
+    """An error in a line; the log has the rest."""
+    traceback.print_exc()
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+if __name__ == "__main__":
+    main()
