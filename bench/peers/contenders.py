@@ -61,6 +61,7 @@ class Contender:
 
 CONTENDERS = (
     Contender(name="chunkrt 8-bit", kind="chunkrt"),
+    Contender(name="chunkrt 4-bit", kind="chunkrt", options={"scheme": "w4a8-dynamic"}),
     *(Contender(name=f"llama.cpp {t}", kind="llama.cpp", form=f"{t}.gguf") for t in ("Q8_0", "Q4_0", "F16")),
     *(
         Contender(name=f"ONNX Runtime GenAI {precision}", kind="onnxruntime-genai", form=f"onnx-{precision}")
