@@ -69,12 +69,13 @@ CONTENDERS = (
     ),
     *(
         Contender(
-            name=f"OpenVINO GenAI {t}",
+            name=f"OpenVINO GenAI {t}, {attention}",
             kind="openvino-genai",
             form=f"{t}.gguf",
-            options={"ATTENTION_BACKEND": "SDPA"},
+            options={"ATTENTION_BACKEND": backend},
         )
         for t in ("Q8_0", "Q4_0", "F16")
+        for attention, backend in (("paged", "PA"), ("plain", "SDPA"))
     ),
     Contender(
         name="CTranslate2 int8", kind="ctranslate2", form="ctranslate2-int8", options={"compute_type": "int8_float32"}
