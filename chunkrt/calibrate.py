@@ -80,7 +80,6 @@ def cached_calibration(
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
     if found := _load_cached(path, model):
         return found, path
-    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
     folding = Folding.none()
     if equalisation is not None:
         before, _ = cached_calibration(
@@ -95,7 +94,7 @@ def cached_calibration(
         folding = before.folding
 
     def load(name: str) -> Float32:
-        return folding.apply(name, parameters[name].load(planned.source))
+        return folding.apply(name, planned.load(name))
 
     try:
         with only_writer(path.parent, "calibrating"):

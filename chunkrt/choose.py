@@ -149,7 +149,6 @@ def cached_choice(
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{recipe.scheme.name}-{key}.json"
     if found := _load_cached(path):
         return found, path
-    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
     try:
         with only_writer(path.parent, "choosing schemes"):
             if found := _load_cached(path):
@@ -158,7 +157,7 @@ def cached_choice(
                 log.warning("%s is damaged; choosing schemes again", path)
 
             def load(name: str) -> Float32:
-                return calibration.folding.apply(name, parameters[name].load(planned.source))
+                return calibration.folding.apply(name, planned.load(name))
 
             kept, windows = held_out(calibration.token_ids, planned.plan.context_length)
             grids = calibrate(planned.plan, load, kept, model=calibration.model, method=calibration.method)

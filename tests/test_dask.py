@@ -5,27 +5,16 @@ from __future__ import annotations
 import sys
 
 import pytest
+from small_shape import SMALL_SHAPE as SMALL
 
 import chunkrt
 import chunkrt.dask_cluster
 from chunkrt.dask_cluster import run_on_dask
 from chunkrt.errors import ConfigError
-from chunkrt.simulate import Shape
 from chunkrt.tune import tune
 
 distributed = pytest.importorskip("distributed", reason="distributed is not installed: pip install 'chunkrt[dask]'")
 
-SMALL = Shape(
-    source="made up",
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=100,
-    context_length=512,
-)
 POINTS = {
     "devices": ["sd8gen3"],
     "schemes": ["w8a16"],

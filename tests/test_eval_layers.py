@@ -40,8 +40,7 @@ class Tiny:
             equalisation = self.scheme.equalisation
             self.calibration, _ = cached_calibration(planned, GGUF, model="tiny", equalisation=equalisation)
             folding = self.calibration.folding
-        parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
-        self.load = lambda name: folding.apply(name, parameters[name].load(planned.source))
+        self.load = lambda name: folding.apply(name, planned.load(name))
 
     def evaluate(self, windows=WINDOWS, **options):
         return evaluate_layers(self.plan, self.load, self.scheme, self.calibration, windows, **options)

@@ -8,23 +8,13 @@ import sys
 from itertools import product
 
 import pytest
+from small_shape import SMALL_SHAPE as SMALL
 
 import chunkrt
 from chunkrt.errors import ConfigError
 from chunkrt.experiments import Rows
-from chunkrt.simulate import Shape, find_device, simulate
+from chunkrt.simulate import find_device, simulate
 
-SMALL = Shape(
-    source="made up",
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=100,
-    context_length=512,
-)
 NORM_ON_CPU = {"model.layers.*.input_layernorm": "cpu"}
 GRID = {
     "devices": ["sd8gen3", "sd8elite"],

@@ -33,10 +33,9 @@ class Tiny:
         self.planned = plan_checkpoint(GGUF, {})
         self.plan = self.planned.plan
         self.calibration, _ = cached_calibration(self.planned, GGUF, model="tiny", equalisation=scheme.equalisation)
-        self.parameters = {parameter.name: parameter for parameter in self.planned.decoder.parameters()}
 
     def load(self, name):
-        return self.calibration.folding.apply(name, self.parameters[name].load(self.planned.source))
+        return self.calibration.folding.apply(name, self.planned.load(name))
 
     def load_as_stored(self, name):
         """With embeddings in float16, as an engine stores them: less than that moves values to other levels."""

@@ -222,9 +222,8 @@ def model(tmp_path_factory):
     """An engine in which every linear but the head has a shadow."""
     path = tmp_path_factory.mktemp("ranges") / "ranges.npz"
     planned = plan_checkpoint(checkpoint(NAME), {})
-    parameters = {parameter.name: parameter for parameter in planned.decoder.parameters()}
     tokens = np.random.default_rng(1).integers(0, 128, 128)
-    calibrate(planned.plan, lambda n: parameters[n].load(planned.source), tokens, model="toy").save(path)
+    calibrate(planned.plan, planned.load, tokens, model="toy").save(path)
     return {"model": checkpoint(NAME), "scheme": "w8a8", "shadow": "all", "calibration": path}
 
 

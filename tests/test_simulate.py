@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from small_shape import SMALL_SHAPE
 
 from chunkrt.cli import cli
 from chunkrt.errors import ConfigError
@@ -17,19 +18,8 @@ from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_device, find_s
 from chunkrt.simulate.learn import learn_costs, learn_speeds
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins, write_measured
 from chunkrt.simulate.profile import OperatorCost, ProcessorCost
-from chunkrt.simulate.shape import Shape
 
-SMALL = Shape(
-    source="made up",
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=100,
-    context_length=512,
-)
+SMALL = replace(SMALL_SHAPE, num_layers=3)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import QuantizationError, unknown_name
 from chunkrt.graph.plan import MAIN_SUFFIX, Node, Plan, Tensor
-from chunkrt.quant.blocks import quantize_to_blocks
+from chunkrt.quant.blocks import COLUMNS_AT_ONCE, quantize_to_blocks
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme
@@ -34,9 +34,6 @@ LoadBlocks = Callable[[str], BlockTensor | None]
 """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name, if it has them."""
 
 ORDER = {"int8": 0, "uint8": 0, "float32": 1, "float16": 2}
-COLUMNS_AT_ONCE = 1024
-"""Output channels quantised together: bounds the temporary copies of a large head."""
-
 MOST_4_BIT, MOST_MULTIPLIER = 7, 16
 
 
