@@ -78,5 +78,5 @@ def test_names_are_those_of_the_family():
     assert translate_name(gemma3, "blk.3.ffn_norm.weight")[0] == "model.layers.3.pre_feedforward_layernorm.weight"
     assert translate_name(phi3, "blk.3.ffn_up.weight")[0] == "model.layers.3.mlp.gate_up_proj.weight"
     assert translate_name(phi3, "rope_factors_long.weight") == ("", None)
-    with pytest.raises(UnsupportedModelError, match="'blk.0.attn_q_norm.weight', which phi3 as implemented lacks"):
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.attn_q_norm.weight', which phi3 as implemented lacks"):
         translate_name(phi3, "blk.0.attn_q_norm.weight")
