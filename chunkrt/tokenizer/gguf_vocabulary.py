@@ -86,8 +86,10 @@ Phi-4-mini "gpt-4o". Gemma, Phi-3 and the earlier Mistral are SentencePiece, whi
 
 _CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
 _KEEPS_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
-"""The control tokens of Phi-3 that do not swallow the whitespace after them. Source: llama.cpp, src/llama-vocab.cpp;
-the models' tokenizer.json says so too, with "rstrip", but GGUF has no place for it."""
+"""Phi-3's control and user-defined tokens swallow the whitespace after them, except for these. GGUF does not say so.
+
+Source: llama.cpp, src/llama-vocab.cpp; "rstrip" in the models' tokenizer.json.
+"""
 
 
 def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
@@ -125,14 +127,18 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     ends += [_id(metadata, name, len(tokens)) for name in ("eot", "eom")]
     control = {t: i for t, i in vocab.items() if types[i] in _CONTROL or i in (bos_id, *ends)}
     named = [t for t, i in vocab.items() if types[i] == TokenType.USER_DEFINED and t not in control]
-    swallows_space = model == "llama" and metadata.get("general.architecture") == "phi3"
-    library.add_special_tokens(
+    is_phi3 = model == "llama" and metadata.get("general.architecture") == "phi3"
+    library.add_tokens(
         [
-            AddedToken(token, normalized=False, special=True, rstrip=swallows_space and token not in _KEEPS_SPACE_AFTER)
-            for token in control
+            AddedToken(
+                token,
+                special=token in control,
+                normalized=in_normalised_text and token not in control,
+                rstrip=is_phi3 and token not in _KEEPS_SPACE_AFTER,
+            )
+            for token in [*control, *named]
         ]
     )
-    library.add_tokens([AddedToken(token, normalized=in_normalised_text, special=False) for token in named])
     return library, TextSettings(
         bos_id=bos_id,
         eos_ids=end_ids((end for end in ends if end is not None), control),
