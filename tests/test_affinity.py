@@ -160,12 +160,11 @@ def test_a_system_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
                 find_cpus(choice)
 
 
-def test_the_pools_threads_stay_on_their_cpus(new_masks: Masks) -> None:
-    with load(str(LAST), threads=4):
-        assert list(new_masks().values()) == [str(LAST)] * 3
+@pytest.mark.parametrize(("affinity", "cpus"), [(str(LAST), {LAST}), ("big", find_cpus("big")), ("none", MASK)])
+def test_the_pools_threads_stay_on_their_cpus(affinity: str, cpus: set[int], new_masks: Masks) -> None:
+    with load(affinity, threads=4):
+        assert list(new_masks().values()) == [cpu_list(cpus)] * 3
         assert os.sched_getaffinity(0) == MASK
-    with load("none", threads=4):
-        assert list(new_masks().values()) == [cpu_list(MASK)] * 3
 
 
 def test_workers_stay_on_their_cpus(computing: dict[int, str]) -> None:

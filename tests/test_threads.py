@@ -31,7 +31,7 @@ def threads_now() -> set[str]:
 
 @pytest.fixture
 def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """Fills with the process's threads, looked at when a concurrent run has started all of its own and none has ended."""
+    """Fills with the process's threads, as they are when a concurrent run has started its own and none has ended."""
     seen: list[set[str]] = []
     has_looked = threading.Event()
     make, wait = Workers.__init__, Workers._wait
