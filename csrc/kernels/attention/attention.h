@@ -30,7 +30,7 @@
 // Numerics: float32 throughout. Each row's arithmetic is the one above whatever stands beside it, so the bits
 // depend neither on the split of the work, nor on the chunking of the prompt, nor on the instruction set.
 // Weights below e^-87 count as 0. A NaN or an infinity in a row reaches that row's output and, through the
-// caches, the rows after it, never those before.
+// caches, the rows after it that see it, no others.
 #pragma once
 
 #include <cstddef>
@@ -58,8 +58,8 @@ struct AttentionArgs {
   std::size_t rows;
   std::size_t position;   // of row 0
   std::size_t table_row;  // of cos and sin, for row 0
-  // Slots of the caches, at least position + rows; or, as a ring, a multiple of 64 and at least window + rows
-  // - 1.
+  // Slots of the caches: position + rows or more. Fewer are a ring, which needs a window, and of slots a
+  // multiple of 64 and window + rows - 1 or more.
   std::size_t capacity;
   std::size_t window;     // 0: none
   std::size_t num_heads;  // a multiple of num_kv_heads
