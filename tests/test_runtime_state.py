@@ -69,8 +69,8 @@ def test_a_capacity_outside_the_context_is_refused(capacity: int) -> None:
 
 
 def test_another_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match="caches cannot be 'int8'"):
-        State(PLAN, 8, "int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="caches cannot be 'float64'"):
+        State(PLAN, 8, "float64")  # type: ignore[arg-type]
 
 
 def test_a_cache_of_another_form_is_refused() -> None:
