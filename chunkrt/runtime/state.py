@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import MappingProxyType
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 import numpy as np
 from numpy.lib import format as npy
@@ -19,7 +19,10 @@ from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.runtime.buffers import Array, aligned_zeros
 
-CacheDtype = Literal["float32", "float16"]
+CacheDtype = Literal["float32", "float16", "int8"]
+CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
+SCALE_BYTES = 4
+"""In an int8 cache the float32 scale of each position of a head follows its head_dim values, as bytes."""
 
 
 class State:
@@ -43,8 +46,8 @@ class State:
             raise ConfigError(
                 f"a state of {capacity} positions was asked for; the model takes 1 to {plan.context_length}"
             )
-        if dtype not in ("float32", "float16"):
-            raise ConfigError(f"caches cannot be {dtype!r}; there are: float32, float16")
+        if dtype not in CACHE_DTYPES:
+            raise ConfigError(f"caches cannot be {dtype!r}; there are: {', '.join(CACHE_DTYPES)}")
         self.plan = plan
         self.capacity = capacity
         self.dtype: CacheDtype = dtype
@@ -54,7 +57,10 @@ class State:
         for tensor in plan.state_tensors:
             if len(tensor.shape) != 3 or tensor.shape[1] not in ("P", "W"):
                 raise ModelError(f"cache {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim]")
-            arrays[tensor.name] = aligned_zeros(resolve(tensor.shape, {"P": capacity, "W": capacity}), dtype)
+            shape = resolve(tensor.shape, {"P": capacity, "W": capacity})
+            if dtype == "int8":
+                shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
+            arrays[tensor.name] = aligned_zeros(shape, dtype)
         self.tensors: Mapping[str, Array] = MappingProxyType(arrays)
         """The caches by tensor name."""
 
