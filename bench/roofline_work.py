@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from chunkrt.graph.plan import Plan, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, Plan, resolve
 from chunkrt.quant.figures import weight_bytes
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_nodes
@@ -66,7 +66,7 @@ def work_of(plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Iterable
                 linear_macs += macs
                 digit_macs += macs * scheme.num_digits(weight)
                 num_bytes += stored[weight]
-            elif node.op == "CachedAttention":
+            elif node.op in ATTENTION_OPS:
                 width = cast(int, node.attributes["num_heads"]) * cast(int, node.attributes["head_dim"])
                 attention_macs += 2 * chunk.pairs * width
     return Work(linear_macs=linear_macs, digit_macs=digit_macs, attention_macs=attention_macs, weight_bytes=num_bytes)

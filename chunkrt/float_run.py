@@ -29,9 +29,11 @@ def first_values(token_ids: TokenIds, logit_rows: NDArray[np.int64]) -> dict[str
 def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Float32], run: RunNode) -> dict[str, Any]:
     """Run one subgraph of a plan on a window: from the values that live before it to those that live after it."""
     subgraph = plan.subgraphs[index]
-    symbols = {"P": len(live["input_ids"])}
+    num_tokens = len(live["input_ids"])
+    symbols = {"P": num_tokens, "W": num_tokens}
     caches = {name: np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32) for name in subgraph.state}
-    values: dict[str, Any] = {**live, **{name: weights[name] for name in subgraph.weights}, **caches}
+    table_row = {"rope_position": np.array([plan.rope_offset(num_tokens)])}
+    values: dict[str, Any] = {**live, **table_row, **{name: weights[name] for name in subgraph.weights}, **caches}
     for node in subgraph.nodes:
         results = run(node, values)
         values.update(zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True))

@@ -96,19 +96,19 @@ def test_an_unknown_architecture_is_refused_and_the_known_ones_are_listed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
-        ({"sliding_window": 32}, "a sliding window of 32 in a context of 64 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; there are: silu"),
+        ({"sliding_window": 32}, "sliding_window = 32 is not supported in this family"),
         ({"quantization_config": {"bits": 4}}, "quantised by another library"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
     ],
 )
 def test_an_unsupported_feature_is_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        read_config(checkpoint(**changes))
+        build_decoder(checkpoint(**changes))
 
 
 def test_a_sliding_window_as_long_as_the_context_changes_nothing():
-    assert read_config(checkpoint(sliding_window=64)).context_length == 64
+    assert read_config(checkpoint(sliding_window=64)).sliding_window == 0
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_defaults_are_those_of_transformers():
     config = read_config(
         checkpoint(num_key_value_heads=..., head_dim=None, hidden_size=32, rms_norm_eps=..., attention_bias=...)
     )
-    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.attention_bias) == (4, 8, 1e-6, False)
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)

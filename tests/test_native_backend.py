@@ -126,10 +126,10 @@ def test_embedding_and_norm() -> None:
 
 def attention_case(kv_heads: int = 1) -> Case:
     heads, head_dim = 3, 16
-    attributes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "scale": 0.25}
+    attributes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "scale": 0.25, "window": 0}
     cache = (kv_heads, "P", head_dim)
     return make_case(
-        [node("CachedAttention", "qkv position cos sin keys values", "y", "chunkrt", **attributes)],
+        [node("CachedAttention", "qkv position position cos sin keys values", "y", "chunkrt", **attributes)],
         [
             tensor("qkv", "T", (heads + 2 * kv_heads) * head_dim),
             tensor("position", 1, dtype="int64"),

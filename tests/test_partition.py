@@ -56,6 +56,7 @@ def test_a_dynamic_subgraph_is_the_attention_with_its_caches():
         "head_dim": 10,
         "rotary_dim": 10,
         "scale": pytest.approx(10**-0.5),
+        "window": 0,
     }
 
 

@@ -20,7 +20,8 @@ from folding_models import (
 from chunkrt.errors import QuantizationError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import read_config
-from chunkrt.graph.decoders.llama import FeedForward, Layer, LlamaDecoder
+from chunkrt.graph.decoders.llama import llama
+from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.modules import Linear, RMSNorm
 from chunkrt.graph.tracing import current_trace
 from chunkrt.quant.weights import linear_nodes
@@ -30,8 +31,8 @@ from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 class SandwichLayer(Layer):
     """Gemma's: what a feed-forward gives is normalised before it is added."""
 
-    def __init__(self, config, rotary):
-        super().__init__(config, rotary)
+    def __init__(self, config, *parts):
+        super().__init__(config, *parts)
         self.after = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden):
@@ -93,14 +94,14 @@ class SeparateFeedForward(FeedForward):
         )
 
 
-class HeadlessDecoder(LlamaDecoder):
+class HeadlessDecoder(CausalDecoder):
     """Gives the last hidden states, as embedding models do."""
 
     def forward(self, token_ids, logit_rows):
         return ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
 
 
-class BareDecoder(LlamaDecoder):
+class BareDecoder(CausalDecoder):
     """Gives embeddings as they are looked up."""
 
     def forward(self, token_ids, logit_rows):
@@ -115,13 +116,16 @@ class AnyTensors(RandomCheckpoint):
         self.shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
 
 
-def unusual_model(layer=Layer, feed_forward=None, decoder=LlamaDecoder):
+def unusual_model(layer=Layer, feed_forward=FeedForward, decoder=CausalDecoder):
     config = read_config(RandomCheckpoint(CONFIG))
-    decoder = decoder(config)
-    decoder.model.layers = [layer(config, decoder.model.rope) for _ in range(2)]
-    for member in decoder.model.layers if feed_forward else ():
-        member.mlp = feed_forward(config)
-    decoder.named()
+    body = llama(config).model
+    has_bias = CONFIG["attention_bias"]
+
+    def attention():
+        return Attention(config, body.rope, bias=(has_bias, has_bias))
+
+    body.layers = [layer(config, attention(), feed_forward(config)) for _ in range(2)]
+    decoder = decoder(config, body).named()
     return Model(decoder, AnyTensors(decoder))
 
 

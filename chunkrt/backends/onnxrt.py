@@ -2,7 +2,7 @@
 
 An implementation that shares no code with ours: the oracle that others are compared with. Weights are handed over
 without a copy, and ONNX Runtime makes its own of quantised ones, in float32. A cache goes in as its used part and comes
-back with the new rows, which are then written in place.
+back with the new rows, which are then written in place; a ring goes in with its positions in order.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class OnnxRuntimeExecutable:
             raise CompileError(f"ONNX Runtime cannot compile subgraph {name}: {error}") from error
         self._name = name
         self._state = [n for subgraph in subgraphs for n in subgraph.state]
+        self._caches = {n for n in self._state if {"P", "W"} & set(plan.tensors[n].shape)}
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """See `Executable.run`."""
@@ -101,7 +102,7 @@ class OnnxRuntimeExecutable:
         feeds = dict(inputs)
         start = int(inputs["position"][0]) if self._state else 0
         for name in self._state:
-            feeds[name] = np.ascontiguousarray(inputs[name][:, :start], dtype=np.float32)
+            feeds[name] = self._past(name, inputs[name], start)
         try:
             results = self._session.run([*outputs, *(n + PRESENT_SUFFIX for n in self._state)], feeds)
         except Exception as error:
@@ -109,4 +110,21 @@ class OnnxRuntimeExecutable:
         for buffer, result in zip(outputs.values(), results, strict=False):
             buffer[...] = result
         for name, present in zip(self._state, results[len(outputs) :], strict=True):
-            inputs[name][:, start : present.shape[1]] = present[:, start:]
+            cache = inputs[name]
+            if name in self._caches:
+                positions = np.arange(max(start, present.shape[1] - cache.shape[1]), present.shape[1])
+                cache[:, positions % cache.shape[1]] = present[:, positions]
+            else:
+                cache[...] = present
+
+    def _past(self, name: str, state: Array, start: int) -> Array:
+        """What a state was before row 0; of a ring, what it has lost is zero, which no row sees."""
+        if name not in self._caches:
+            return np.ascontiguousarray(state, dtype=np.float32)
+        num_slots = state.shape[1]
+        if start <= num_slots:
+            return np.ascontiguousarray(state[:, :start], dtype=np.float32)
+        past = np.zeros((state.shape[0], start, state.shape[2]), np.float32)
+        kept = np.arange(start - num_slots, start)
+        past[:, kept] = state[:, kept % num_slots]
+        return past

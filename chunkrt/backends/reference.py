@@ -5,7 +5,7 @@ It is the truth for values: integer products are exact, everything else is float
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -196,6 +196,36 @@ def _sigmoid(x: Float32) -> Float32:
     return result
 
 
+@operators.register("Softplus")
+def _softplus(x: Float32) -> Float32:
+    result: Float32 = np.logaddexp(x, np.float32(0))
+    return result
+
+
+@operators.register("Tanh")
+def _tanh(x: Float32) -> Float32:
+    result: Float32 = np.tanh(x)
+    return result
+
+
+@operators.register("Gelu")
+def _gelu(x: Float32, *, approximate: str) -> Float32:
+    if approximate != "tanh":
+        raise PartitionError(f"reference has Gelu approximated by tanh only, not by {approximate!r}")
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
+    result: Float32 = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return result
+
+
+@operators.register("HeadNorm", "chunkrt")
+def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
+    num_heads, head_dim = weight.shape
+    heads = x.reshape(len(x), -1, head_dim).copy()
+    first = heads[:, :num_heads].astype(np.float64)
+    heads[:, :num_heads] = first / np.sqrt(np.square(first).mean(axis=-1, keepdims=True) + epsilon) * weight
+    return heads.reshape(x.shape)
+
+
 @operators.register("Split")
 def _split(x: Float32, *, axis: int, num_outputs: int) -> tuple[Float32, ...]:
     return tuple(np.split(x, num_outputs, axis=axis))
@@ -227,25 +257,76 @@ def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
 def _cached_attention(
     qkv: Float32,
     position: NDArray[np.int64],
+    rope_position: NDArray[np.int64],
     cos: Float32,
     sin: Float32,
     key_cache: Array,
     value_cache: Array,
     **attributes: Attribute,
 ) -> Float32:
-    num_heads, num_kv_heads, head_dim = (cast(int, attributes[n]) for n in ("num_heads", "num_kv_heads", "head_dim"))
-    rows, start = len(qkv), int(position[0])
-    stop = start + rows
-    heads = qkv.reshape(rows, num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
-    key_cache[:, start:stop] = rotate_half(k, cos[start:stop], sin[start:stop]).transpose(1, 0, 2)
-    value_cache[:, start:stop] = v.transpose(1, 0, 2)
-    keys, values = (c[:, :stop].astype(np.float32) for c in (key_cache, value_cache))
+    start, stop, table_row = int(position[0]), int(position[0]) + len(qkv), int(rope_position[0])
+    q, k, v = _heads(qkv, attributes)
+    here = slice(table_row, table_row + len(qkv))
+    first = _append(key_cache, value_cache, rotate_half(k, cos[here], sin[here]), v, start, attributes)
+    keys, values = (_read(cache, first, stop) for cache in (key_cache, value_cache))
+    return _attend(rotate_half(q, cos[here], sin[here]), keys, values, start, first, attributes)
 
-    q = rotate_half(q, cos[start:stop], sin[start:stop])
+
+@operators.register("RawKeyAttention", "chunkrt")
+def _raw_key_attention(
+    qkv: Float32,
+    position: NDArray[np.int64],
+    rope_position: NDArray[np.int64],
+    cos: Float32,
+    sin: Float32,
+    key_cache: Array,
+    value_cache: Array,
+    **attributes: Attribute,
+) -> Float32:
+    start, stop, table_row = int(position[0]), int(position[0]) + len(qkv), int(rope_position[0])
+    q, k, v = _heads(qkv, attributes)
+    first = _append(key_cache, value_cache, k, v, start, attributes)
+    keys, values = (_read(cache, first, stop) for cache in (key_cache, value_cache))
+    of_keys = slice(table_row - start + first, table_row - start + stop)
+    keys = rotate_half(keys.transpose(1, 0, 2), cos[of_keys], sin[of_keys]).transpose(1, 0, 2)
+    here = slice(table_row, table_row + len(qkv))
+    return _attend(rotate_half(q, cos[here], sin[here]), keys, values, start, first, attributes)
+
+
+def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float32]:
+    """q, k, v [T, heads, D]."""
+    num_heads, num_kv_heads, head_dim = (cast(int, attributes[n]) for n in ("num_heads", "num_kv_heads", "head_dim"))
+    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    return np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+
+
+def _append(
+    key_cache: Array, value_cache: Array, k: Float32, v: Float32, start: int, attributes: Mapping[str, Attribute]
+) -> int:
+    """Write the rows' keys and values to their slots; returns the first position that any of the rows sees."""
+    slots = np.arange(start, start + len(k)) % key_cache.shape[1]
+    key_cache[:, slots], value_cache[:, slots] = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+    window = cast(int, attributes["window"])
+    return max(0, start + 1 - window) if window else 0
+
+
+def _read(cache: Array, first: int, stop: int) -> Float32:
+    """Positions first to stop of a cache [kv_heads, slots, D]; in a ring position p is at slot p modulo its size."""
+    return cache[:, np.arange(first, stop) % cache.shape[1]].astype(np.float32)
+
+
+def _attend(
+    q: Float32, keys: Float32, values: Float32, start: int, first: int, attributes: Mapping[str, Attribute]
+) -> Float32:
+    """Softmax attention of rows from `start` on over the keys from position `first` on."""
+    num_kv_heads, window = (cast(int, attributes[name]) for name in ("num_kv_heads", "window"))
+    rows, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = np.einsum("tgrd,gpd->grtp", grouped, keys, optimize=True) * np.float32(cast(float, attributes["scale"]))
-    hidden = np.arange(stop) > np.arange(start, stop)[:, None]
+    key_positions, row_positions = np.arange(first, start + rows), np.arange(start, start + rows)[:, None]
+    hidden = key_positions > row_positions
+    if window:
+        hidden |= key_positions <= row_positions - window
     scores[..., hidden] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

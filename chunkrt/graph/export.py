@@ -14,7 +14,8 @@ from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph, Tensor
 from chunkrt.graph.tracing import IR_VERSION, OPSET
 
 PAST = "past"
-"""The symbol of a cache's length where it is an input; the output is longer by the rows just appended."""
+"""The symbol of a cache's length where it is an input; the output is longer by the rows just appended. A cache of a
+layer with a window holds all positions here, not a ring."""
 
 PRESENT_SUFFIX = ".present"
 """Added to a cache's name where it is an output."""
@@ -25,9 +26,9 @@ _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int64"
 def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model:
     """One ONNX model of consecutive subgraphs.
 
-    Ensures: inputs are the values that come from outside, then the caches [kv_heads, past, D]; outputs are the
-    values that leave, then the caches with the new rows appended. Weights are initializers without values; see
-    `quant/linears.py`. Operators of our domain come with their expansions.
+    Ensures: inputs are the values that come from outside, then the caches [kv_heads, past, D] and other state; outputs
+    are the values that leave, then the caches with the new rows appended, and the new state. Weights are initializers
+    without values; see `quant/linears.py`. Operators of our domain come with their expansions.
     """
     values: dict[str, ir.Value] = {}
 
@@ -69,12 +70,12 @@ def _is_state(plan: Plan, name: str) -> bool:
 
 
 def _value(tensor: Tensor) -> ir.Value:
-    shape = [PAST if dimension == "P" else dimension for dimension in tensor.shape]
+    shape = [PAST if dimension in ("P", "W") else dimension for dimension in tensor.shape]
     return ir.Value(name=tensor.name, type=ir.TensorType(_DTYPES[tensor.dtype]), shape=ir.Shape(shape))
 
 
 def _present(cache: Tensor) -> ir.Value:
-    shape = [f"{PAST} + T" if dimension == "P" else dimension for dimension in cache.shape]
+    shape = [f"{PAST} + T" if dimension in ("P", "W") else dimension for dimension in cache.shape]
     name = cache.name + PRESENT_SUFFIX
     return ir.Value(name=name, type=ir.TensorType(_DTYPES[cache.dtype]), shape=ir.Shape(shape))
 

@@ -17,8 +17,8 @@ _TEXT = """
 placeholder (float[1] x) => (float[1] y) { y = Identity(x) }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale>
-    (qkv, position, cos, sin, past_key, past_value) => (output, present_key, present_value)
+CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (qkv, position, rope_position, cos, sin, past_key, past_value) => (output, present_key, present_value)
 {
     # qkv [T, (Nq + 2 Nkv) D] to heads [1, Nq + 2 Nkv, T, D]
     any_dim = Constant <value_ints = [0, -1]> ()
@@ -38,7 +38,7 @@ CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale>
     counts = Concat <axis = 0> (num_q, num_kv, num_kv)
     q, k, v = Split <axis = 1> (batch, counts)
 
-    # row t stands at position + t
+    # row t stands at position + t, and in the tables at rope_position + t
     qkv_shape = Shape (qkv)
     num_rows = Gather (qkv_shape, zero)
     start = Squeeze (position, zero)
@@ -46,15 +46,23 @@ CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale>
     end = Squeeze (end_1d, zero)
     step = Constant <value_int = 1> ()
     row_positions = Range (start, end, step)
-    position_ids = Unsqueeze (row_positions, zero)
+    table_offset = Sub (rope_position, position)
+    table_rows = Add (row_positions, table_offset)
+    position_ids = Unsqueeze (table_rows, zero)
     q_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (q, cos, sin, position_ids)
     k_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (k, cos, sin, position_ids)
 
-    # row t sees keys 0 .. position + t
+    # row t sees keys 0 .. position + t, of them the last `window` if that is not 0
     first = Constant <value_int = 0> ()
     key_positions = Range (first, end, step)
     limits = Unsqueeze (row_positions, minus_one)
-    visible = LessOrEqual (key_positions, limits)
+    is_past = LessOrEqual (key_positions, limits)
+    window_size = Constant <value_int: int = @window> ()
+    window_starts = Sub (limits, window_size)
+    is_recent = Greater (key_positions, window_starts)
+    has_no_window = Equal (window_size, first)
+    is_in_window = Or (is_recent, has_no_window)
+    visible = And (is_past, is_in_window)
     past_k = Unsqueeze (past_key, zero)
     past_v = Unsqueeze (past_value, zero)
     attended, all_k, all_v = Attention <scale: float = @scale> (q_roped, k_roped, v, visible, past_k, past_v)
@@ -64,6 +72,94 @@ CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale>
     flat = Constant <value_ints = [0, 0, -1]> ()
     merged = Reshape (by_row, flat)
     output = Squeeze (merged, zero)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (qkv, position, rope_position, cos, sin, past_key, past_value) => (output, present_key, present_value)
+{
+    # qkv [T, (Nq + 2 Nkv) D] to heads [1, Nq + 2 Nkv, T, D]
+    any_dim = Constant <value_ints = [0, -1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    minus_one = Constant <value_ints = [-1]> ()
+    dim_scalar = Constant <value_int: int = @head_dim> ()
+    dim = Reshape (dim_scalar, one)
+    by_head = Concat <axis = 0> (any_dim, dim)
+    rows = Reshape (qkv, by_head)
+    heads = Transpose <perm = [1, 0, 2]> (rows)
+    batch = Unsqueeze (heads, zero)
+    num_q_scalar = Constant <value_int: int = @num_heads> ()
+    num_kv_scalar = Constant <value_int: int = @num_kv_heads> ()
+    num_q = Reshape (num_q_scalar, one)
+    num_kv = Reshape (num_kv_scalar, one)
+    counts = Concat <axis = 0> (num_q, num_kv, num_kv)
+    q, k, v = Split <axis = 1> (batch, counts)
+
+    # row t stands at position + t, and in the tables at rope_position + t
+    qkv_shape = Shape (qkv)
+    num_rows = Gather (qkv_shape, zero)
+    start = Squeeze (position, zero)
+    end_1d = Add (position, num_rows)
+    end = Squeeze (end_1d, zero)
+    step = Constant <value_int = 1> ()
+    row_positions = Range (start, end, step)
+    table_offset = Sub (rope_position, position)
+    table_rows = Add (row_positions, table_offset)
+    position_ids = Unsqueeze (table_rows, zero)
+    q_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (q, cos, sin, position_ids)
+
+    # the cache holds keys as they were projected; each is rotated for the place where it stands now
+    past_k = Unsqueeze (past_key, zero)
+    past_v = Unsqueeze (past_value, zero)
+    all_k = Concat <axis = 2> (past_k, k)
+    all_v = Concat <axis = 2> (past_v, v)
+
+    # row t sees keys 0 .. position + t, of them the last `window` if that is not 0
+    first = Constant <value_int = 0> ()
+    key_positions = Range (first, end, step)
+    limits = Unsqueeze (row_positions, minus_one)
+    is_past = LessOrEqual (key_positions, limits)
+    window_size = Constant <value_int: int = @window> ()
+    window_starts = Sub (limits, window_size)
+    is_recent = Greater (key_positions, window_starts)
+    has_no_window = Equal (window_size, first)
+    is_in_window = Or (is_recent, has_no_window)
+    visible = And (is_past, is_in_window)
+    key_rows = Add (key_positions, table_offset)
+    key_position_ids = Unsqueeze (key_rows, zero)
+    k_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (all_k, cos, sin, key_position_ids)
+    attended = Attention <scale: float = @scale> (q_roped, k_roped, all_v, visible)
+    present_key = Squeeze (all_k, zero)
+    present_value = Squeeze (all_v, zero)
+    by_row = Transpose <perm = [0, 2, 1, 3]> (attended)
+    flat = Constant <value_ints = [0, 0, -1]> ()
+    merged = Reshape (by_row, flat)
+    output = Squeeze (merged, zero)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+HeadNorm <epsilon> (x, weight) => (output)
+{
+    # the first n heads of a row, each normalised and multiplied by its own row of weight [n, D]
+    any_dim = Constant <value_ints = [0, -1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    weight_shape = Shape (weight)
+    num_heads = Gather (weight_shape, zero)
+    dim = Gather (weight_shape, one)
+    by_head = Concat <axis = 0> (any_dim, dim)
+    heads = Reshape (x, by_head)
+    heads_shape = Shape (heads)
+    all_heads = Gather (heads_shape, one)
+    first = Slice (heads, zero, num_heads, one)
+    rest = Slice (heads, num_heads, all_heads, one)
+    ones = ConstantOfShape <value = float[1] {1.0}> (dim)
+    normalised = RMSNormalization <axis = -1, epsilon: float = @epsilon> (first, ones)
+    weighted = Mul (normalised, weight)
+    joined = Concat <axis = 1> (weighted, rest)
+    flat = Constant <value_ints = [0, -1]> ()
+    output = Reshape (joined, flat)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>

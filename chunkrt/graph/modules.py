@@ -29,12 +29,14 @@ class Parameter:
     """A weight of the graph and the way it is loaded.
 
     `checkpoint_tensors` maps each tensor that it reads to the shape that tensor must have; `combine` makes the
-    weight, of `shape`, out of them in that order.
+    weight, of `shape`, out of them in that order. `rows`: those of all tensors' rows that a linear's weight consists
+    of, if not all in order.
     """
 
     shape: tuple[int, ...]
     checkpoint_tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Float32]
+    rows: NDArray[np.int64] | None = None
     name: str = field(default="", init=False)
 
     def load(self, source: TensorSource) -> Float32:
@@ -61,10 +63,11 @@ class Parameter:
             if (part := source.read_blocks(name)) is None:
                 return None
             parts.append(part)
+        rows = slice(None) if self.rows is None else self.rows
         return BlockTensor(
-            integers=np.concatenate([part.integers for part in parts]),
-            scales=np.concatenate([part.scales for part in parts]),
-            minima=np.concatenate([part.minima for part in parts]),
+            integers=np.concatenate([part.integers for part in parts])[rows],
+            scales=np.concatenate([part.scales for part in parts])[rows],
+            minima=np.concatenate([part.minima for part in parts])[rows],
         )
 
     def stored_as(self, source: TensorSource) -> set[str]:
@@ -164,35 +167,92 @@ class Embedding(Module):
 
 
 class RMSNorm(Module):
-    """Root-mean-square normalisation with a plain weight (Zhang and Sennrich, 2019, equation 4)."""
+    """Root-mean-square normalisation (Zhang and Sennrich, 2019, equation 4).
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    `offset` is added to the checkpoint's weight: 1 where the family multiplies by 1 + w.
+    """
+
+    def __init__(self, width: int, epsilon: float, *, offset: float = 0.0) -> None:
         super().__init__()
-        self.width, self.epsilon = width, epsilon
+        self.width, self.epsilon, self.offset = width, epsilon, offset
 
     def declare(self) -> None:
         tensors: dict[str, tuple[int, ...]] = {f"{self.path}.weight": (self.width,)}
-        self.weight = Parameter(shape=(self.width,), checkpoint_tensors=tensors, combine=_as_it_is)
+        self.weight = Parameter(shape=(self.width,), checkpoint_tensors=tensors, combine=self._shifted)
+
+    def _shifted(self, weight: Float32) -> Float32:
+        return weight + np.float32(self.offset) if self.offset else weight
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         return ops.rms_normalization(hidden, self.weight.value(), epsilon=self.epsilon, name="output")
+
+
+class HeadNorm(Module):
+    """RMSNorm of single heads. Runs on the CPU unless placed.
+
+    Args:
+        parts: how many neighbouring heads each checkpoint tensor `weight` [head_dim] beside this module is for. Heads
+            after those pass through.
+        offset: as RMSNorm's.
+    """
+
+    def __init__(self, parts: dict[str, int], head_dim: int, epsilon: float, *, offset: float = 0.0) -> None:
+        super().__init__()
+        self.device = "cpu"
+        self.parts, self.head_dim, self.epsilon, self.offset = parts, head_dim, epsilon, offset
+
+    def declare(self) -> None:
+        self.weight = Parameter(
+            shape=(sum(self.parts.values()), self.head_dim),
+            checkpoint_tensors={f"{self.sibling(part)}.weight": (self.head_dim,) for part in self.parts},
+            combine=self._by_head,
+        )
+
+    def _by_head(self, *weights: Float32) -> Float32:
+        rows = np.repeat(np.stack(weights), list(self.parts.values()), axis=0)
+        return rows + np.float32(self.offset) if self.offset else rows
+
+    def forward(self, value: ir.Value) -> ir.Value:
+        return ops.head_norm(value, self.weight.value(), epsilon=self.epsilon, name="output")
+
+
+class Constant(Module):
+    """Numbers that no checkpoint holds, float32."""
+
+    def __init__(self, values: Float32) -> None:
+        super().__init__()
+        self._values = values
+
+    def declare(self) -> None:
+        self.weight = Parameter(shape=self._values.shape, checkpoint_tensors={}, combine=lambda: self._values)
+
+    def forward(self) -> ir.Value:
+        return self.weight.value()
 
 
 class MergedLinear(Module):
     """One MatMul that stands for several linears over the same input, side by side in its columns.
 
     The checkpoint holds each part as `weight` [width, in_features] (and `bias` [width]) beside this module; the
-    graph's weight is [in_features, sum of widths].
+    graph's weight is [in_features, sum of widths]; or, where `rows` picks from all parts' rows, one column a row
+    picked, in that order.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        *,
+        bias: bool = False,
+        rows: NDArray[np.int64] | None = None,
+    ) -> None:
         super().__init__()
-        self.in_features, self.parts, self.has_bias = in_features, parts, bias
+        self.in_features, self.parts, self.has_bias, self.rows = in_features, parts, bias, rows
 
     @property
     def out_features(self) -> int:
-        """Columns of all parts together."""
-        return sum(self.parts.values())
+        """Columns of the graph's weight."""
+        return sum(self.parts.values()) if self.rows is None else len(self.rows)
 
     def part_path(self, part: str) -> str:
         """Where the checkpoint keeps one part."""
@@ -203,14 +263,19 @@ class MergedLinear(Module):
         self.weight = Parameter(
             shape=(self.in_features, self.out_features),
             checkpoint_tensors={f"{path}.weight": (width, self.in_features) for path, width in paths.items()},
-            combine=_merge_transposed,
+            combine=lambda *tensors: self._joined(*tensors).T,
+            rows=self.rows,
         )
         if self.has_bias:
             self.bias = Parameter(
                 shape=(self.out_features,),
                 checkpoint_tensors={f"{path}.bias": (width,) for path, width in paths.items()},
-                combine=_concatenate,
+                combine=self._joined,
             )
+
+    def _joined(self, *tensors: Float32) -> Float32:
+        whole = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+        return whole if self.rows is None else whole[self.rows]
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         product = ops.matmul(hidden, self.weight.value(), name="product" if self.has_bias else "output")
@@ -224,9 +289,15 @@ class Linear(MergedLinear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, tied_to: Module | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        rows: NDArray[np.int64] | None = None,
+        tied_to: Module | None = None,
     ) -> None:
-        super().__init__(in_features, {"": out_features}, bias=bias)
+        super().__init__(in_features, {"": out_features}, bias=bias, rows=rows)
         self._tied_to: Sequence[Module] = (tied_to,) if tied_to else ()
 
     def part_path(self, part: str) -> str:
@@ -245,11 +316,3 @@ class QKVLinear(MergedLinear):
 
 def _as_it_is(tensor: Float32) -> Float32:
     return tensor
-
-
-def _merge_transposed(*tensors: Float32) -> Float32:
-    return (tensors[0] if len(tensors) == 1 else np.concatenate(tensors)).T
-
-
-def _concatenate(*tensors: Float32) -> Float32:
-    return np.concatenate(tensors)

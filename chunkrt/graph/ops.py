@@ -6,10 +6,11 @@ because a module needs them to build the next layer and the plan needs them for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
+from chunkrt.graph.linear_attention import find_variant
 from chunkrt.graph.tracing import current_trace
 
 
@@ -51,6 +52,36 @@ def gather_rows(table: ir.Value, indices: ir.Value, *, name: str = "gather") -> 
     return _one("Gather", [table, indices], shape, name, attributes={"axis": 0})
 
 
+def softplus(value: ir.Value, *, name: str = "softplus") -> ir.Value:
+    """log(1 + exp(value))."""
+    return _one("Softplus", [value], shape_of(value), name)
+
+
+def tanh(value: ir.Value, *, name: str = "tanh") -> ir.Value:
+    """The hyperbolic tangent."""
+    return _one("Tanh", [value], shape_of(value), name)
+
+
+def silu(value: ir.Value, *, name: str = "silu") -> ir.Value:
+    """value * sigmoid(value)."""
+    return mul(value, sigmoid(value, name=f"{name}_sigmoid"), name=name)
+
+
+def gelu_tanh(value: ir.Value, *, name: str = "gelu") -> ir.Value:
+    """0.5 value (1 + tanh(sqrt(2 / pi) (value + 0.044715 value^3))); Hendrycks and Gimpel, 2016, section 2."""
+    return _one("Gelu", [value], shape_of(value), name, attributes={"approximate": "tanh"})
+
+
+def head_norm(value: ir.Value, weight: ir.Value, *, epsilon: float, name: str = "head_norm") -> ir.Value:
+    """RMS-normalise the first heads of every row.
+
+    Args:
+        value: [T, N], head after head.
+        weight: [n, D]: the n first slices of D columns are normalised, each by its own row; the others pass through.
+    """
+    return _one("HeadNorm", [value, weight], shape_of(value), name, attributes={"epsilon": epsilon}, domain="chunkrt")
+
+
 def split_columns(value: ir.Value, *, names: Sequence[str]) -> list[ir.Value]:
     """Cut the last axis into equal parts, one a name."""
     *rows, width = shape_of(value)
@@ -68,6 +99,8 @@ def cached_attention(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    window: int = 0,
+    long_context_from: int | None = None,
     name: str = "attention",
 ) -> ir.Value:
     """Rotate q and k, append k and v to this layer's cache, attend causally over all of it.
@@ -75,29 +108,40 @@ def cached_attention(
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], columns q | k | v, head after head.
         cos, sin: [positions, rotary_dim / 2] tables for rotate-half RoPE.
+        window: how many keys a row sees, its own among them; 0 for all before it.
+        long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than these; the
+            input "rope_position" says which.
 
     Returns:
-        [T, num_heads * head_dim]. The caches [num_kv_heads, P, head_dim] belong to the module being traced.
+        [T, num_heads * head_dim]. The caches [num_kv_heads, P (W with a window), head_dim] belong to the module being
+        traced.
         `graph/functions.py` holds the operator's meaning in standard ONNX.
     """
     trace = current_trace()
-    key, value = (trace.state(n, (num_kv_heads, "P", head_dim)) for n in ("key_cache", "value_cache"))
+    slots = "W" if window else "P"
+    key, value = (trace.state(n, (num_kv_heads, slots, head_dim)) for n in ("key_cache", "value_cache"))
     shape = (shape_of(qkv)[0], num_heads * head_dim)
     rotary_dim = 2 * int(shape_of(cos)[1])
-    attributes = {
+    attributes: dict[str, int | float | str] = {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "rotary_dim": rotary_dim,
         "scale": scale,
+        "window": window,
     }
+    position = rope_position = trace.position()
+    num_tables = 1
+    if long_context_from is not None:
+        rope_position, num_tables = trace.rope_position(), 2
+    trace.set_context(int(shape_of(cos)[0]) // num_tables, long_context_from)
     output, present_key, present_value = trace.node(
         "CachedAttention",
-        [qkv, trace.position(), cos, sin, key, value],
+        [qkv, position, rope_position, cos, sin, key, value],
         [
             (name, shape),
-            ("present_key", (num_kv_heads, "P + T", head_dim)),
-            ("present_value", (num_kv_heads, "P + T", head_dim)),
+            ("present_key", (num_kv_heads, f"{slots} + T", head_dim)),
+            ("present_value", (num_kv_heads, f"{slots} + T", head_dim)),
         ],
         attributes=attributes,
         domain="chunkrt",
@@ -107,12 +151,64 @@ def cached_attention(
     return output
 
 
+def linear_attention(
+    qkv: ir.Value,
+    gate: ir.Value | None,
+    beta: ir.Value | None,
+    conv_weight: ir.Value,
+    conv_bias: ir.Value | None = None,
+    *,
+    attn_type: str,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    use_qk_l2norm: bool = False,
+    name: str = "linear_attention",
+) -> ir.Value:
+    """A causal convolution over the last few rows and, by type, a recurrence over all rows before.
+
+    Args:
+        qkv: [T, columns], what the type makes of it: see `graph/linear_attention.py`, which has a row a type.
+        gate, beta: [T, num_v_heads], where the type has a recurrence: the logarithm of the decay, and the step.
+        conv_weight: [channels, 1, taps], the last tap for the row itself. conv_bias: [channels].
+
+    Returns:
+        [T, num_v_heads * head_v_dim]. The states belong to the module being traced.
+    """
+    trace = current_trace()
+    attributes: dict[str, int | float | str] = {
+        "attn_type": attn_type,
+        "num_k_heads": num_k_heads,
+        "num_v_heads": num_v_heads,
+        "head_k_dim": head_k_dim,
+        "head_v_dim": head_v_dim,
+        "use_qk_l2norm": int(use_qk_l2norm),
+    }
+    channels, _, taps = (int(size) for size in shape_of(conv_weight))
+    states = [trace.state("conv_state", (channels, taps - 1))]
+    if find_variant(attn_type).is_recurrent:
+        states.append(trace.state("recurrent_state", (num_v_heads, head_k_dim, head_v_dim)))
+    news = [(f"new_{state.name.rpartition('.')[2]}", shape_of(state)) for state in states if state.name]
+    output, *updated = trace.node(
+        "LinearAttention",
+        [qkv, gate, beta, conv_weight, conv_bias, *states, *([None] * (2 - len(states)))],
+        [(name, (shape_of(qkv)[0], num_v_heads * head_v_dim)), *news],
+        attributes=attributes,
+        domain="chunkrt",
+    )
+    for old, new in zip(states, updated, strict=True):
+        trace.update_state(old, new)
+    return output
+
+
 def _one(
     op: str,
     inputs: Sequence[ir.Value],
     shape: Sequence[int | str],
     name: str,
     *,
-    attributes: dict[str, int | float] | None = None,
+    attributes: Mapping[str, int | float | str] | None = None,
+    domain: str = "",
 ) -> ir.Value:
-    return current_trace().node(op, inputs, [(name, tuple(shape))], attributes=attributes or {})[0]
+    return current_trace().node(op, inputs, [(name, tuple(shape))], attributes=attributes or {}, domain=domain)[0]

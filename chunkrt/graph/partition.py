@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from chunkrt.graph.functions import DOMAIN
 from chunkrt.graph.plan import DTYPE_BYTES, SHADOW_OP, Attribute, Device, Node, Plan, Subgraph, Tensor
-from chunkrt.graph.tracing import ALONE_KEY, DEVICE_KEY
+from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY
 
-DYNAMIC_OPS = {("chunkrt", "CachedAttention"), (DOMAIN, SHADOW_OP), ("", "Gather")}
+DYNAMIC_OPS = {(DOMAIN, "CachedAttention"), (DOMAIN, "LinearAttention"), (DOMAIN, SHADOW_OP), ("", "Gather")}
 """What depends on position, state, run-time indices or on which values are large; without a place of its own it goes to
 the CPU."""
 
@@ -27,17 +27,20 @@ _DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.Data
 def partition(model: ir.Model, *, family: str) -> Plan:
     """Cut a traced decoder into subgraphs.
 
+    Args:
+        model: as `trace` leaves it.
+        family: Hugging Face's model_type.
+
     Requires: nodes in an order in which they can run, as tracing leaves them. Ensures: every node is in exactly one
     subgraph, and running the subgraphs in order computes the graph.
     """
     graph = model.graph
     nodes = list(graph)
-    state = {v.name or "" for v in graph.inputs if v.shape and "P" in _dimensions(v)}
+    state = {v.name or "" for v in graph.inputs if STATE_KEY in v.metadata_props}
     groups = [list(group) for _, group in groupby(nodes, key=_home)]
     names = _names(groups)
     subgraphs = tuple(_subgraph(name, group, nodes, graph, state) for name, group in zip(names, groups, strict=True))
     logits = graph.outputs[0]
-    cos = next((v for name, v in graph.initializers.items() if name.endswith("rope.cos")), None)
     return Plan(
         family=family,
         subgraphs=subgraphs,
@@ -45,7 +48,8 @@ def partition(model: ir.Model, *, family: str) -> Plan:
         inputs=tuple(v.name or "" for v in graph.inputs if v.name not in state),
         output=logits.name or "",
         vocab_size=int(_dimensions(logits)[-1]),
-        context_length=int(_dimensions(cos)[0]) if cos is not None else 0,
+        context_length=int(graph.metadata_props.get(CONTEXT_KEY, "0")),
+        long_context_from=int(long_from) if (long_from := graph.metadata_props.get(LONG_CONTEXT_KEY)) else None,
     )
 
 

@@ -5,7 +5,8 @@ them, the simulator predicts them. It is JSON on disk, and this module needs not
 that a device which only runs an engine never imports ONNX.
 
 A shape holds integers and symbols. `"T"`: the tokens of one chunk. `"R"`: the rows of logits asked for (one for a
-prompt, unless all are wanted). `"P"`: the cache's capacity in positions.
+prompt, unless all are wanted). `"P"`: the cache's capacity in positions. `"W"`: that of a layer which sees a window
+alone, whose cache is a ring: position p is at slot p modulo W.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ Attribute = int | float | str | list[int] | list[float]
 
 SHADOW_OP = "ShadowLinear"
 """Of our domain: what a linear's inputs exceed its grid by, times its weight; see `graph/shadow.py`."""
+
+ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
+"""Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
 
 MAIN_SUFFIX = ".main"
 """Added to the name of a linear's output where a shadow is added to it under the name itself."""
@@ -90,7 +94,11 @@ class Subgraph:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The subgraphs of one decoder, each after those whose outputs it reads, with every tensor they name."""
+    """The subgraphs of one decoder, each after those whose outputs it reads, with every tensor they name.
+
+    `context_length`: positions that it can tell apart. `long_context_from`: with more tokens than these, its rotary
+    tables are the second ones, which follow the `context_length` rows of the first; None if there is one of each.
+    """
 
     family: str
     subgraphs: tuple[Subgraph, ...]
@@ -99,6 +107,7 @@ class Plan:
     output: str
     vocab_size: int
     context_length: int
+    long_context_from: int | None = None
 
     @property
     def static_subgraphs(self) -> tuple[Subgraph, ...]:
@@ -109,6 +118,18 @@ class Plan:
     def state_tensors(self) -> tuple[Tensor, ...]:
         """Every cache tensor, in the order of the subgraphs that own them."""
         return tuple(self.tensors[name] for s in self.subgraphs for name in s.state)
+
+    @cached_property
+    def window(self) -> int | None:
+        """Keys that a row of a layer with a window sees, itself among them; None without such layers."""
+        attention = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
+        windows = (node.attributes["window"] for node in attention)
+        return next((window for window in windows if isinstance(window, int) and window), None)
+
+    def rope_offset(self, num_tokens: int) -> int:
+        """What is added to a position for its row in the rotary tables, in a context of so many tokens."""
+        is_long = self.long_context_from is not None and num_tokens > self.long_context_from
+        return self.context_length if is_long else 0
 
     @cached_property
     def flow(self) -> Flow:
@@ -166,7 +187,7 @@ def _subgraph(data: dict[str, Any]) -> Subgraph:
 def _check(plan: Plan) -> None:
     """Refuse what no compiler wrote. Raises ValueError, or KeyError for a name that is no tensor's."""
     for name, tensor in plan.tensors.items():
-        sizes = [size for size in tensor.shape if size not in ("T", "R", "P")]
+        sizes = [size for size in tensor.shape if size not in ("T", "R", "P", "W")]
         is_sound = tensor.name == name and tensor.dtype in DTYPE_BYTES and tensor.kind in get_args(Kind)
         if tensor.kind == "weight" and len(sizes) < len(tensor.shape):
             raise ValueError(f"weight {name!r} has no fixed shape: {tensor.shape}")
@@ -197,5 +218,8 @@ def _check(plan: Plan) -> None:
         taken.update(subgraph.outputs, subgraph.state)
         for name in inside - {""}:
             plan.tensors[name]
+    windows = {n.attributes["window"] for s in plan.subgraphs for n in s.nodes if n.op in ATTENTION_OPS} - {0}
+    if len(windows) > 1 or any(type(window) is not int or window < 1 for window in windows):
+        raise ValueError(f"its layers have windows of {windows}; one window is possible")
     if plan.output not in known or type(plan.vocab_size) is not int or type(plan.context_length) is not int:
         raise ValueError(f"output {plan.output!r}, vocabulary {plan.vocab_size!r}, context {plan.context_length!r}")

@@ -22,9 +22,12 @@ class RotaryTables(Module):
     """cos and sin [context_length, rotary_dim / 2], one pair for all layers.
 
     A GGUF may divide the inverse frequencies by a tensor of its own (`rope_freqs.weight`); `divisor` names it.
+    `long_context_from`: set by a family whose tables are two, one behind the other; see `ops.cached_attention`.
     """
 
-    def __init__(self, inverse_frequencies: Float64, context_length: int, *, divisor: str | None) -> None:
+    long_context_from: int | None = None
+
+    def __init__(self, inverse_frequencies: Float64, context_length: int, *, divisor: str | None = None) -> None:
         super().__init__()
         self._frequencies = inverse_frequencies
         self._context_length = context_length

@@ -21,6 +21,11 @@ IR_VERSION = 10
 DEVICE_KEY = "chunkrt.device"
 """Where a node's own device is written, in its metadata; a node without it is placed by rule."""
 MODULE_KEY = "chunkrt.module"
+STATE_KEY = "chunkrt.state"
+"""Marks a graph input that persists from chunk to chunk."""
+CONTEXT_KEY = "chunkrt.context_length"
+LONG_CONTEXT_KEY = "chunkrt.long_context_from"
+"""Where the graph says how many positions it can tell apart, and from how many on it needs its long rotary tables."""
 ALONE_KEY = "chunkrt.alone"
 """Marks a node that shall be a subgraph of its own, by its name."""
 
@@ -43,6 +48,7 @@ class Trace:
         self.inputs: dict[str, ir.Value] = {}
         self.weights: dict[str, ir.Value] = {}
         self.state_updates: list[tuple[ir.Value, ir.Value]] = []
+        self.metadata: dict[str, str] = {}
         self._scopes: list[tuple[str, Device | None]] = [("", None)]
         self._names: set[str] = set()
 
@@ -67,10 +73,10 @@ class Trace:
     def node(
         self,
         op: str,
-        inputs: Sequence[ir.Value],
+        inputs: Sequence[ir.Value | None],
         outputs: Sequence[tuple[str, tuple[int | str, ...]]],
         *,
-        attributes: Mapping[str, int | float],
+        attributes: Mapping[str, int | float | str],
         domain: str = "",
     ) -> list[ir.Value]:
         """Append a node with float32 outputs, given as (name within the module, shape)."""
@@ -99,6 +105,10 @@ class Trace:
         """The graph input that holds the position of row 0: int64 [1]."""
         return self.input("position", (1,))
 
+    def rope_position(self) -> ir.Value:
+        """The graph input that holds row 0's row in rotary tables of which there are several: int64 [1]."""
+        return self.input("rope_position", (1,))
+
     def weight(self, name: str, shape: tuple[int, ...]) -> ir.Value:
         """A float32 weight by its full name; its values come later, from the checkpoint."""
         if name not in self.weights:
@@ -106,14 +116,22 @@ class Trace:
         return self.weights[name]
 
     def state(self, name: str, shape: tuple[int | str, ...]) -> ir.Value:
-        """A cache that belongs to the module being traced."""
+        """A tensor that persists, of the module being traced: a cache, or a recurrent state."""
         full_name = self._unique(name)
         self.inputs[full_name] = _value(full_name, ir.DataType.FLOAT, shape)
+        self.inputs[full_name].metadata_props[STATE_KEY] = "1"
         return self.inputs[full_name]
 
     def update_state(self, old: ir.Value, new: ir.Value) -> None:
-        """Say that `new` is what the cache `old` becomes."""
+        """Say that `new` is what the state `old` becomes."""
         self.state_updates.append((old, new))
+
+    def set_context(self, length: int, long_from: int | None) -> None:
+        """Say how many positions the decoder can tell apart; see `Plan`."""
+        known = int(self.metadata.get(CONTEXT_KEY, length))
+        self.metadata[CONTEXT_KEY] = str(min(known, length))
+        if long_from is not None:
+            self.metadata[LONG_CONTEXT_KEY] = str(long_from)
 
     def _unique(self, name: str) -> str:
         path = self._scopes[-1][0]
@@ -131,8 +149,8 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Model:
         decoder: called once with "input_ids" int64 [T] and "logit_rows" int64 [R]; returns logits [R, vocab].
 
     Returns:
-        A model with inputs input_ids, logit_rows, position and one pair of caches [kv_heads, P, D] a layer; outputs
-        logits and the updated caches. Weights are initializers without values: those come from the checkpoint.
+        A model with inputs input_ids, logit_rows, position and the state of every layer; outputs logits and the
+        updated state. Weights are initializers without values: those come from the checkpoint.
     """
     with Trace().open() as record:
         logits = decoder(record.input("input_ids", ("T",)), record.input("logit_rows", ("R",)))
@@ -143,6 +161,7 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Model:
         initializers=(),
         opset_imports={"": OPSET, "chunkrt": 1},
         name="decoder",
+        metadata_props=record.metadata,
     )
     for weight in record.weights.values():
         graph.initializers[weight.name or ""] = weight
@@ -153,5 +172,7 @@ def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Valu
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
-def _attribute(name: str, value: int | float) -> ir.Attr:
+def _attribute(name: str, value: int | float | str) -> ir.Attr:
+    if isinstance(value, str):
+        return ir.AttrString(name, value)
     return ir.AttrInt64(name, value) if isinstance(value, int) else ir.AttrFloat32(name, value)

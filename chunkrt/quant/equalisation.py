@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError, QuantizationError
-from chunkrt.graph.plan import Node, Plan
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.quant.dataflow import DataFlow
 from chunkrt.quant.folding import Folding
 
@@ -115,7 +115,7 @@ def _operands(flow: DataFlow, node: Node) -> Sequence[str]:
         return [name for name in node.inputs if flow.width(name) == width]
     if node.op == "Add" and (biases := [name for name in node.inputs if flow.owns(node, name)]):
         return [name for name in node.inputs if name not in biases and flow.width(biases[0]) == width]
-    if node.op == "CachedAttention" or flow.picks_rows(node) or _splits_channels(flow, node):
+    if node.op in ATTENTION_OPS or flow.picks_rows(node) or _splits_channels(flow, node):
         return node.inputs[:1]
     return ()
 
@@ -129,7 +129,7 @@ def _through(flow: DataFlow, node: Node, value: str, operand: _Source) -> _Sourc
         widths = [flow.width(name) for name in node.outputs]
         index = node.outputs.index(value)
         return replace(operand, columns=operand.columns[sum(widths[:index]) :][: widths[index]])
-    if node.op == "CachedAttention":
+    if node.op in ATTENTION_OPS:
         return replace(operand, columns=operand.columns[_attended_columns(node)])
     return operand
 

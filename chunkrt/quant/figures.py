@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from chunkrt.graph.plan import DTYPE_BYTES, Node, Plan, Subgraph, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, resolve
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights, stored_entries
@@ -96,7 +96,7 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
         for start in range(0, prompt_length, chunk_length)
     )
     per_pair = 0
-    for node in (node for s in plan.subgraphs for node in s.nodes if node.op == "CachedAttention"):
+    for node in (node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS):
         heads, head_dim = node.attributes["num_heads"], node.attributes["head_dim"]
         per_pair += 2 * FLOPS_PER_MULTIPLY_ADD * cast(int, heads) * cast(int, head_dim)
     return AttentionFigures(chunked_flops=per_pair * chunked, unchunked_flops=per_pair * prompt_length**2)

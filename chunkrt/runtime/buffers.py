@@ -24,8 +24,9 @@ ALIGNMENT = 64
 WHOLE = slice(None)
 EMPTY = slice(0)
 
-GRAPH_INPUTS = ("input_ids", "position", "logit_rows")
-"""What a run provides: int64 [T] tokens, int64 [1] position of row 0, int64 [R] rows with wanted logits."""
+GRAPH_INPUTS = ("input_ids", "position", "rope_position", "logit_rows")
+"""What a run provides: int64 [T] tokens, int64 [1] position of row 0, int64 [1] its row in the rotary tables, int64 [R]
+rows with wanted logits."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -104,15 +105,18 @@ class ChunkBuffers:
             self._arrays[name] = buffers[index].view(tensor.dtype).reshape(shape)
             self._symbols[name] = tensor.shape[0]
 
-    def load(self, token_ids: Array, position: int, logit_rows: range) -> None:
+    def load(self, token_ids: Array, position: int, logit_rows: range, rope_offset: int = 0) -> None:
         """Fill the graph inputs.
 
         Args:
             token_ids: int64 [T], T in 1..C.
             position: of row 0.
             logit_rows: the rows whose logits are wanted, R in 0..C of them.
+            rope_offset: what is added to a position for its row in the rotary tables.
         """
-        for name, rows in (("input_ids", token_ids), ("position", position), ("logit_rows", logit_rows)):
+        places = {"position": position, "rope_position": position + rope_offset}
+        graph_inputs: dict[str, Any] = {"input_ids": token_ids, **places, "logit_rows": logit_rows}
+        for name, rows in graph_inputs.items():
             if name in self._arrays:
                 self._arrays[name][: np.size(rows)] = rows
 
@@ -150,6 +154,8 @@ def _boundary_values(plan: Plan) -> list[str]:
         known += subgraph.outputs
     for name in known:
         shape = plan.tensors[name].shape
-        if name != "position" and (shape[0] not in ("T", "R") or any(isinstance(d, str) for d in shape[1:])):
+        if name not in ("position", "rope_position") and (
+            shape[0] not in ("T", "R") or any(isinstance(d, str) for d in shape[1:])
+        ):
             raise ModelError(f"{name!r} has shape {shape}; values between subgraphs have their rows (T or R) first")
     return known

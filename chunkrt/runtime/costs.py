@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.graph.plan import Node, Plan, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
 from chunkrt.runtime.events import TaskEvent
 
 FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0}
@@ -94,7 +94,7 @@ def _flops(node: Node, plan: Plan) -> NDArray[np.float64]:
     flops = 1.0
     if node.op == "MatMul":
         flops = 2.0 * resolve(plan.tensors[node.inputs[1]].shape, {"P": 1})[0]
-    elif node.op == "CachedAttention":
+    elif node.op in ATTENTION_OPS:
         return np.array([0.0, 0.0, 4.0 * resolve(tuple(rest), {})[-1]])
     per_row = flops * np.prod(resolve(tuple(rest), {}))
     return np.array([per_row * (rows == "T"), per_row * (rows == "R"), 0.0])

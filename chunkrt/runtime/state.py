@@ -52,9 +52,9 @@ class State:
         """Tokens that the caches hold; the position of the next token."""
         arrays = {}
         for tensor in plan.state_tensors:
-            if len(tensor.shape) != 3 or tensor.shape[1] != "P":
-                raise ModelError(f"cache {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P, head_dim]")
-            arrays[tensor.name] = aligned_zeros(resolve(tensor.shape, {"P": capacity}), dtype)
+            if len(tensor.shape) != 3 or tensor.shape[1] not in ("P", "W"):
+                raise ModelError(f"cache {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim]")
+            arrays[tensor.name] = aligned_zeros(resolve(tensor.shape, {"P": capacity, "W": capacity}), dtype)
         self.tensors: Mapping[str, Array] = MappingProxyType(arrays)
         """The caches by tensor name."""
 

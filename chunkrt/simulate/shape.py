@@ -49,7 +49,7 @@ class Shape:
         import numpy as np
 
         from chunkrt.graph.decoders.config import DecoderConfig
-        from chunkrt.graph.decoders.llama import LlamaDecoder
+        from chunkrt.graph.decoders.llama import llama
         from chunkrt.graph.partition import partition
         from chunkrt.graph.placement import place
         from chunkrt.graph.tracing import trace
@@ -64,13 +64,11 @@ class Shape:
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             rms_norm_eps=1e-6,
-            attention_bias=self.attention_bias,
-            mlp_bias=False,
             tie_word_embeddings=self.tie_word_embeddings,
             inverse_frequencies=np.ones(self.head_dim // 2),
-            rope_divisor=None,
+            raw={"attention_bias": self.attention_bias},
         )
-        decoder = LlamaDecoder(config).named()
+        decoder = llama(config).named()
         place(decoder, placement or {})
         return partition(trace(decoder), family="llama")
 

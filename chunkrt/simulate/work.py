@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from chunkrt.graph.plan import DTYPE_BYTES, Node, Plan, Subgraph, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, resolve
 from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
@@ -133,7 +133,7 @@ class ModelledWork:
                 num_bytes = shared_bytes = num_bytes / 2  # packed; the CPU's are spread to 8 bits
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
-        elif node.op == "CachedAttention":
+        elif node.op in ATTENTION_OPS:
             width = resolve(tensors[node.outputs[0]].shape[1:], {})[0]
             operations = 4.0 * chunk.pairs * width
             elements = sum(prod(resolve(tensors[n].shape, symbols)) for n in node.inputs if tensors[n].kind == "state")

@@ -65,10 +65,11 @@ class Recording:
 
     def __init__(self, plan: Plan, scheme: Scheme, weights: WeightStore, num_tokens: int) -> None:
         self.plan, self.scheme, self.weights = plan, scheme, weights
-        self._symbols = {"T": num_tokens, "R": num_tokens, "P": plan.context_length}
+        self._symbols = {"T": num_tokens, "R": num_tokens, "P": plan.context_length, "W": plan.context_length}
         self._values: dict[str, Array] = {
             "input_ids": np.random.default_rng(0).integers(0, plan.vocab_size, num_tokens),
             "position": np.zeros(1, np.int64),
+            "rope_position": np.zeros(1, np.int64),
             "logit_rows": np.arange(num_tokens),
         }
         for tensor in plan.state_tensors:
@@ -95,7 +96,10 @@ class Recording:
         """A call on the tokens from `position` on; a subgraph of R rows takes `logit_rows` of them, or all."""
         tokens = slice(position, position + num_tokens)
         rows = np.arange(num_tokens) if logit_rows is None else np.array(logit_rows, np.int64)
-        graph_inputs: dict[str, Array] = {"position": np.array([position]), "logit_rows": rows}
+        graph_inputs: dict[str, Array] = {
+            **dict.fromkeys(("position", "rope_position"), np.array([position])),
+            "logit_rows": rows,
+        }
         inputs = {
             name: graph_inputs[name] if name in graph_inputs else self._rows(name, tokens, rows)
             for name in subgraph.inputs

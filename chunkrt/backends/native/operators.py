@@ -177,8 +177,11 @@ def _cached_attention(lowering: Lowering, node: Node) -> list[int]:
     num_heads, num_kv_heads, head_dim = (
         int(_number(node.attributes[name])) for name in ("num_heads", "num_kv_heads", "head_dim")
     )
+    qkv, position, _, *others = lowering.values(node)
     value = lowering.builder.attention(
-        *lowering.values(node),
+        qkv,
+        position,
+        *others,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

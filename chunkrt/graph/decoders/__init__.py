@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
-from chunkrt.graph.decoders.llama import LlamaDecoder
+from chunkrt.graph.decoders.llama import llama, mistral
 from chunkrt.graph.modules import Module
 from chunkrt.weights.source import TensorSource
 
-FAMILIES: dict[str, Callable[[DecoderConfig], Module]] = {"llama": LlamaDecoder, "mistral": LlamaDecoder}
+FAMILIES: dict[str, Callable[[DecoderConfig], Module]] = {"llama": llama, "mistral": mistral}
 
 UNUSED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers that old exports carry although the config determines them."""

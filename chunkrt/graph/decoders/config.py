@@ -5,8 +5,9 @@ A key that would change the result and is not implemented is refused by name: no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,17 @@ from chunkrt.weights.source import TensorSource
 
 LONGEST_CONTEXT = 2**24
 ROPE_DIVISOR = "rope_freqs.weight"
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes in elements, counts, and switches; names as in the glossary."""
+    """What most families have: sizes in elements, counts, and switches; names as in the glossary.
+
+    `activation`: "silu" or "gelu_tanh". `sliding_window`: keys that a row of a layer with a window sees; 0 if there are
+    none, or as many as the context has. `raw`: all of the config, of which a family reads what only it has by `count`,
+    `number`, `flag` and `layer_types`. `where`: the checkpoint's name, for messages.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -33,11 +40,52 @@ class DecoderConfig:
     vocab_size: int
     context_length: int
     rms_norm_eps: float
-    attention_bias: bool
-    mlp_bias: bool
     tie_word_embeddings: bool
     inverse_frequencies: NDArray[np.float64]
-    rope_divisor: str | None
+    activation: str = "silu"
+    sliding_window: int = 0
+    rope_divisor: str | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive whole number. Raises ModelError if it is none, or is missing and has no default."""
+        return _count(self.raw, self.where, key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number. Raises ModelError if it is none, or is missing and has no default."""
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            raise ModelError(f"{self.where}: {key} is {value!r}, expected a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A switch."""
+        value = self.raw.get(key)
+        return default if value is None else bool(value)
+
+    def layer_types(self, default: Sequence[str], known: Collection[str]) -> Sequence[str]:
+        """What each layer is, as the config's `layer_types` says it.
+
+        Raises:
+            ModelError: it is no list of a word for each layer.
+            UnsupportedModelError: a word that the family does not know.
+        """
+        types = self.raw.get("layer_types") or default
+        if not isinstance(types, Sequence) or len(types) != self.num_layers:
+            raise ModelError(
+                f"{self.where}: layer_types is {types!r}, expected a word for each of {self.num_layers} layers"
+            )
+        if unknown := [kind for kind in types if kind not in known]:
+            raise UnsupportedModelError(f"{self.where}: a layer is {unknown[0]!r}; supported are: {', '.join(known)}")
+        return types
+
+    def refuse(self, **settings: bool) -> None:
+        """Refuse what the config asks for and the family does not have. Raises UnsupportedModelError."""
+        if asked := [name for name, is_asked in settings.items() if is_asked]:
+            value = self.raw.get(asked[0])
+            raise UnsupportedModelError(f"{self.where}: {asked[0]} = {value!r} is not supported in this family")
 
 
 def read_config(source: TensorSource) -> DecoderConfig:
@@ -45,77 +93,81 @@ def read_config(source: TensorSource) -> DecoderConfig:
 
     Raises:
         ModelError: a key is missing or makes no sense.
-        UnsupportedModelError: a key asks for something that is not implemented (a sliding window, another
-            activation, an unknown rope scaling).
+        UnsupportedModelError: a key asks for something that is not implemented (an activation, a rope scaling).
     """
-    config = source.config
-    _refuse_unsupported(config, source)
-    hidden, heads = _count(source, "hidden_size"), _count(source, "num_attention_heads")
-    kv_heads = _count(source, "num_key_value_heads", default=heads)
-    head_dim = _count(source, "head_dim", default=hidden // heads)
-    if heads % kv_heads:
-        raise ModelError(f"{source.path.name}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
-    if head_dim % 2:
-        raise ModelError(f"{source.path.name}: head_dim is {head_dim}; RoPE needs an even one")
-    if (layers := _count(source, "num_hidden_layers")) > len(source.names()):
-        raise ModelError(
-            f"{source.path.name}: {layers} layers are claimed, but there are {len(source.names())} tensors"
+    config, where = source.config, source.path.name
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{where}: the checkpoint is quantised by another library; use the float checkpoint or a GGUF"
         )
+    hidden, heads = _count(config, where, "hidden_size"), _count(config, where, "num_attention_heads")
+    kv_heads = _count(config, where, "num_key_value_heads", default=heads)
+    head_dim = _count(config, where, "head_dim", default=hidden // heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim is {head_dim}; RoPE needs an even one")
+    if (layers := _count(config, where, "num_hidden_layers")) > len(source.names()):
+        raise ModelError(f"{where}: {layers} layers are claimed, but there are {len(source.names())} tensors")
+    context = _context_length(config, where)
     return DecoderConfig(
         hidden_size=hidden,
-        intermediate_size=_count(source, "intermediate_size"),
+        intermediate_size=_count(config, where, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=_count(source, "vocab_size"),
-        context_length=_context_length(source),
-        rms_norm_eps=_epsilon(source),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        vocab_size=_count(config, where, "vocab_size"),
+        context_length=context,
+        rms_norm_eps=_epsilon(config, where),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         inverse_frequencies=inverse_frequencies(config, head_dim),
+        activation=_activation(config, where),
+        sliding_window=_sliding_window(config, where, context),
         rope_divisor=ROPE_DIVISOR if ROPE_DIVISOR in source.names() else None,
+        raw=config,
+        where=where,
     )
 
 
-def _count(source: TensorSource, key: str, *, default: int | None = None) -> int:
-    value: Any = source.config.get(key)
+def _count(config: Mapping[str, Any], where: str, key: str, default: int | None = None) -> int:
+    value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ModelError(f"{source.path.name}: the config does not give {key!r}")
+        raise ModelError(f"{where}: the config does not give {key!r}")
     if type(value) is not int or value < 1:
-        raise ModelError(f"{source.path.name}: {key} is {value!r}, expected a positive whole number")
+        raise ModelError(f"{where}: {key} is {value!r}, expected a positive whole number")
     return value
 
 
-def _epsilon(source: TensorSource) -> float:
-    value: Any = source.config.get("rms_norm_eps", 1e-6)
+def _epsilon(config: Mapping[str, Any], where: str) -> float:
+    value = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ModelError(f"{source.path.name}: rms_norm_eps is {value!r}, expected a number in [0, 1)")
+        raise ModelError(f"{where}: rms_norm_eps is {value!r}, expected a number in [0, 1)")
     return float(value)
 
 
-def _context_length(source: TensorSource) -> int:
+def _context_length(config: Mapping[str, Any], where: str) -> int:
     """The context, refused where it is beyond any model's: RoPE tables of that length will be allocated."""
-    length = _count(source, "max_position_embeddings")
+    length = _count(config, where, "max_position_embeddings")
     if length > LONGEST_CONTEXT:
         raise ModelError(
-            f"{source.path.name}: the config claims a context of {length} tokens; at most {LONGEST_CONTEXT} is believed"
+            f"{where}: the config claims a context of {length} tokens; at most {LONGEST_CONTEXT} is believed"
         )
     return length
 
 
-def _refuse_unsupported(config: Mapping[str, Any], source: TensorSource) -> None:
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{source.path.name}: hidden_act {activation!r} is not supported, only silu")
-    window, context = config.get("sliding_window"), config.get("max_position_embeddings")
-    if isinstance(window, int) and isinstance(context, int) and 0 < window < context:
+def _activation(config: Mapping[str, Any], where: str) -> str:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{source.path.name}: a sliding window of {window} in a context of {context} is not supported"
+            f"{where}: hidden_act {name!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
         )
-    if config.get("quantization_config"):
-        raise UnsupportedModelError(
-            f"{source.path.name}: the checkpoint is quantised by another library; use the float checkpoint or a GGUF"
-        )
+    return ACTIVATIONS[name]
+
+
+def _sliding_window(config: Mapping[str, Any], where: str, context: int) -> int:
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return 0
+    window = _count(config, where, "sliding_window")
+    return window if window < context else 0

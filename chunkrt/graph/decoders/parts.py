@@ -1,0 +1,130 @@
+"""What decoder families share: attention, the gated feed-forward, the stack of layers, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from chunkrt.graph import ops
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.modules import Embedding, HeadNorm, Linear, MergedLinear, Module, QKVLinear, RMSNorm
+from chunkrt.graph.rope import RotaryTables
+
+
+class Attention(Module):
+    """Grouped-query self-attention with RoPE.
+
+    Args:
+        rotary: tables of another module, shared by layers.
+        qkv: the projection to q | k | v; by default that of the checkpoint's q_proj, k_proj and v_proj.
+        norm: of single heads of q and k before RoPE.
+        scale: of the scores; by default head_dim^-1/2.
+        window: how many keys a row sees, its own among them; 0 for all before it.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rotary: RotaryTables,
+        *,
+        qkv: MergedLinear | None = None,
+        norm: HeadNorm | None = None,
+        bias: tuple[bool, bool] = (False, False),
+        scale: float | None = None,
+        window: int = 0,
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv_proj = qkv or QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias[0])
+        if norm is not None:
+            self.qk_norm = norm
+        self.o_proj = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
+        self._config, self._rotary, self._norm = config, (rotary,), norm
+        self._scale, self._window = head_dim**-0.5 if scale is None else scale, window
+
+    def attend(self, hidden: ir.Value) -> ir.Value:
+        """The heads' results, before the output projection."""
+        config, (rotary,) = self._config, self._rotary
+        qkv = self.qkv_proj(hidden)
+        return ops.cached_attention(
+            qkv if self._norm is None else self._norm(qkv),
+            rotary.cos.value(),
+            rotary.sin.value(),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=self._scale,
+            window=self._window,
+            long_context_from=rotary.long_context_from,
+        )
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return self.o_proj(self.attend(hidden))
+
+
+class FeedForward(Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig, *, gate_up: MergedLinear | None = None, bias: bool = False) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up_proj = gate_up or MergedLinear(config.hidden_size, parts, bias=bias)
+        self.down_proj = Linear(width, config.hidden_size, bias=bias)
+        self._activation = config.activation
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        gate, up = ops.split_columns(self.gate_up_proj(hidden), names=["gate", "up"])
+        active = ops.gelu_tanh(gate) if self._activation == "gelu_tanh" else ops.silu(gate)
+        return self.down_proj(ops.mul(active, up, name="gated"))
+
+
+class Layer(Module):
+    """Attention and feed-forward, each on a normalised input and added back to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, attention: Module, mlp: Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
+        return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
+
+
+class Body(Module):
+    """Embedding, the layers, the final norm: what Hugging Face keeps under "model."."""
+
+    def __init__(self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module]) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rope = rope
+        self.layers = list(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, token_ids: ir.Value) -> ir.Value:
+        hidden = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden)
+
+
+class CausalDecoder(Module):
+    """Token ids [T] to logits [R, vocab] of the rows asked for.
+
+    `body` goes from token ids to normalised hidden rows; its `embed_tokens` is the head's table too if they are tied.
+    """
+
+    def __init__(self, config: DecoderConfig, body: Module) -> None:
+        super().__init__()
+        self.model = body
+        (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
+        tied_to = embedding if config.tie_word_embeddings else None
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
+
+    def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
+        hidden = ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
+        return self.lm_head(hidden)
