@@ -52,6 +52,13 @@ bool match_shape(const Value& value, const TensorView& view, Sizes& sizes) {
   return true;
 }
 
+// A cache may be float16, a state of fixed shape not.
+bool may_be_half(const Value& value) {
+  return value.kind == ValueKind::state && std::ranges::any_of(value.shape, [](const Dimension& dimension) {
+           return dimension.symbol.has_value();
+         });
+}
+
 // "float32 [T, 576] with T = 32"
 std::string expectation(const Value& value, const Sizes& sizes) {
   std::string known;
@@ -62,7 +69,7 @@ std::string expectation(const Value& value, const Sizes& sizes) {
     known += (known.empty() ? " with " : ", ") + std::string(name_of(*dimension.symbol)) + " = " +
              std::to_string(size);
   }
-  return (value.kind == ValueKind::state ? "float16 or " : "") + describe(value.dtype, value.shape) + known;
+  return (may_be_half(value) ? "float16 or " : "") + describe(value.dtype, value.shape) + known;
 }
 
 }  // namespace
@@ -144,7 +151,7 @@ void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>
     const Value& value = definition_.values[ids[i]];
     const TensorView& view = views[i];
     const std::string name = std::string(what) + " '" + value.name + "'";
-    const bool is_half_state = value.kind == ValueKind::state && view.dtype == name_of(Dtype::float16);
+    const bool is_half_state = may_be_half(value) && view.dtype == name_of(Dtype::float16);
     if ((view.dtype != name_of(value.dtype) && !is_half_state) || !match_shape(value, view, sizes)) {
       throw std::invalid_argument(name + ": expected " + expectation(value, sizes) + ", got " +
                                   describe(view));

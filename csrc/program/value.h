@@ -60,7 +60,7 @@ enum class ValueKind { input, state, output, constant, temporary };
 struct Value {
   ValueKind kind;
   std::string name = {};  // of inputs, states and outputs
-  Dtype dtype;            // a state may also be float16
+  Dtype dtype;            // a state with a symbol may also be float16
   Shape shape;
   // Of a constant.
   const void* data = nullptr;

@@ -1,0 +1,385 @@
+"""Native linear attention and head norms against NumPy in float64, row by row from the definitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from native_cases import W8A8, make_case, node, random_rows, run, tensor
+from native_isas import isa_parameters
+from numpy.typing import NDArray
+
+from chunkrt._native import Program, ProgramBuilder, ThreadPool
+from chunkrt.backends.native import NativeBackend
+
+Float64 = NDArray[np.float64]
+
+LENGTHS = [1, 2, 31, 32, 33, 64, 95]
+ISAS = isa_parameters("reference", "neon", "avx2", "avx512vnni")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    num_k_heads: int = 2
+    num_v_heads: int = 4
+    head_k_dim: int = 24
+    head_v_dim: int = 80
+    use_qk_l2norm: bool = True
+    taps: int = 4
+
+    @property
+    def keys(self) -> int:
+        return self.num_k_heads * self.head_k_dim
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.keys + self.num_v_heads * self.head_v_dim
+
+
+SHAPES = {
+    "shared k heads": Shape(),
+    "a k head each, no norm": Shape(num_v_heads=2, head_k_dim=16, head_v_dim=16, use_qk_l2norm=False),
+    "odd sizes": Shape(num_k_heads=1, num_v_heads=3, head_k_dim=7, head_v_dim=5, taps=2),
+    "as in a model": Shape(num_k_heads=1, num_v_heads=1, head_k_dim=128, head_v_dim=128),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Of so many rows; and the states before them."""
+
+    qkv: NDArray[np.float32]
+    gate: NDArray[np.float32]
+    beta: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    conv_state: NDArray[np.float32]
+    recurrent_state: NDArray[np.float32]
+
+    def rows(self, begin: int, end: int) -> list[NDArray[np.float32]]:
+        return [np.ascontiguousarray(array[begin:end]) for array in (self.qkv, self.gate, self.beta)]
+
+
+def random_inputs(shape: Shape, rows: int, seed: int = 0) -> Inputs:
+    rng = np.random.default_rng(seed)
+    scale = 1.0 if shape.use_qk_l2norm else 0.3  # keys longer than sqrt(2) would make the recurrence grow
+    return Inputs(
+        qkv=(rng.standard_normal((rows, shape.channels)) * scale).astype(np.float32),
+        gate=-np.exp(rng.uniform(-4, 1, (rows, shape.num_v_heads))).astype(np.float32),
+        beta=rng.uniform(0, 1, (rows, shape.num_v_heads)).astype(np.float32),
+        weight=(rng.standard_normal((shape.channels, 1, shape.taps)) * 0.5).astype(np.float32),
+        conv_state=rng.standard_normal((shape.channels, shape.taps - 1)).astype(np.float32) * np.float32(scale),
+        recurrent_state=rng.standard_normal((shape.num_v_heads, shape.head_k_dim, shape.head_v_dim)).astype(np.float32),
+    )
+
+
+def convolve(x: NDArray[np.float32], weight: NDArray[np.float32], state: NDArray[np.float32]) -> tuple[Float64, Float64]:
+    """y[t] = sum over j of w[j] z[t + j], z = state | x; and the last columns of z."""
+    z = np.concatenate([state.T, x]).astype(np.float64)
+    taps = weight.shape[2]
+    y = np.stack([(z[t : t + taps] * weight[:, 0].T.astype(np.float64)).sum(axis=0) for t in range(len(x))])
+    return y, z[len(x) :].T
+
+
+def expected_delta_rule(inputs: Inputs, shape: Shape) -> tuple[Float64, Float64, Float64]:
+    """Output and both states, one row and one head after the other."""
+    y, conv_state = convolve(inputs.qkv, inputs.weight, inputs.conv_state)
+    with np.errstate(over="ignore"):
+        y = y / (1 + np.exp(-y))
+    state = inputs.recurrent_state.astype(np.float64)
+    out = np.zeros((len(y), shape.num_v_heads, shape.head_v_dim))
+    for t, row in enumerate(y):
+        q, k = row[: 2 * shape.keys].reshape(2, shape.num_k_heads, shape.head_k_dim)
+        v = row[2 * shape.keys :].reshape(shape.num_v_heads, shape.head_v_dim)
+        if shape.use_qk_l2norm:
+            q, k = (x / np.sqrt((x * x).sum(axis=1, keepdims=True) + 1e-6) for x in (q, k))
+        for head in range(shape.num_v_heads):
+            k_head = head // (shape.num_v_heads // shape.num_k_heads)
+            state[head] *= np.exp(np.float64(inputs.gate[t, head]))
+            delta = np.float64(inputs.beta[t, head]) * (v[head] - state[head].T @ k[k_head])
+            state[head] += np.outer(k[k_head], delta)
+            out[t, head] = state[head].T @ (q[k_head] * shape.head_k_dim**-0.5)
+    return out.reshape(len(y), -1), conv_state, state
+
+
+def delta_rule_program(inputs: Inputs, shape: Shape, threads: int = 2, bias: NDArray[np.float32] | None = None) -> Program:
+    builder = ProgramBuilder(ThreadPool(threads), 128)
+    qkv = builder.input("qkv", "float32", ["T", shape.channels])
+    gate = builder.input("gate", "float32", ["T", shape.num_v_heads])
+    beta = builder.input("beta", "float32", ["T", shape.num_v_heads])
+    out = builder.gated_delta_rule(
+        qkv,
+        gate,
+        beta,
+        builder.constant(inputs.weight),
+        None if bias is None else builder.constant(bias),
+        builder.state("conv_state", inputs.conv_state.shape),
+        builder.state("recurrent_state", inputs.recurrent_state.shape),
+        num_k_heads=shape.num_k_heads,
+        num_v_heads=shape.num_v_heads,
+        head_k_dim=shape.head_k_dim,
+        head_v_dim=shape.head_v_dim,
+        use_qk_l2norm=shape.use_qk_l2norm,
+    )
+    builder.output("out", out)
+    return builder.build()
+
+
+def run_delta_rule(program: Program, inputs: Inputs, cuts: list[int]) -> list[NDArray[np.float32]]:
+    """Output and both states after chunks that end at these rows."""
+    states = [inputs.conv_state.copy(), inputs.recurrent_state.copy()]
+    parts = []
+    for begin, end in pairwise([0, *cuts]):
+        parts.append(np.full((end - begin, inputs.gate.shape[1] * states[1].shape[2]), np.nan, np.float32))
+        program.run([*inputs.rows(begin, end), *states], [parts[-1]])
+    return [np.concatenate(parts), *states]
+
+
+def assert_near(found: NDArray[np.float32], expected: NDArray[np.generic], units: float = 64.0) -> None:
+    """Within so many float32 roundings of the largest value, for a sum's error goes with its terms."""
+    assert np.isfinite(found).all()
+    limit = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=units * 2**-24 * max(float(limit), 1e-30))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rows", LENGTHS)
+def test_the_delta_rule_against_float64(isa: str, name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
+    shape = SHAPES[name]
+    inputs = random_inputs(shape, rows)
+    found = run_delta_rule(delta_rule_program(inputs, shape), inputs, [rows])
+    for array, expected in zip(found, expected_delta_rule(inputs, shape), strict=True):
+        assert_near(array, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 64])
+def test_any_chunks_give_the_same_rows(isa: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single rows among them: those are the single step."""
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
+    shape = SHAPES["shared k heads"]
+    inputs = random_inputs(shape, 95)
+    program = delta_rule_program(inputs, shape)
+    whole = run_delta_rule(program, inputs, [95])
+    parts = run_delta_rule(program, inputs, [*range(length, 95, length), 95])
+    np.testing.assert_array_equal(parts[1], whole[1])
+    for part, array in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(part, array, rtol=0, atol=1e-5 * np.abs(array).max())
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 33])
+def test_thread_count_changes_no_bit(threads: int, rows: int) -> None:
+    shape = SHAPES["shared k heads"]
+    inputs = random_inputs(shape, rows)
+    alone = run_delta_rule(delta_rule_program(inputs, shape, 1), inputs, [rows])
+    for found, expected in zip(
+        run_delta_rule(delta_rule_program(inputs, shape, threads), inputs, [rows]), alone, strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+def forget_all(inputs: Inputs) -> None:
+    inputs.gate[:] = -1e4
+
+
+def forget_now_and_then(inputs: Inputs) -> None:
+    inputs.gate[:] = -0.01
+    inputs.gate[::7] = -1e4
+    inputs.gate[3::7] = -90
+
+
+def forget_nothing(inputs: Inputs) -> None:
+    inputs.gate[:] = 0
+
+
+def learn_nothing(inputs: Inputs) -> None:
+    """As a padded row would: the state stays what it was."""
+    inputs.gate[:], inputs.beta[:] = 0, 0
+
+
+def zero_rows(inputs: Inputs) -> None:
+    """All zeros for as long as the convolution looks back, so that q and k are zero rows too."""
+    inputs.qkv[::2] = 0
+    inputs.qkv[10:20] = 0
+
+
+def only_zeros(inputs: Inputs) -> None:
+    inputs.qkv[:], inputs.conv_state[:] = 0, 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "change", [forget_all, forget_now_and_then, forget_nothing, learn_nothing, zero_rows, only_zeros]
+)
+@pytest.mark.parametrize("rows", [1, 2, 33, 95])
+def test_extreme_rows(isa: str, change: object, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
+    assert callable(change)
+    shape = SHAPES["shared k heads"]
+    inputs = random_inputs(shape, rows)
+    change(inputs)
+    found = run_delta_rule(delta_rule_program(inputs, shape), inputs, [rows])
+    for array, expected in zip(found, expected_delta_rule(inputs, shape), strict=True):
+        assert_near(array, expected)
+    if change is learn_nothing:
+        np.testing.assert_array_equal(found[2], inputs.recurrent_state)
+
+
+def test_a_strong_decay_costs_the_next_ones_no_digits() -> None:
+    """Differences of summed logarithms would: beside 1e4 a float32 holds 0.1 to a hundredth."""
+    shape = SHAPES["odd sizes"]
+    inputs = random_inputs(shape, 32)
+    inputs.gate[:], inputs.gate[0] = -0.1, -1e4
+    found = run_delta_rule(delta_rule_program(inputs, shape), inputs, [32])
+    assert_near(found[0][-1:], expected_delta_rule(inputs, shape)[0][-1:])
+
+
+def test_what_is_not_finite_reaches_no_earlier_row() -> None:
+    shape = SHAPES["shared k heads"]
+    inputs = random_inputs(shape, 33)
+    program = delta_rule_program(inputs, shape)
+    clean = run_delta_rule(program, inputs, [33])[0]
+    inputs.qkv[20, :] = np.nan
+    found = run_delta_rule(program, inputs, [33])[0]
+    np.testing.assert_array_equal(found[:20], clean[:20])
+    assert np.isnan(found[20:]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("channels", [1, 17, 64, 130])
+@pytest.mark.parametrize(("taps", "has_bias"), [(2, False), (3, False), (3, True), (5, True)])
+def test_short_convolution(
+    isa: str, channels: int, taps: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
+    rng = np.random.default_rng(channels)
+    bcx = rng.standard_normal((95, 3 * channels)).astype(np.float32)
+    weight = rng.standard_normal((channels, 1, taps)).astype(np.float32)
+    bias = rng.standard_normal(channels).astype(np.float32)
+    first_state = rng.standard_normal((channels, taps - 1)).astype(np.float32)
+    before, after, x = np.split(bcx, 3, axis=1)
+    y, new_state = convolve(before * x, weight, first_state)
+    expected = after * (y + bias if has_bias else y)
+
+    builder = ProgramBuilder(ThreadPool(2), 128)
+    value = builder.input("bcx", "float32", ["T", 3 * channels])
+    state = builder.state("conv_state", [channels, taps - 1])
+    biases = builder.constant(bias) if has_bias else None
+    builder.output("out", builder.short_conv(value, builder.constant(weight), biases, state))
+    program = builder.build()
+    bits = set()
+    for cuts in ([95], [1, 2, 33, 95], list(range(1, 96))):
+        conv_state, parts = first_state.copy(), []
+        for begin, end in pairwise([0, *cuts]):
+            parts.append(np.empty((end - begin, channels), np.float32))
+            program.run([bcx[begin:end], conv_state], [parts[-1]])
+        found = np.concatenate(parts)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=(taps + 4) * 2**-24 * np.abs(expected).max() * taps)
+        np.testing.assert_array_equal(conv_state, new_state.astype(np.float32))
+        bits.add(found.tobytes())
+    assert len(bits) == 1
+
+
+def test_a_convolution_bias_before_the_delta_rule() -> None:
+    """Taps that pick a constant column stand in for the bias."""
+    shape = SHAPES["odd sizes"]
+    inputs = random_inputs(shape, 5)
+    bias = np.random.default_rng(5).standard_normal(shape.channels).astype(np.float32)
+    inputs.weight[:, 0, 0] = 0
+    inputs.weight[:, 0, 1] = 1
+    shifted = Inputs(**{**vars(inputs), "qkv": inputs.qkv + bias})
+    found = run_delta_rule(delta_rule_program(inputs, shape, bias=bias), inputs, [5])[0]
+    assert_near(found, expected_delta_rule(shifted, shape)[0])
+
+
+@pytest.mark.parametrize(("heads", "width"), [(3, 16), (1, 5), (4, 128)])
+def test_head_norm(heads: int, width: int) -> None:
+    """The columns after the heads pass through."""
+    x, weight = random_rows(9, heads * width + 7), random_rows(heads, width, 1)
+    builder = ProgramBuilder(ThreadPool(2), 128)
+    value = builder.input("x", "float32", ["T", x.shape[1]])
+    builder.output("out", builder.head_norm(value, builder.constant(weight), 1e-6))
+    out = np.empty_like(x)
+    builder.build().run([x], [out])
+    parts = x[:, : heads * width].reshape(9, heads, width).astype(np.float64)
+    normed = parts / np.sqrt((parts**2).mean(axis=2, keepdims=True) + 1e-6) * weight
+    np.testing.assert_allclose(out[:, : heads * width], normed.reshape(9, -1), rtol=16 * 2**-24)
+    np.testing.assert_array_equal(out[:, heads * width :], x[:, heads * width :])
+
+
+def test_the_builder_checks_operands() -> None:
+    shape = SHAPES["odd sizes"]
+    builder = ProgramBuilder(ThreadPool(1), 4)
+    x = builder.input("x", "float32", ["T", shape.channels])
+    gate = builder.input("gate", "float32", ["T", shape.num_v_heads])
+    narrow = builder.input("narrow", "float32", ["T", 2])
+    weight = builder.constant(np.ones((shape.channels, 1, 2), np.float32))
+    one_tap = builder.constant(np.ones((shape.channels, 1, 1), np.float32))
+    conv_state = builder.state("conv_state", [shape.channels, 1])
+    state = builder.state("state", [shape.num_v_heads, shape.head_k_dim, shape.head_v_dim])
+
+    def delta_rule(*operands: int | None, **changes: int) -> None:
+        sizes = {"num_k_heads": 1, "num_v_heads": 3, "head_k_dim": 7, "head_v_dim": 5, "use_qk_l2norm": True}
+        builder.gated_delta_rule(*operands, **{**sizes, **changes})  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="number of v heads to be a multiple of that of k heads, got 3 and 2"):
+        delta_rule(x, gate, gate, weight, None, conv_state, state, num_k_heads=2)
+    with pytest.raises(ValueError, match=r"q and k of 1 heads of 7 and v of 3 heads of 6, got float32 \[T, 29\]"):
+        delta_rule(x, gate, gate, weight, None, conv_state, state, head_v_dim=6)
+    with pytest.raises(ValueError, match=r"expected gate and beta float32 \[T, 3\], got float32 \[T, 2\]"):
+        delta_rule(x, gate, narrow, weight, None, conv_state, state)
+    with pytest.raises(ValueError, match=r"recurrent state: expected a state float32 \[3, 7, 5\], got float32 \[29, 1\]"):
+        delta_rule(x, gate, gate, weight, None, conv_state, conv_state)
+    with pytest.raises(ValueError, match=r"convolution's state: expected a state float32 \[29, 1\]"):
+        delta_rule(x, gate, gate, weight, None, state, state)
+    with pytest.raises(ValueError, match="2 taps or more"):
+        delta_rule(x, gate, gate, one_tap, None, conv_state, state)
+    with pytest.raises(ValueError, match="expected 3 equal parts, got a width of 29"):
+        builder.short_conv(x, weight, None, conv_state)
+    with pytest.raises(ValueError, match=r"head_norm: expected a weight \[heads, columns\] that fits"):
+        builder.head_norm(narrow, builder.constant(np.ones((1, 3), np.float32)), 1e-6)
+
+
+def test_a_state_of_fixed_shape_is_float32() -> None:
+    shape = SHAPES["odd sizes"]
+    inputs = random_inputs(shape, 2)
+    states = [inputs.conv_state, inputs.recurrent_state.astype(np.float16)]
+    before = inputs.conv_state.copy()
+    with pytest.raises(ValueError, match=r"'recurrent_state': expected float32 \[3, 7, 5\], got float16 \[3, 7, 5\]"):
+        delta_rule_program(inputs, shape).run([*inputs.rows(0, 2), *states], [np.empty((2, 15), np.float32)])
+    np.testing.assert_array_equal(inputs.conv_state, before)
+
+
+def linear_attention_node(kind: str, inputs: tuple[str, ...], shape: Shape) -> object:
+    made = node(
+        "LinearAttention",
+        "",
+        "out",
+        domain="chunkrt",
+        attn_type=kind,
+        num_k_heads=shape.num_k_heads,
+        num_v_heads=shape.num_v_heads,
+        head_k_dim=shape.head_k_dim,
+        head_v_dim=shape.head_v_dim,
+        use_qk_l2norm=int(shape.use_qk_l2norm),
+    )
+    return type(made)(**{**vars(made), "inputs": inputs})
+
+
+def delta_rule_case(kind: str, shape: Shape) -> object:
+    tensors = [
+        tensor("", kind="value"),
+        tensor("qkv", "T", shape.channels),
+        tensor("gate", "T", shape.num_v_heads),
+        tensor("beta", "T", shape.num_v_heads),
+        tensor("weight", shape.channels, 1, shape.taps, kind="weight"),
+        tensor("conv_state", shape.channels, shape.taps - 1, kind="state"),
+        tensor("state", shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, kind="state"),
+        tensor("out", "T", shape.num_v_heads * shape.head_v_dim),
+    ]
+    names = ("qkv", "gate", "beta", "weight", "", "conv_state", "state")
+    return linear_attention_node(kind, names, shape), tensors
