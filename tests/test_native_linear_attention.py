@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from native_cases import W8A8, make_case, node, random_rows, run, tensor
+from native_cases import W8A8, Case, make_case, node, random_rows, run, tensor
 from native_isas import isa_parameters
 from numpy.typing import NDArray
 
@@ -354,10 +354,57 @@ def test_a_state_of_fixed_shape_is_float32() -> None:
     np.testing.assert_array_equal(inputs.conv_state, before)
 
 
-def linear_attention_node(kind: str, inputs: tuple[str, ...], shape: Shape) -> object:
+def test_the_backend_runs_the_delta_rule() -> None:
+    shape = SHAPES["shared k heads"]
+    inputs = random_inputs(shape, 33)
+    case = linear_attention_case("gated_delta_rule", shape)
+    case[2].array("weight")[...] = inputs.weight
+    states = {"conv_state": inputs.conv_state.copy(), "recurrent_state": inputs.recurrent_state.copy()}
+    values = {name: getattr(inputs, name) for name in ("qkv", "gate", "beta")}
+    found = run(NativeBackend(2), case, {**values, **states}, 33)
+    expected = run_delta_rule(delta_rule_program(inputs, shape), inputs, [33])
+    for array, truth in zip([found["out"], *states.values()], expected, strict=True):
+        np.testing.assert_array_equal(array, truth)
+
+
+def test_the_backend_runs_a_short_convolution() -> None:
+    shape = Shape(num_k_heads=1, num_v_heads=1, head_k_dim=1, head_v_dim=20, taps=3)
+    case = linear_attention_case("short_conv", shape)
+    bcx, state = random_rows(33, 60), np.zeros((20, 2), np.float32)
+    before, after, x = np.split(bcx, 3, axis=1)
+    expected, _ = convolve(before * x, case[2].array("weight"), state.copy())
+    found = run(NativeBackend(2), case, {"qkv": bcx, "conv_state": state}, 33)
+    np.testing.assert_allclose(found["out"], after * expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_array_equal(state, (before * x)[-2:].T)
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    subgraph, plan, _ = linear_attention_case("gated_linear_attention", SHAPES["odd sizes"])
+    support = NativeBackend(1).supports(subgraph, plan, W8A8)
+    assert not support
+    assert support.node == "out"
+    assert support.reason == (
+        "native has no LinearAttention of attn_type 'gated_linear_attention'; it has: gated_delta_rule, short_conv"
+    )
+
+
+def linear_attention_case(kind: str, shape: Shape) -> Case:
+    """One node; whatever is no short convolution has a delta rule's operands."""
+    is_short = kind == "short_conv"
+    channels = shape.num_v_heads * shape.head_v_dim if is_short else shape.channels
+    tensors = [
+        tensor("qkv", "T", 3 * channels if is_short else channels),
+        tensor("gate", "T", shape.num_v_heads),
+        tensor("beta", "T", shape.num_v_heads),
+        tensor("weight", channels, 1, shape.taps, kind="weight"),
+        tensor("conv_state", channels, shape.taps - 1, kind="state"),
+        tensor("recurrent_state", shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, kind="state"),
+        tensor("out", "T", shape.num_v_heads * shape.head_v_dim),
+    ]
+    names = "qkv - - weight - conv_state -" if is_short else "qkv gate beta weight - conv_state recurrent_state"
     made = node(
         "LinearAttention",
-        "",
+        names,
         "out",
         domain="chunkrt",
         attn_type=kind,
@@ -367,19 +414,4 @@ def linear_attention_node(kind: str, inputs: tuple[str, ...], shape: Shape) -> o
         head_v_dim=shape.head_v_dim,
         use_qk_l2norm=int(shape.use_qk_l2norm),
     )
-    return type(made)(**{**vars(made), "inputs": inputs})
-
-
-def delta_rule_case(kind: str, shape: Shape) -> object:
-    tensors = [
-        tensor("", kind="value"),
-        tensor("qkv", "T", shape.channels),
-        tensor("gate", "T", shape.num_v_heads),
-        tensor("beta", "T", shape.num_v_heads),
-        tensor("weight", shape.channels, 1, shape.taps, kind="weight"),
-        tensor("conv_state", shape.channels, shape.taps - 1, kind="state"),
-        tensor("state", shape.num_v_heads, shape.head_k_dim, shape.head_v_dim, kind="state"),
-        tensor("out", "T", shape.num_v_heads * shape.head_v_dim),
-    ]
-    names = ("qkv", "gate", "beta", "weight", "", "conv_state", "state")
-    return linear_attention_node(kind, names, shape), tensors
+    return make_case([made], tensors, "out")

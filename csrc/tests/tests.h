@@ -15,6 +15,7 @@ void test_shadow(Suite& suite);
 void test_norm(Suite& suite);
 void test_elementwise(Suite& suite);
 void test_attention(Suite& suite);
+void test_linear_attention(Suite& suite);
 
 // chunkrt_program_tests
 void test_thread_pool(Suite& suite);
