@@ -74,7 +74,9 @@ def random_inputs(shape: Shape, rows: int, seed: int = 0) -> Inputs:
     )
 
 
-def convolve(x: NDArray[np.float32], weight: NDArray[np.float32], state: NDArray[np.float32]) -> tuple[Float64, Float64]:
+def convolve(
+    x: NDArray[np.float32], weight: NDArray[np.float32], state: NDArray[np.float32]
+) -> tuple[Float64, Float64]:
     """y[t] = sum over j of w[j] z[t + j], z = state | x; and the last columns of z."""
     z = np.concatenate([state.T, x]).astype(np.float64)
     taps = weight.shape[2]
@@ -103,7 +105,9 @@ def expected_delta_rule(inputs: Inputs, shape: Shape) -> tuple[Float64, Float64,
     return out.reshape(len(y), -1), conv_state, state
 
 
-def delta_rule_program(inputs: Inputs, shape: Shape, threads: int = 2, bias: NDArray[np.float32] | None = None) -> Program:
+def delta_rule_program(
+    inputs: Inputs, shape: Shape, threads: int = 2, bias: NDArray[np.float32] | None = None
+) -> Program:
     builder = ProgramBuilder(ThreadPool(threads), 128)
     qkv = builder.input("qkv", "float32", ["T", shape.channels])
     gate = builder.input("gate", "float32", ["T", shape.num_v_heads])
@@ -252,9 +256,7 @@ def test_what_is_not_finite_reaches_no_earlier_row() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("channels", [1, 17, 64, 130])
 @pytest.mark.parametrize(("taps", "has_bias"), [(2, False), (3, False), (3, True), (5, True)])
-def test_short_convolution(
-    isa: str, channels: int, taps: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_convolution(isa: str, channels: int, taps: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     rng = np.random.default_rng(channels)
     bcx = rng.standard_normal((95, 3 * channels)).astype(np.float32)
@@ -332,7 +334,9 @@ def test_the_builder_checks_operands() -> None:
         delta_rule(x, gate, gate, weight, None, conv_state, state, head_v_dim=6)
     with pytest.raises(ValueError, match=r"expected gate and beta float32 \[T, 3\], got float32 \[T, 2\]"):
         delta_rule(x, gate, narrow, weight, None, conv_state, state)
-    with pytest.raises(ValueError, match=r"recurrent state: expected a state float32 \[3, 7, 5\], got float32 \[29, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"recurrent state: expected a state float32 \[3, 7, 5\], got float32 \[29, 1\]"
+    ):
         delta_rule(x, gate, gate, weight, None, conv_state, conv_state)
     with pytest.raises(ValueError, match=r"convolution's state: expected a state float32 \[29, 1\]"):
         delta_rule(x, gate, gate, weight, None, state, state)

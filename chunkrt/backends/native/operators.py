@@ -241,7 +241,10 @@ def _gated_delta_rule(lowering: Lowering, node: Node) -> list[int]:
         for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "use_qk_l2norm")
     )
     value = lowering.builder.gated_delta_rule(
-        *(lowering.value(name) for name in (qkv, gate, beta, weight)),
+        lowering.value(qkv),
+        lowering.value(gate),
+        lowering.value(beta),
+        lowering.value(weight),
         lowering.optional_value(bias),
         lowering.value(conv_state),
         lowering.value(recurrent_state),
