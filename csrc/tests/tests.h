@@ -21,5 +21,6 @@ void test_linear_attention(Suite& suite);
 void test_thread_pool(Suite& suite);
 void test_program(Suite& suite);
 void test_block_linear(Suite& suite);
+void test_linear_attention_program(Suite& suite);
 
 }  // namespace chunkrt::testing

@@ -111,7 +111,8 @@ def _rms_normalization(lowering: Lowering, node: Node) -> list[int]:
 
 @operators.register("HeadNorm", "chunkrt")
 def _head_norm(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.head_norm(*lowering.values(node), _number(node.attributes["epsilon"]))]
+    value, weight = lowering.values(node)
+    return [lowering.builder.head_norm(value, weight, _number(node.attributes["epsilon"]))]
 
 
 @operators.register("MatMul")
