@@ -1,4 +1,4 @@
-"""A state's file: whole numbers and tensors as a NumPy .npz archive, which is read only if it is whole and as expected."""
+"""A state's file: whole numbers and tensors as a NumPy .npz archive, read only if it is whole and as expected."""
 
 from __future__ import annotations
 
