@@ -46,9 +46,9 @@ def make_plan(
     """embedding, static.0, dynamic.0, ..., static.layers, head; `split_head` makes the head two subgraphs.
 
     The first `shadowed` static subgraphs, up to layers + 1, fork and join: after static.i come linear.i on the NPU and
-    shadow.i on the CPU, which read the same, and join.i, which reads both. The layers have state of the `kinds` in turn,
-    keys of STATE_SHAPES, whose tensors are called by the kind. With `long_context_from` what is cached depends on the row
-    in the rotary tables.
+    shadow.i on the CPU, which read the same, and join.i, which reads both. The layers have state of the `kinds` in
+    turn, keys of STATE_SHAPES, whose tensors are called by the kind. With `long_context_from` what is cached depends on
+    the row in the rotary tables.
     """
     places = ("position",) if long_context_from is None else ("position", "rope_position")
     rows = [value("hidden.embedding")]

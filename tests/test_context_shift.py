@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
-from random_folders import write_folder
+from random_folders import load_on, write_folder
 
-import chunkrt
-from chunkrt.backends import make_backend
 from chunkrt.cli.chat import reuse_prefix
 from chunkrt.engine import Engine
 from chunkrt.errors import BackendError, ConfigError
@@ -47,16 +45,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, npu: str, **options: Any) -> Engine:
-    """On native, quantised, as it must be; caches are float32 everywhere."""
-    scheme = "w8a8-dynamic" if npu == "native" else "float"
     options = {"chunk_length": CHUNK, "context_shift": True, "context_length": CONTEXT, **options}
-    if npu == "native":
-        with chunkrt.load(folder, npu="reference", scheme=scheme, **options) as engine:
-            backend = make_backend("native", threads=1)
-            for subgraph in engine.plan.subgraphs:
-                if not (support := backend.supports(subgraph, engine.plan, engine.scheme)):
-                    pytest.skip(f"native does not run keys that are cached before RoPE yet: {support.reason}")
-    return chunkrt.load(folder, npu=npu, scheme=scheme, cache_dtype="float32", threads=2, **options)
+    return load_on(npu, folder, **options)
 
 
 on_all_backends = pytest.mark.parametrize("npu", ["reference", "onnxrt", "native"])
@@ -204,9 +194,7 @@ def test_a_failure_between_shifts_leaves_the_session_as_it_was(
         np.testing.assert_array_equal(session.fork()._next_logits(), before)
         fresh = engine.session()
         fresh.prefill(TOKENS[:60])
-        np.testing.assert_array_equal(
-            session.prefill(TOKENS[60:200]).logits, fresh.prefill(TOKENS[60:200]).logits
-        )
+        np.testing.assert_array_equal(session.prefill(TOKENS[60:200]).logits, fresh.prefill(TOKENS[60:200]).logits)
 
 
 def test_without_a_shift_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:

@@ -91,7 +91,7 @@ def test_a_chunk_longer_than_the_capacity_is_refused(chunk_length: int) -> None:
 def test_a_ring_without_a_window_is_refused() -> None:
     ring = Tensor(name="cache.0", dtype="float32", shape=(1, "W", 3), kind="state")
     plan = make_plan(1)
-    with pytest.raises(ModelError, match="'cache.0' is a ring, but no layer of the plan has a window"):
+    with pytest.raises(ModelError, match=r"'cache\.0' is a ring, but no layer of the plan has a window"):
         State(replace(plan, tensors={**plan.tensors, "cache.0": ring}), 20)
 
 

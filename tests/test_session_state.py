@@ -11,9 +11,8 @@ import pytest
 from fake_backend import CONTEXT, VOCABULARY, Array, expected_logits, make_executables, make_plan, shared_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_folders import write_folder
+from random_folders import load_on, write_folder
 
-import chunkrt
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import Plan
 from chunkrt.options import EngineOptions
@@ -147,11 +146,6 @@ TOLERANCE = 1e-4
 """Float32 throughout: a few layers of sums over at most 64 products and 300 keys."""
 
 
-
-def load(folder: Any, npu: str, **options: Any) -> chunkrt.Engine:
-    return chunkrt.load(folder, **{"npu": npu, "scheme": "float", **options})
-
-
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A random Mistral with a window, by the window; made once."""
@@ -167,13 +161,17 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+on_all_backends = pytest.mark.parametrize("npu", ["reference", "onnxrt", "native"])
+
+
+@on_all_backends
 @pytest.mark.parametrize("window", [3, 8, 40, 300, 1000])
 def test_a_window_sees_the_same_in_chunks_and_at_once(windowed: Any, window: int, npu: str) -> None:
     """Shorter than a chunk, as long, longer than a ring's least size, as long as the prompt, and longer."""
-    with load(windowed(window), "onnxrt", chunk_length=512) as engine:
+    oracle = npu if npu == "native" else "onnxrt"
+    with load_on(oracle, windowed(window), chunk_length=512) as engine:
         truth = engine.session().prefill(PROMPT, logits="all").logits
-    with load(windowed(window), npu, chunk_length=8) as engine:
+    with load_on(npu, windowed(window), chunk_length=8) as engine:
         session = engine.session()
         slots = min(4096, -(-(window + 7) // 64) * 64)
         assert {array.shape[1] for array in session._state.tensors.values()} == {slots}
@@ -182,9 +180,9 @@ def test_a_window_sees_the_same_in_chunks_and_at_once(windowed: Any, window: int
     np.testing.assert_allclose(np.concatenate(found), truth, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+@on_all_backends
 def test_rewinding_and_forking_over_rings_changes_nothing(windowed: Any, npu: str) -> None:
-    with load(windowed(8), npu, chunk_length=8) as engine:
+    with load_on(npu, windowed(8), chunk_length=8) as engine:
         session = engine.session()
         session.prefill(PROMPT[:200])
         for position in (199, 180, 100):  # the last is beyond what rings hold
@@ -197,6 +195,6 @@ def test_rewinding_and_forking_over_rings_changes_nothing(windowed: Any, npu: st
 def test_the_memory_of_windows_does_not_grow_with_the_context(windowed: Any) -> None:
     sizes = set()
     for context in (256, 4096):
-        with load(windowed(40), "reference", chunk_length=8, context_length=context) as engine:
+        with load_on("reference", windowed(40), chunk_length=8, context_length=context) as engine:
             sizes.add(engine.session()._state.num_bytes)
     assert sizes == {3 * 2 * 2 * 64 * 10 * 4}
