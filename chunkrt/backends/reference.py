@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.linear_attention import linear_attention, missing_kind
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
@@ -35,7 +36,8 @@ class ReferenceBackend:
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known."""
-        return operators.supports(subgraph.nodes)
+        support = operators.supports(subgraph.nodes)
+        return support and missing_kind(subgraph.nodes)
 
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
@@ -66,7 +68,7 @@ class ReferenceExecutable:
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """See `Executable.run`."""
-        values: dict[str, Any] = {**self._constants, **inputs}
+        values: dict[str, Any] = {"": None, **self._constants, **inputs}
         for node, operator in self._steps:
             results = operator(*(values[name] for name in node.inputs), **node.attributes)
             results = results if isinstance(results, tuple) else (results,)
@@ -224,6 +226,9 @@ def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
     first = heads[:, :num_heads].astype(np.float64)
     heads[:, :num_heads] = first / np.sqrt(np.square(first).mean(axis=-1, keepdims=True) + epsilon) * weight
     return heads.reshape(x.shape)
+
+
+operators.register("LinearAttention", "chunkrt")(linear_attention)
 
 
 @operators.register("Split")
