@@ -7,11 +7,19 @@ from collections.abc import Callable
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
+from chunkrt.graph.decoders.lfm2 import lfm2
 from chunkrt.graph.decoders.llama import llama, mistral
+from chunkrt.graph.decoders.qwen3_next import qwen3_5, qwen3_next
 from chunkrt.graph.modules import Module
 from chunkrt.weights.source import TensorSource
 
-FAMILIES: dict[str, Callable[[DecoderConfig], Module]] = {"llama": llama, "mistral": mistral}
+FAMILIES: dict[str, Callable[[DecoderConfig], Module]] = {
+    "lfm2": lfm2,
+    "llama": llama,
+    "mistral": mistral,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
+}
 
 UNUSED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers that old exports carry although the config determines them."""
