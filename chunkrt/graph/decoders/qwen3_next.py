@@ -55,7 +55,7 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=float(config.raw.get("norm_offset", 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,25 +101,27 @@ class GatedDeltaRule(Module):
     """The gated delta rule with its projections, its gates, and the norm of its heads' results.
 
     Args:
-        is_grouped: whether the checkpoint has the rows of q, k, v and z by key head in one tensor, and those of b and a
-            in another.
+        is_grouped: whether the checkpoint has the rows of q, k, v and z by key head in one tensor (unless its config
+            says that z and the others have one each), and those of b and a in another.
     """
 
     def __init__(self, config: DecoderConfig, sizes: DeltaSizes, *, is_grouped: bool) -> None:
         super().__init__()
         hidden, all_k, all_v, v_heads = config.hidden_size, sizes.all_k, sizes.all_v, sizes.v_heads
-        if is_grouped:
-            share = v_heads // sizes.k_heads
+        share = v_heads // sizes.k_heads
+        if is_grouped and not config.flag("has_qkv_and_z_apart"):
             widths = [sizes.k_dim, sizes.k_dim, share * sizes.v_dim, share * sizes.v_dim]
             *qkv, z = _by_kind(sizes.k_heads, widths)
             qkvz = {"in_proj_qkvz": 2 * all_k + 2 * all_v}
             self.qkv_proj = MergedLinear(hidden, qkvz, rows=np.concatenate(qkv))
             self.z_proj = MergedLinear(hidden, qkvz, rows=z)
-            rows = np.concatenate(_by_kind(sizes.k_heads, [share, share]))
-            self.ba_proj = MergedLinear(hidden, {"in_proj_ba": 2 * v_heads}, rows=rows)
         else:
             self.qkv_proj = MergedLinear(hidden, {"in_proj_qkv": 2 * all_k + all_v})
             self.z_proj = MergedLinear(hidden, {"in_proj_z": all_v})
+        if is_grouped:
+            rows = np.concatenate(_by_kind(sizes.k_heads, [share, share]))
+            self.ba_proj = MergedLinear(hidden, {"in_proj_ba": 2 * v_heads}, rows=rows)
+        else:
             self.ba_proj = MergedLinear(hidden, {"in_proj_b": v_heads, "in_proj_a": v_heads})
         self.step = Step()
         self.decay = Decay(v_heads)
@@ -190,7 +192,7 @@ class GatedAttention(Attention):
         kv_rows = np.arange(2 * heads * dim, sum(parts.values()))
         has_bias = config.flag("attention_bias")
         qkv = MergedLinear(config.hidden_size, parts, bias=has_bias, rows=np.concatenate([q_rows, kv_rows]))
-        norm = HeadNorm({"q_norm": heads, "k_norm": kv_heads}, dim, config.rms_norm_eps, offset=1)
+        norm = HeadNorm({"q_norm": heads, "k_norm": kv_heads}, dim, config.rms_norm_eps, offset=float(config.raw.get("norm_offset", 1)))
         super().__init__(config, rope, qkv=qkv, norm=norm, bias=(has_bias, has_bias))
         self.gate_proj = MergedLinear(config.hidden_size, q_and_gate, bias=has_bias, rows=gate_rows)
 
