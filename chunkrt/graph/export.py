@@ -94,9 +94,7 @@ def _present(cache: Tensor) -> ir.Value:
 
 def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value]) -> ir.Node:
     attributes = [_attribute(name, value) for name, value in node.attributes.items()]
-    return ir.Node(
-        node.domain, node.op, inputs, attributes, overload=overload(node), outputs=outputs, name=node.name
-    )
+    return ir.Node(node.domain, node.op, inputs, attributes, overload=overload(node), outputs=outputs, name=node.name)
 
 
 def _zero(name: str) -> ir.Node:

@@ -129,12 +129,14 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
 
 
 def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type")
+    kind, magnitude = keys.get("rope.scaling.type"), keys.number("rope.scaling.attn_factor", default=1.0)
     if kind in (None, "none"):
-        return None
+        return None if magnitude == 1 else {"attention_factor": magnitude}
     if not isinstance(kind, str):
         raise ModelError(f"{keys.prefix}rope.scaling.type must be a string, found {kind!r}")
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
+    if magnitude != 1:
+        scaling["attention_factor"] = magnitude
     if original := keys.count("rope.scaling.original_context_length", default=0):
         scaling["original_max_position_embeddings"] = original
     return scaling

@@ -67,6 +67,13 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+GEMMA3_27B_LAYERS = 62
 SCALINGS = frozenset(
     (
         "attention.clamp_kqv",
@@ -143,6 +150,39 @@ def _qwen3_next_config(keys: Keys, config: Config) -> Config:
     }
 
 
+def _gemma3(keys: Keys, config: Config) -> Config:
+    """Norms hold 1 + w; the scale of attention is in no key, llama.cpp knows it from the number of layers."""
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    is_27b = num_layers == GEMMA3_27B_LAYERS
+    found = {
+        "norm_offset": 0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+    }
+    if config["sliding_window"] is None:
+        return found | {"layer_types": ["full_attention"] * num_layers}
+    return found | {"sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6)}
+
+
+def _phi3(keys: Keys, config: Config) -> Config:
+    """Factors of longrope are tensors; their attention factor is a key."""
+    context = config["max_position_embeddings"]
+    found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
+    if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():
+        return found
+    half = round(config["head_dim"] * config["partial_rotary_factor"]) // 2
+    scaling: Config = {
+        "rope_type": "longrope",
+        "long_factor": keys.vector(LONG_FACTORS, half),
+        "short_factor": keys.vector(SHORT_FACTORS, half),
+    }
+    if keys.get("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    return found | {"rope_scaling": scaling}
+
+
 ARCHITECTURES = {
     "llama": Architecture(
         model_type="llama",
@@ -161,6 +201,21 @@ ARCHITECTURES = {
         is_hybrid=True,
     ),
     "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        model=MODEL,
+        layer=LAYER | HEAD_NORMS | SANDWICH_NORMS,
+        refused=SCALINGS - {"final_logit_softcapping"},
+        config=_gemma3,
+    ),
+    "phi3": Architecture(
+        model_type="phi3",
+        model=MODEL,
+        layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        in_config=(LONG_FACTORS, SHORT_FACTORS),
+        refused=SCALINGS,
+        config=_phi3,
+    ),
     "qwen3": Architecture(model_type="qwen3", model=MODEL, layer=LAYER | HEAD_NORMS, refused=SCALINGS),
     "qwen35": Architecture(
         model_type="qwen3_5_text",
@@ -230,9 +285,7 @@ def _layout(architecture: Architecture, config: Config, module: str, tensor: Ggu
         return architecture.layouts(config).get(module, AS_IT_IS)
     num_heads, num_rows = config[architecture.permuted[module]], tensor.shape[0]
     if num_rows % (2 * num_heads):
-        raise ModelError(
-            f"{tensor.name} has {num_rows} rows, which {num_heads} heads of an even length cannot share"
-        )
+        raise ModelError(f"{tensor.name} has {num_rows} rows, which {num_heads} heads of an even length cannot share")
     return rotate_half_rows(num_heads, num_rows)
 
 

@@ -35,25 +35,30 @@ _DELTA_RULE: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
-_QWEN3_NEXT = _COMMON | _DELTA_RULE | {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 4,
-    "full_attention_interval": 4,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.25,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "num_experts": 5,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
+_QWEN3_NEXT = (
+    _COMMON
+    | _DELTA_RULE
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # As it was published at first: the feed-forward's width before it is shrunk, attention layers by index.
-    "lfm2": _LFM2 | {
+    "lfm2": _LFM2
+    | {
         "num_hidden_layers": 4,
         "full_attn_idxs": [1, 3],
         "block_ff_dim": 72,
@@ -65,7 +70,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_embedding": True,
     },
-    "lfm2_biased": _LFM2 | {
+    "lfm2_biased": _LFM2
+    | {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
         "block_auto_adjust_ff_dim": False,
@@ -75,7 +81,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_next": _QWEN3_NEXT | {"mlp_only_layers": [0, 1, 2, 3]},
-    "qwen3_5": _COMMON | _DELTA_RULE | {
+    "qwen3_5": _COMMON
+    | _DELTA_RULE
+    | {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
         "num_hidden_layers": 3,
@@ -104,9 +112,7 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
     return {n: _random(n, s, config, rng) for n, s in shapes.items() if not (is_tied and n == "lm_head.weight")}
 
 
-def _random(
-    name: str, shape: tuple[int, ...], config: dict[str, Any], rng: np.random.Generator
-) -> NDArray[np.float32]:
+def _random(name: str, shape: tuple[int, ...], config: dict[str, Any], rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.02, 4, shape)).astype(np.float32)

@@ -15,10 +15,9 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward
 from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Linear, MergedLinear, Module, RMSNorm
-from chunkrt.graph.rope import RotaryTables, inverse_frequencies
+from chunkrt.graph.rope import RotaryTables
 
-ROPE_THETA = 1_000_000.0
-"""Where the config gives none."""
+DEFAULTS = {"rope_theta": 1e6, "tie_word_embeddings": True}
 
 
 def lfm2(config: DecoderConfig) -> Module:
@@ -27,8 +26,7 @@ def lfm2(config: DecoderConfig) -> Module:
     config = replace(
         config,
         intermediate_size=_feed_forward_size(config),
-        tie_word_embeddings=bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
-        inverse_frequencies=inverse_frequencies({"rope_theta": ROPE_THETA, **raw}, config.head_dim),
+        tie_word_embeddings=config.flag("tie_embedding", config.tie_word_embeddings),
     )
     attention_layers = raw.get("full_attn_idxs") or range(config.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(config.num_layers)]

@@ -80,14 +80,25 @@ class FeedForward(Module):
         return self.down_proj(ops.mul(active, up, name="gated"))
 
 
+def norm(config: DecoderConfig) -> RMSNorm:
+    """A norm of the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
+
+
+def head_norm(config: DecoderConfig) -> HeadNorm:
+    """The norm of single heads that many families have: the checkpoint's q_norm and k_norm."""
+    parts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+    return HeadNorm(parts, config.head_dim, config.rms_norm_eps, offset=config.norm_offset)
+
+
 class Layer(Module):
     """Attention and feed-forward, each on a normalised input and added back to the residual stream."""
 
     def __init__(self, config: DecoderConfig, attention: Module, mlp: Module) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm(config)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config)
         self.mlp = mlp
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -96,14 +107,19 @@ class Layer(Module):
 
 
 class Body(Module):
-    """Embedding, the layers, the final norm: what Hugging Face keeps under "model."."""
+    """Embedding, the layers, the final norm: what Hugging Face keeps under "model.".
 
-    def __init__(self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module]) -> None:
+    `rope`: the tables of all layers, or of one kind of them. `embedding_scale`: what embeddings are multiplied by.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module], *, embedding_scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
         self.rope = rope
         self.layers = list(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm(config)
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
         hidden = self.embed_tokens(token_ids)

@@ -7,7 +7,7 @@ Source: Yang et al., Gated Delta Networks (2024); Hugging Face's `Qwen3NextForCa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward
-from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Linear, MergedLinear, Module, Parameter, RMSNorm
-from chunkrt.graph.rope import RotaryTables, inverse_frequencies
+from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm, norm
+from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Linear, MergedLinear, Module, Parameter
+from chunkrt.graph.rope import RotaryTables
 
-PARTIAL_ROTARY = 0.25
-"""The part of a head that RoPE rotates, where the config does not say."""
+DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
 
 
 def qwen3_next(config: DecoderConfig) -> Module:
@@ -35,8 +34,6 @@ def qwen3_5(config: DecoderConfig) -> Module:
 
 
 def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
-    partial = {"partial_rotary_factor": PARTIAL_ROTARY, **config.raw}
-    config = replace(config, inverse_frequencies=inverse_frequencies(partial, config.head_dim))
     interval = config.count("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config.num_layers)]
     kinds = config.layer_types(default, ("linear_attention", "full_attention"))
@@ -46,16 +43,10 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
     for kind in kinds:
         mlp = FeedForward(config)
         if kind == "full_attention":
-            layers.append(AttentionLayer(config, GatedAttention(config, rope), mlp))
+            layers.append(Layer(config, GatedAttention(config, rope), mlp))
         else:
             layers.append(DeltaLayer(config, GatedDeltaRule(config, sizes, is_grouped=has_grouped_projections), mlp))
-    body = Body(config, rope, layers)
-    body.norm = _norm(config)
-    return CausalDecoder(config, body)
-
-
-def _norm(config: DecoderConfig) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=float(config.raw.get("norm_offset", 1)))
+    return CausalDecoder(config, Body(config, rope, layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +183,7 @@ class GatedAttention(Attention):
         kv_rows = np.arange(2 * heads * dim, sum(parts.values()))
         has_bias = config.flag("attention_bias")
         qkv = MergedLinear(config.hidden_size, parts, bias=has_bias, rows=np.concatenate([q_rows, kv_rows]))
-        norm = HeadNorm({"q_norm": heads, "k_norm": kv_heads}, dim, config.rms_norm_eps, offset=float(config.raw.get("norm_offset", 1)))
-        super().__init__(config, rope, qkv=qkv, norm=norm, bias=(has_bias, has_bias))
+        super().__init__(config, rope, qkv=qkv, norm=head_norm(config), bias=(has_bias, has_bias))
         self.gate_proj = MergedLinear(config.hidden_size, q_and_gate, bias=has_bias, rows=gate_rows)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -206,28 +196,13 @@ class DeltaLayer(Module):
 
     def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module) -> None:
         super().__init__()
-        self.input_layernorm = _norm(config)
+        self.input_layernorm = norm(config)
         self.linear_attn = mixer
-        self.post_attention_layernorm = _norm(config)
+        self.post_attention_layernorm = norm(config)
         self.mlp = mlp
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         hidden = ops.add(hidden, self.linear_attn(self.input_layernorm(hidden)), name="attention_residual")
-        return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
-
-
-class AttentionLayer(Module):
-    """Attention and a feed-forward, each on a normalised input and added back to the residual stream."""
-
-    def __init__(self, config: DecoderConfig, attention: Module, mlp: Module) -> None:
-        super().__init__()
-        self.input_layernorm = _norm(config)
-        self.self_attn = attention
-        self.post_attention_layernorm = _norm(config)
-        self.mlp = mlp
-
-    def forward(self, hidden: ir.Value) -> ir.Value:
-        hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
         return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
 
 
