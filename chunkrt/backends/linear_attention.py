@@ -91,7 +91,8 @@ def causal_convolution(x: Float32, weight: Float32, bias: Float32 | None, state:
     seen = np.lib.stride_tricks.sliding_window_view(window, num_taps, axis=1)
     sums = np.einsum("ctk,ck->tc", seen, weight[:, 0], dtype=np.float64)
     state[...] = window[:, window.shape[1] - (num_taps - 1) :]
-    return (sums if bias is None else sums + bias).astype(np.float32)
+    result: Float32 = (sums if bias is None else sums + bias).astype(np.float32)
+    return result
 
 
 @register("short_conv")
@@ -135,4 +136,5 @@ def _gated_delta_rule(
         state += k[t, :, :, None] * delta[:, None, :]
         output[t] = np.einsum("hmn,hm->hn", state, q[t])
     recurrent_state[...] = state
-    return output.reshape(len(qkv), -1).astype(np.float32)
+    rows: Float32 = output.reshape(len(qkv), -1).astype(np.float32)
+    return rows

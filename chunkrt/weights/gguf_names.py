@@ -31,12 +31,12 @@ class Architecture:
     """What sets one `general.architecture` apart.
 
     `model` and `layer` map names of tensors, whole or up to ".weight" or ".bias", of the model and of a layer, where
-    they come after "blk.N." in GGUF and "model.layers.N." in Hugging Face. `in_config` are tensors that
-    Hugging Face keeps in the config. `permuted` are the modules whose rows GGUF reorders for interleaved RoPE, with
-    the config key that counts their heads. `layouts` gives those of modules that differ otherwise. `refused` are metadata keys (after the architecture's name) that would
-    change the result and are not implemented, unless they are 0. `config` gives the config keys that it has besides
-    the common ones or in place of them, from the metadata and the common ones. `is_hybrid`: some layers have no
-    attention.
+    they come after "blk.N." in GGUF and "model.layers.N." in Hugging Face. `in_config` are tensors that Hugging Face
+    keeps in the config. `permuted` are the modules whose rows GGUF reorders for interleaved RoPE, with the config key
+    that counts their heads; `layouts` gives those of modules that differ otherwise. `refused` are metadata keys (after
+    the architecture's name) that would change the result and are not implemented, unless they are 0. `config` gives
+    the config keys that it has besides the common ones or in place of them, from the metadata and the common ones.
+    `is_hybrid`: some layers have no attention.
     """
 
     model_type: str

@@ -2,7 +2,8 @@
 
 Each folder under fixtures/ holds a checkpoint (config.json and model.safetensors, or model.gguf) and
 expected.npz: `input_ids` int64 [T] and `logits` float32 [T, V], computed by Transformers with eager attention in
-one shot, in float32, or in float64 for decoders with recurrences. The configurations are written as published checkpoints write them.
+one shot: in float32, or in float64 for decoders with recurrences. The configurations are written as published
+checkpoints write them.
 
     python make_fixtures.py           remake every fixture
     python make_fixtures.py --check   remake elsewhere and compare with the committed files

@@ -39,7 +39,7 @@ class Attention(Module):
         self.qkv_proj = qkv or QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias[0])
         if norm is not None:
             self.qk_norm = norm
-        self.o_proj = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
+        self.o_proj: MergedLinear = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
         self._config, self._rotary, self._norm = config, (rotary,), norm
         self._scale, self._window = head_dim**-0.5 if scale is None else scale, window
 
@@ -71,7 +71,7 @@ class FeedForward(Module):
         width = config.intermediate_size
         parts = {"gate_proj": width, "up_proj": width}
         self.gate_up_proj = gate_up or MergedLinear(config.hidden_size, parts, bias=bias)
-        self.down_proj = Linear(width, config.hidden_size, bias=bias)
+        self.down_proj: MergedLinear = Linear(width, config.hidden_size, bias=bias)
         self._activation = config.activation
 
     def forward(self, hidden: ir.Value) -> ir.Value:

@@ -6,7 +6,7 @@ Source: Yang et al., Gated Delta Networks (2024); Hugging Face's `Qwen3NextForCa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,17 +140,19 @@ class GatedDeltaRule(Module):
 
 
 class Decay(Module):
-    """-exp(A_log) * softplus(a + dt_bias): the logarithm of what the state is multiplied by. On the CPU unless placed."""
+    """-exp(A_log) * softplus(a + dt_bias): the logarithm of the state's decay. Runs on the CPU unless placed."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.device = "cpu"
-        self._shape = (num_heads,)
+        self._shape: tuple[int, ...] = (num_heads,)
 
     def declare(self) -> None:
-        tensors = {name: {self.sibling(name): self._shape} for name in ("dt_bias", "A_log")}
-        self.dt_bias = Parameter(shape=self._shape, checkpoint_tensors=tensors["dt_bias"], combine=lambda bias: bias)
-        self.rate = Parameter(shape=self._shape, checkpoint_tensors=tensors["A_log"], combine=_negative_exp)
+        self.dt_bias = self._of("dt_bias", lambda bias: bias)
+        self.rate = self._of("A_log", _negative_exp)
+
+    def _of(self, name: str, combine: Callable[[Float32], Float32]) -> Parameter:
+        return Parameter(shape=self._shape, checkpoint_tensors={self.sibling(name): self._shape}, combine=combine)
 
     def forward(self, a: ir.Value) -> ir.Value:
         return ops.mul(ops.softplus(ops.add(a, self.dt_bias.value(), name="biased")), self.rate.value(), name="output")
@@ -162,7 +164,7 @@ def _negative_exp(a_log: Float32) -> Float32:
 
 
 class Step(Module):
-    """sigmoid(b): how much of what a state recalls wrongly is put right. On the CPU unless placed."""
+    """sigmoid(b): how much of what the state recalls wrongly is put right. Runs on the CPU unless placed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class Step(Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose results are multiplied by the sigmoid of a gate, which q_proj yields too, head by head q | gate."""
+    """Attention whose results are multiplied by the sigmoid of a gate. q_proj yields it too, head by head q | gate."""
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
