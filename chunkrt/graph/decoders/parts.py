@@ -10,6 +10,7 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Embedding, HeadNorm, Linear, MergedLinear, Module, QKVLinear, RMSNorm
 from chunkrt.graph.rope import RotaryTables
+from chunkrt.graph.tracing import current_trace
 
 
 class Attention(Module):
@@ -138,9 +139,11 @@ class CausalDecoder(Module):
         super().__init__()
         self.model = body
         (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
+        self._context_length = config.context_length
         tied_to = embedding if config.tie_word_embeddings else None
         self.lm_head = Linear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
 
     def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
+        current_trace().set_context(self._context_length, None)
         hidden = ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
         return self.lm_head(hidden)
