@@ -18,7 +18,7 @@ LOCATE = $(shell $(CXX) -print-file-name=$(1))
 
 PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md LICENSE) \
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
-CPP_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
+CPP_SOURCES := $(shell find csrc bench/roofline -name '*.cc' -o -name '*.h')
 
 # Installs one list of requirements out of pyproject.toml, in $(BIN).
 define install_requirements

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.affinity import find_cpus, running_on
 from chunkrt.backends import Backend, Executable, make_backend
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.engine_directory import open_weights, read_manifest, read_plan
@@ -45,7 +46,7 @@ def load(model: str | Path, *, progress: Progress | None = None, **options: obje
         options: the fields of `EngineOptions`.
 
     Raises:
-        ConfigError: an unknown option or model name, or a value out of range.
+        ConfigError: an unknown option or model name, a value out of range, or CPUs that are not to be had.
         ModelError: the checkpoint is missing, damaged or unsupported.
         BackendError: a backend is not available or cannot compile the model.
         PartitionError: a backend does not run what was placed on it.
@@ -55,6 +56,7 @@ def load(model: str | Path, *, progress: Progress | None = None, **options: obje
         if name not in known:
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
+    find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
     tell = progress or _ignore
     return Engine(engine_folder(str(model), chosen, tell), chosen, progress=tell)
 
@@ -87,7 +89,9 @@ class Engine:
         self.is_closed = False
         self._lock = threading.Lock()
         cpu = "native" if options.npu in ("auto", "qnn", "off") else options.npu
-        self.cpu_backend = make_backend(cpu, threads=options.num_threads)
+        self._cpus, num_threads = find_cpus(options.affinity), options.num_threads
+        with running_on(self._cpus):  # the native pool starts its threads here
+            self.cpu_backend = make_backend(cpu, threads=num_threads)
         self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
         self._executor, self._decoder = self._build(progress)
 
@@ -168,6 +172,7 @@ class Engine:
             processors=processors,
             policy=find_policy(self.options.policy),
             chunks_in_flight=chunks_in_flight,
+            cpus=self._cpus,
         )
 
     def _compile_for_npu(self, on_cpu: Mapping[str, Executable], progress: Progress) -> dict[str, Executable]:

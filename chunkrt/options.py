@@ -8,6 +8,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Literal, TypeGuard, get_args
 
+from chunkrt.affinity import NO_AFFINITY, check_affinity, find_cpus
 from chunkrt.backends import BACKENDS
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
@@ -42,7 +43,10 @@ class EngineOptions:
     policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.
     chunks_in_flight: chunks that are under way at once, at least 1, each with buffers of its own; by default as many as
         help and fit into 64 MiB.
-    threads: the budget for workers and kernel threads together; by default the processor's cores.
+    threads: the budget for workers and kernel threads together; by default as many as the CPUs of `affinity`, or the
+        processor's cores.
+    affinity: the CPUs that the threads run on: "none" (the system chooses), "big" (the fast cores), or a list such as
+        "0,2,4-7". Only on Linux.
     context_length: positions a session can hold; by default the model's.
     context_shift: whether tokens may outgrow the context: then the oldest half of them is dropped, except for the first
         `context_keep`, and the others move down. Keys are then cached before RoPE, which costs time at every use. By
@@ -75,6 +79,7 @@ class EngineOptions:
     policy: str = DEFAULT_POLICY
     chunks_in_flight: int | None = None
     threads: int | None = None
+    affinity: str = NO_AFFINITY
     context_length: int | None = None
     context_shift: bool = False
     context_keep: int = DEFAULT_CONTEXT_KEEP
@@ -91,9 +96,10 @@ class EngineOptions:
     on_npu_failure: OnNpuFailure | None = None
 
     def __post_init__(self) -> None:
-        for name in ("npu", "scheme", "policy", "cache_dtype", "shadow", "outputs", "soc", "on_npu_failure"):
+        always = ("npu", "policy", "affinity")
+        for name in (*always, "scheme", "cache_dtype", "shadow", "outputs", "soc", "on_npu_failure"):
             value = getattr(self, name)
-            if not (isinstance(value, str) or (value is None and name not in ("npu", "policy"))):
+            if not (isinstance(value, str) or (value is None and name not in always)):
                 raise ConfigError(f"{name} is {value!r}, expected text")
         if self.npu not in NPU_CHOICES:
             raise unknown_name("NPU choice", self.npu, NPU_CHOICES)
@@ -126,6 +132,7 @@ class EngineOptions:
             _is_number(self.equalisation) and 0 <= self.equalisation <= 1
         ):
             raise ConfigError(f"equalisation is {self.equalisation!r}, expected 0 to 1, or 'off'")
+        check_affinity(self.affinity)
         find_policy(self.policy)
         if self.scheme is not None:
             find_scheme(self.scheme)
@@ -134,8 +141,8 @@ class EngineOptions:
 
     @property
     def num_threads(self) -> int:
-        """The thread budget."""
-        return self.threads or available_cores()
+        """The thread budget. Raises ConfigError as `find_cpus` does."""
+        return self.threads or len(find_cpus(self.affinity) or ()) or available_cores()
 
     @property
     def falls_back(self) -> bool:

@@ -36,14 +36,21 @@ TIMEOUT = 60.0
 
 
 def make_plan(
-    layers: int = 2, *, split_head: bool = False, shadowed: int = 0, kinds: Sequence[str] = ("cache",)
+    layers: int = 2,
+    *,
+    split_head: bool = False,
+    shadowed: int = 0,
+    kinds: Sequence[str] = ("cache",),
+    long_context_from: int | None = None,
 ) -> Plan:
     """embedding, static.0, dynamic.0, ..., static.layers, head; `split_head` makes the head two subgraphs.
 
     The first `shadowed` static subgraphs, up to layers + 1, fork and join: after static.i come linear.i on the NPU and
-    shadow.i on the CPU, which read the same, and join.i, which reads both. The layers have state of the `kinds` in turn,
-    keys of STATE_SHAPES, whose tensors are called by the kind.
+    shadow.i on the CPU, which read the same, and join.i, which reads both. The layers have state of the `kinds` in
+    turn, keys of STATE_SHAPES, whose tensors are called by the kind. With `long_context_from` what is cached depends on
+    the row in the rotary tables.
     """
+    places = ("position",) if long_context_from is None else ("position", "rope_position")
     rows = [value("hidden.embedding")]
     subgraphs = [subgraph("embedding", "cpu", ["input_ids"], ["hidden.embedding"])]
     hidden = "hidden.embedding"
@@ -63,7 +70,7 @@ def make_plan(
             subgraphs.append(subgraph(f"static.{i}", "npu", inputs, outputs))
         hidden = f"hidden.{i}"
         if i < layers:
-            reads, kind = (f"qkv.{i}", "position"), kinds[i % len(kinds)]
+            reads, kind = (f"qkv.{i}", *places), kinds[i % len(kinds)]
             part = subgraph(f"dynamic.{i}", "cpu", reads, [f"attention.{i}"], state=[f"{kind}.{i}"])
             if kind == "ring":
                 part = replace(part, nodes=(_windowed(reads, f"attention.{i}"),))
@@ -81,7 +88,7 @@ def make_plan(
         subgraphs.append(subgraph("head", "cpu", [hidden, "logit_rows"], ["logits"], rows="R"))
     tensors = [
         Tensor(name="input_ids", dtype="int64", shape=("T",)),
-        Tensor(name="position", dtype="int64", shape=(1,)),
+        *(Tensor(name=name, dtype="int64", shape=(1,)) for name in places),
         Tensor(name="logit_rows", dtype="int64", shape=("R",)),
         Tensor(name="wanted", dtype="float32", shape=("R", WIDTH)),
         Tensor(name="logits", dtype="float32", shape=("R", VOCABULARY)),
@@ -92,10 +99,11 @@ def make_plan(
         family="toy",
         subgraphs=tuple(subgraphs),
         tensors={tensor.name: tensor for tensor in tensors},
-        inputs=("input_ids", "position", "logit_rows"),
+        inputs=("input_ids", *places, "logit_rows"),
         output="logits",
         vocab_size=VOCABULARY,
         context_length=CONTEXT,
+        long_context_from=long_context_from,
     )
 
 
@@ -152,9 +160,10 @@ def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[st
             outputs[name][:] = (np.roll(total, 1 + number, axis=1) * 3 + 5 + number) % MODULUS
             outputs[name][:, 0] = inputs[subgraph.inputs[0]][:, 0]
     elif kind == "dynamic":
-        (qkv,) = (inputs[name] for name in subgraph.inputs if name != "position")
+        (qkv,) = (inputs[name] for name in subgraph.inputs if not name.endswith("position"))
         start = int(inputs["position"][0])
-        outputs[subgraph.outputs[0]][:, 1:] = update(subgraph.state[0], inputs[subgraph.state[0]], qkv[:, 1:], start)
+        rows = (qkv[:, 1:] + int(inputs.get("rope_position", [start])[0]) - start) % MODULUS
+        outputs[subgraph.outputs[0]][:, 1:] = update(subgraph.state[0], inputs[subgraph.state[0]], rows, start)
         outputs[subgraph.outputs[0]][:, 0] = qkv[:, 0]
     elif kind == "gather":
         outputs["wanted"][:] = inputs[subgraph.inputs[0]][inputs["logit_rows"]]
@@ -184,6 +193,7 @@ def expected_logits(plan: Plan, token_ids: Array) -> Array:
     values: dict[str, Array] = {
         "input_ids": token_ids,
         "position": np.zeros(1, np.int64),
+        "rope_position": np.full(1, plan.rope_offset(num_tokens)),
         "logit_rows": np.arange(num_tokens),
     }
     for tensor in plan.state_tensors:

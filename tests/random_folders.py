@@ -1,4 +1,4 @@
-"""Hugging Face folders with small random decoders, written on the spot."""
+"""Hugging Face folders with small random decoders, written on the spot, and loading them on every backend."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.numpy import save_file
 
+import chunkrt
+from chunkrt.backends import make_backend
+from chunkrt.engine import Engine
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 
@@ -19,3 +23,16 @@ def write_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     save_file({name: source.read(name) for name in source.names()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def load_on(npu: str, folder: Path, **options: Any) -> Engine:
+    """Load with caches of float32 and, except on native, float linears; the test is skipped where native lacks what it
+    takes."""
+    scheme = "w8a8-dynamic" if npu == "native" else "float"
+    if npu == "native":
+        with chunkrt.load(folder, npu="reference", scheme=scheme, **options) as engine:
+            backend, plan = make_backend("native", threads=1), engine.plan.with_raw_keys()
+            for subgraph in plan.subgraphs:
+                if not (support := backend.supports(subgraph, plan, engine.scheme)):
+                    pytest.skip(f"native has neither windows nor keys that are cached before RoPE: {support.reason}")
+    return chunkrt.load(folder, npu=npu, scheme=scheme, cache_dtype="float32", threads=2, **options)

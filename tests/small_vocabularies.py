@@ -1,4 +1,4 @@
-"""Two small vocabularies, byte-level and SentencePiece, with diverse texts and llama.cpp's tokens of them."""
+"""Small vocabularies, byte-level and SentencePiece (like Gemma's and Phi-3's too), and llama.cpp's tokens of texts."""
 
 import json
 from pathlib import Path

@@ -42,9 +42,10 @@ def test_a_wheel_source_may_join_several_wheels(folder):
 
 
 def test_a_hub_source(folder):
-    (folder / "mine.toml").write_text(f"expected_perplexity = 12.5\n{HEAD}{HUB}")
+    (folder / "mine.toml").write_text(f"expected_perplexity = 12.5\nterms = 'https://example.org'\n{HEAD}{HUB}")
     assert find("mine").source == HubSource(repository="o/r", revision="abc")
     assert find("mine").expected_perplexity == 12.5
+    assert find("mine").terms == "https://example.org"
 
 
 @pytest.mark.parametrize(

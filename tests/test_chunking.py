@@ -54,7 +54,7 @@ def test_chunked_equals_unchunked(npu, scheme, chunk_length, num_tokens):
 def test_policies_and_threads_change_no_bit(npu, scheme):
     expected, _ = run(npu, scheme, max(LENGTHS), chunk_length=8, policy="sequential", threads=1)
     for policy in POLICIES:
-        for threads in (1, 2, 4):
+        for threads in (1, 2, 4, 8):
             found, _ = run(npu, scheme, max(LENGTHS), chunk_length=8, policy=policy, threads=threads)
             np.testing.assert_array_equal(found, expected, err_msg=f"{policy}, {threads} threads")
 

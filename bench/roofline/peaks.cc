@@ -4,10 +4,6 @@
 
 #include "kernels/isa.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 namespace chunkrt::roofline {
 namespace {
 
@@ -16,28 +12,15 @@ namespace {
 constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni};
 constexpr std::size_t kNumTables = 3;
 
-bool has_avxvnni() {
-  constexpr unsigned kAvxVnni = 1u << 4;  // leaf 7, subleaf 1, eax
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!is_supported(Isa::avx2) || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || eax < 1)
-    return false;
-  __cpuid_count(7, 1, eax, ebx, ecx, edx);
-  return (eax & kAvxVnni) != 0;
-}
-
 #elif defined(__aarch64__)
 
 constexpr const PeakTable* kTables[] = {&kPeaksNeon, &kPeaksNeonDotprod, &kPeaksNeonI8mm};
 constexpr std::size_t kNumTables = 3;
 
-bool has_avxvnni() { return false; }
-
 #else
 
 constexpr const PeakTable* const* kTables = nullptr;
 constexpr std::size_t kNumTables = 0;
-
-bool has_avxvnni() { return false; }
 
 #endif
 
@@ -61,7 +44,7 @@ bool is_supported(const PeakTable& table) {
   for (const Isa isa : kAllIsas) {
     if (name_of(isa) == name) return chunkrt::is_supported(isa);
   }
-  return name == "avxvnni" && has_avxvnni();
+  return false;
 }
 
 ReadFunction* widest_read() {

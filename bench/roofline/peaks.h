@@ -1,7 +1,7 @@
 // The loops whose speed is a peak: each repeats one instruction mix on registers and nothing else.
 //
-// The files for instruction sets include this and their intrinsics only, so that no inline function is
-// compiled under two sets of flags.
+// The files for instruction sets include this, repeat.h and their intrinsics only, so that no inline function
+// is compiled under two sets of flags.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Peak {
 using ReadFunction = void(const char* data, std::size_t bytes);
 
 struct PeakTable {
-  const char* isa;  // as name_of(Isa) has it, or "avxvnni"
+  const char* isa;  // as name_of(Isa) has it
   const Peak* peaks;
   std::size_t num_peaks;
   ReadFunction* read;  // nullptr where another instruction set's serves as well

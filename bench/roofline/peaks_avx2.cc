@@ -2,36 +2,10 @@
 #include <immintrin.h>
 
 #include "peaks.h"
+#include "repeat.h"
 
 namespace chunkrt::roofline {
 namespace {
-
-// The compiler no longer knows what is in `value`, so that it cannot move what uses it out of a loop; costs
-// nothing.
-template <typename Vector>
-void hide(Vector& value) {
-  asm volatile("" : "+x"(value));
-}
-
-// `rounds` times one step into each of the sums; their second operand is a register, or is read from memory
-// that stays in the first-level cache.
-template <std::size_t Sums, bool Loads, typename Vector, typename Step>
-void repeat(std::size_t rounds, Vector left, Vector right, Step step) {
-  Vector memory[Sums];
-  for (Vector& one : memory) one = right;
-  Vector sums[Sums] = {};
-  const Vector* source = memory;
-  for (; rounds > 0; --rounds) {
-    asm volatile("" : "+r"(source) : : "memory");
-#pragma GCC unroll 12
-    for (std::size_t i = 0; i < Sums; ++i) {
-      hide(left);
-      sums[i] = step(sums[i], left, Loads ? source[i] : right);
-    }
-  }
-#pragma GCC unroll 12
-  for (std::size_t i = 0; i < Sums; ++i) hide(sums[i]);
-}
 
 template <std::size_t Sums, bool Loads>
 void u8s8(std::size_t rounds) {

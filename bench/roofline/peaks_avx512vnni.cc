@@ -2,33 +2,10 @@
 #include <immintrin.h>
 
 #include "peaks.h"
+#include "repeat.h"
 
 namespace chunkrt::roofline {
 namespace {
-
-// See peaks_avx2.cc.
-template <typename Vector>
-void hide(Vector& value) {
-  asm volatile("" : "+v"(value));
-}
-
-template <std::size_t Sums, bool Loads, typename Vector, typename Step>
-void repeat(std::size_t rounds, Vector left, Vector right, Step step) {
-  Vector memory[Sums];
-  for (Vector& one : memory) one = right;
-  Vector sums[Sums] = {};
-  const Vector* source = memory;
-  for (; rounds > 0; --rounds) {
-    asm volatile("" : "+r"(source) : : "memory");
-#pragma GCC unroll 24
-    for (std::size_t i = 0; i < Sums; ++i) {
-      hide(left);
-      sums[i] = step(sums[i], left, Loads ? source[i] : right);
-    }
-  }
-#pragma GCC unroll 24
-  for (std::size_t i = 0; i < Sums; ++i) hide(sums[i]);
-}
 
 template <std::size_t Sums, bool Loads>
 void u8s8(std::size_t rounds) {

@@ -2,28 +2,16 @@
 #include <immintrin.h>
 
 #include "peaks.h"
+#include "repeat.h"
 
 namespace chunkrt::roofline {
 namespace {
 
-// See peaks_avx2.cc.
 template <std::size_t Sums, bool Loads>
 void u8s8(std::size_t rounds) {
-  __m256i left = _mm256_set1_epi8(0x35), right = _mm256_set1_epi8(0x5a);
-  __m256i memory[Sums];
-  for (__m256i& one : memory) one = right;
-  __m256i sums[Sums] = {};
-  const __m256i* source = memory;
-  for (; rounds > 0; --rounds) {
-    asm volatile("" : "+r"(source) : : "memory");
-#pragma GCC unroll 12
-    for (std::size_t i = 0; i < Sums; ++i) {
-      asm volatile("" : "+x"(left));
-      sums[i] = _mm256_dpbusd_avx_epi32(sums[i], left, Loads ? source[i] : right);
-    }
-  }
-#pragma GCC unroll 12
-  for (std::size_t i = 0; i < Sums; ++i) asm volatile("" : "+x"(sums[i]));
+  repeat<Sums, Loads>(
+      rounds, _mm256_set1_epi8(0x35), _mm256_set1_epi8(0x5a),
+      [](__m256i sum, __m256i left, __m256i right) { return _mm256_dpbusd_avx_epi32(sum, left, right); });
 }
 
 constexpr const char* kInstructions = "vpdpbusd, 256 bits";

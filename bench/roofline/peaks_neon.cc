@@ -2,28 +2,16 @@
 #include <arm_neon.h>
 
 #include "peaks.h"
+#include "repeat.h"
 
 namespace chunkrt::roofline {
 namespace {
 
-// See peaks_avx2.cc.
 template <std::size_t Sums, bool Loads>
 void fma(std::size_t rounds) {
-  float32x4_t left = vdupq_n_f32(1.0f), right = vdupq_n_f32(0x1p-10f);
-  float32x4_t memory[Sums];
-  for (float32x4_t& one : memory) one = right;
-  float32x4_t sums[Sums] = {};
-  const float32x4_t* source = memory;
-  for (; rounds > 0; --rounds) {
-    asm volatile("" : "+r"(source) : : "memory");
-#pragma GCC unroll 24
-    for (std::size_t i = 0; i < Sums; ++i) {
-      asm volatile("" : "+w"(left));
-      sums[i] = vfmaq_f32(sums[i], left, Loads ? source[i] : right);
-    }
-  }
-#pragma GCC unroll 24
-  for (std::size_t i = 0; i < Sums; ++i) asm volatile("" : "+w"(sums[i]));
+  repeat<Sums, Loads>(
+      rounds, vdupq_n_f32(1.0f), vdupq_n_f32(0x1p-10f),
+      [](float32x4_t sum, float32x4_t left, float32x4_t right) { return vfmaq_f32(sum, left, right); });
 }
 
 void read(const char* data, std::size_t bytes) {
@@ -37,7 +25,7 @@ void read(const char* data, std::size_t bytes) {
     }
   }
 #pragma GCC unroll 16
-  for (std::size_t i = 0; i < kSums; ++i) asm volatile("" : "+w"(sums[i]));
+  for (std::size_t i = 0; i < kSums; ++i) hide(sums[i]);
 }
 
 constexpr const char* kInstructions = "fmla, 128 bits";

@@ -2,28 +2,17 @@
 #include <arm_neon.h>
 
 #include "peaks.h"
+#include "repeat.h"
 
 namespace chunkrt::roofline {
 namespace {
 
-// See peaks_avx2.cc.
 template <std::size_t Sums, bool Loads>
 void s8(std::size_t rounds) {
-  int8x16_t left = vdupq_n_s8(0x35), right = vdupq_n_s8(0x5a);
-  int8x16_t memory[Sums];
-  for (int8x16_t& one : memory) one = right;
-  int32x4_t sums[Sums] = {};
-  const int8x16_t* source = memory;
-  for (; rounds > 0; --rounds) {
-    asm volatile("" : "+r"(source) : : "memory");
-#pragma GCC unroll 24
-    for (std::size_t i = 0; i < Sums; ++i) {
-      asm volatile("" : "+w"(left));
-      sums[i] = vdotq_s32(sums[i], left, Loads ? source[i] : right);
-    }
-  }
-#pragma GCC unroll 24
-  for (std::size_t i = 0; i < Sums; ++i) asm volatile("" : "+w"(sums[i]));
+  repeat<Sums, Loads>(rounds, vdupq_n_s32(0x35353535), vdupq_n_s32(0x5a5a5a5a),
+                      [](int32x4_t sum, int32x4_t left, int32x4_t right) {
+                        return vdotq_s32(sum, vreinterpretq_s8_s32(left), vreinterpretq_s8_s32(right));
+                      });
 }
 
 constexpr const char* kInstructions = "sdot, 128 bits";

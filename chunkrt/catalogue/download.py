@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
@@ -11,6 +10,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from chunkrt.errors import ModelError
+from chunkrt.shared_folder import fingerprint
 
 BLOCK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 60
@@ -25,11 +25,11 @@ class UnreachableError(ModelError):
     """The address could not be opened: no connection, no permission, no trusted certificate, no such file."""
 
 
-def download(url: str, part: Path, sha256: str, progress: Progress) -> None:
+def download(url: str, part: Path, num_bytes: int, sha256: str, progress: Progress) -> None:
     """Fetch a file into `part`, from where an earlier attempt stopped if `part` exists.
 
-    A resumed file that turns out wrong is fetched once more from the start. After an error or an interruption
-    `part` stays for the next attempt.
+    A file that is longer than expected is given up. A resumed file that turns out wrong is fetched once more from the
+    start. After an error or an interruption `part` stays for the next attempt.
 
     Raises:
         UnreachableError: the address cannot be opened.
@@ -39,33 +39,35 @@ def download(url: str, part: Path, sha256: str, progress: Progress) -> None:
     while True:
         resumed = part.exists() and part.stat().st_size > 0
         with part.open("ab") as file:
-            _fetch_rest(url, file, progress)
-        found = file_sha256(part)
-        if found == sha256:
+            _fetch_rest(url, file, num_bytes, progress)
+        wrong = difference(part, num_bytes, sha256)
+        if wrong is None:
             return
         part.unlink()
         if not resumed:
-            raise ModelError(f"{url} is not the expected file: its SHA-256 is {found}, expected {sha256}")
+            raise ModelError(f"{url} is not the expected file: {wrong}")
 
 
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def difference(path: Path, num_bytes: int, sha256: str) -> str | None:
+    """How a file differs from the expected one, or None if it is that one."""
+    found_bytes, found = fingerprint(path)
+    if found_bytes != num_bytes:
+        return f"it has {found_bytes} bytes, expected {num_bytes}"
+    return None if found == sha256 else f"its SHA-256 is {found}, expected {sha256}"
 
 
-def _fetch_rest(url: str, file: BinaryIO, progress: Progress) -> None:
+def _fetch_rest(url: str, file: BinaryIO, num_bytes: int, progress: Progress) -> None:
     """Connect again whenever a connection breaks, as long as each brings the file further."""
     while True:
         start = file.tell()
-        if _fetch_some(url, file, progress):
+        if _fetch_some(url, file, num_bytes, progress):
             return
         if file.tell() <= start:
             raise ModelError(f"{url} breaks off after {start} bytes; try again, it will go on from there")
 
 
-def _fetch_some(url: str, file: BinaryIO, progress: Progress) -> bool:
-    """Append what one connection brings. Returns whether the file is whole."""
+def _fetch_some(url: str, file: BinaryIO, num_bytes: int, progress: Progress) -> bool:
+    """Append what one connection brings. Returns whether there is no more to come."""
     start = file.tell()
     request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
@@ -89,4 +91,6 @@ def _fetch_some(url: str, file: BinaryIO, progress: Progress) -> bool:
             if not block:
                 return not getattr(response, "length", 0)
             file.write(block)
+            if file.tell() > num_bytes:
+                return True
             progress(file.tell())

@@ -58,7 +58,13 @@ class PathSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the catalogue says of one checkpoint. `context_length` counts tokens."""
+    """What the catalogue says of one checkpoint.
+
+    Args:
+        context_length: in tokens.
+        licence: by its short name, as in "apache-2.0".
+        terms: where a licence that binds whoever fetches the checkpoint can be read; shown when it is fetched.
+    """
 
     name: str
     family: str
@@ -66,6 +72,7 @@ class Entry:
     context_length: int
     licence: str
     source: WheelSource | HubSource | PathSource
+    terms: str | None = None
     expected_perplexity: float | None = None
 
 

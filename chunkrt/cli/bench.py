@@ -37,6 +37,7 @@ class Row:
     chunk: int
     policy: str
     threads: int
+    affinity: str
     test: str
     avg_ts: float
     stddev_ts: float
@@ -111,6 +112,7 @@ def measure(
         chunk=engine.chunk_length,
         policy=engine.options.policy,
         threads=engine.options.num_threads,
+        affinity=engine.options.affinity,
         test=f"{kind}{count}",
         avg_ts=statistics.mean(rates),
         stddev_ts=statistics.stdev(rates) if len(rates) > 1 else 0.0,

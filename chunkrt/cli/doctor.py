@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import platform
 from dataclasses import asdict, dataclass
 
 import click
 
 from chunkrt import catalogue
+from chunkrt.affinity import big_cores, cpu_list
 from chunkrt.backends import qnn
 from chunkrt.cli.options import verbose_option
 from chunkrt.errors import ChunkrtError
@@ -41,7 +43,7 @@ def doctor(as_json: bool) -> None:
 
     The exit status is 1 if models cannot be run at all.
     """
-    findings = [_machine(), *_kernels(), _npu(), *map(_part, PARTS), _cache()]
+    findings = [_machine(), _big_cores(), *_kernels(), _npu(), *map(_part, PARTS), _cache()]
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -62,6 +64,15 @@ def _machine() -> Finding:
         f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory available"
     )
     return Finding(what="machine", ok=True, found=found)
+
+
+def _big_cores() -> Finding:
+    if not hasattr(os, "sched_getaffinity"):
+        return Finding(what="big cores", ok=False, found=f"not known: {platform.system()} has no affinity")
+    allowed, big = os.sched_getaffinity(0), big_cores()
+    found = f"CPUs {cpu_list(big)} of {cpu_list(allowed)}" if big != allowed else f"all CPUs alike, {cpu_list(big)}"
+    advice = "--affinity big keeps to them" if big != allowed else ""
+    return Finding(what="big cores", ok=True, found=found, advice=advice)
 
 
 def _kernels() -> list[Finding]:

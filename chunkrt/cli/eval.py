@@ -248,5 +248,5 @@ def _number(windows: str | None) -> int | Literal["all"] | None:
 
 
 def _base_options(scheme: str, settings: dict[str, Any]) -> EngineOptions:
-    names = ("threads", "context_length", "calibration")
+    names = ("threads", "affinity", "context_length", "calibration")
     return base_options(scheme, **{name: settings[name] for name in names})

@@ -24,6 +24,9 @@ def models(as_json: bool) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+    for entry in known:
+        if entry.terms:
+            click.echo(f"{entry.name}: terms of use at {entry.terms}")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
@@ -40,6 +43,7 @@ def _facts(entry: Entry) -> dict[str, str | int | None]:
         "scheme": entry.scheme,
         "context_length": entry.context_length,
         "licence": entry.licence,
+        "terms": entry.terms,
         "bytes": _num_bytes(entry),
         "path": str(path) if path else None,
     }

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 import click
 from click.core import ParameterSource
 
+from chunkrt.affinity import NO_AFFINITY
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine import Engine, load
 from chunkrt.errors import ConfigError
@@ -106,7 +107,14 @@ _ENGINE_OPTIONS = (
     click.option(
         "--in-flight", "chunks_in_flight", type=int, help="Chunks under way at once.  [default: as many as help]"
     ),
-    click.option("--threads", type=int, help="Thread budget.  [default: the cores]"),
+    click.option("--threads", type=int, help="Thread budget.  [default: the cores, or those of --affinity]"),
+    click.option(
+        "--affinity",
+        default=NO_AFFINITY,
+        show_default=True,
+        metavar="none|big|LIST",
+        help="CPUs to run on: big for the fast cores, or a list such as 0,2,4-7. On Linux.",
+    ),
     click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]"),
     click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules."),
     click.option("--soc", help="The SoC whose NPU is used or emulated.  [default: this one, or SM8650]"),

@@ -19,7 +19,7 @@ from chunkrt.backends.qnn import QnnBackend
 from chunkrt.cli.options import engine_options, open_engine, progress_bar
 from chunkrt.engine import Engine
 from chunkrt.errors import ConfigError
-from chunkrt.options import EngineOptions, available_cores
+from chunkrt.options import EngineOptions
 from chunkrt.runtime.record import RunRecord
 from chunkrt.shared_folder import written_aside
 from chunkrt.simulate.learn import learn_budget
@@ -46,8 +46,8 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, **s
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
     if output.suffix != ".toml":
         raise ConfigError(f"-o is {output}, expected a name that ends in .toml")
-    EngineOptions(**settings)
-    threads = settings.pop("threads") or available_cores()
+    threads = EngineOptions(**settings).num_threads
+    del settings["threads"]
     found, _ = measure_profile(model, _budgets(budgets, threads), repetitions, settings)
     try:
         with written_aside(output) as aside:
@@ -114,7 +114,8 @@ def measure_profile(
             chunk_length=chunk_length,
             has_npu=engine.npu_backend.concurrency is not None,
             conditions=f"{datetime.now(UTC):%Y-%m-%d}, {engine.npu_backend.name}, {repetitions} repetitions of "
-            f"{prompts[0]} tokens, {os.cpu_count()} cores, other load {statistics.median(loads):.0f} %",
+            f"{prompts[0]} tokens, {os.cpu_count()} cores, affinity {engine.options.affinity}, "
+            f"other load {statistics.median(loads):.0f} %",
             budgets={budget.threads: budget for budget in learnt},
         )
         return profile, apart

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from chunkrt import catalogue
+from chunkrt.affinity import NO_AFFINITY
 from chunkrt.engine import Engine
 from chunkrt.engine_directory import PLAN, WEIGHTS, is_engine_directory, read_manifest, read_plan
 from chunkrt.errors import ConfigError
@@ -33,7 +34,12 @@ FLOAT_CHUNK_LENGTH = 128
 
 
 def base_options(
-    scheme: str, *, threads: int | None = None, context_length: int | None = None, calibration: Path | None = None
+    scheme: str,
+    *,
+    threads: int | None = None,
+    affinity: str = NO_AFFINITY,
+    context_length: int | None = None,
+    calibration: Path | None = None,
 ) -> EngineOptions:
     """How a base runs: on the quickest backend that takes its scheme.
 
@@ -45,6 +51,7 @@ def base_options(
         npu="onnxrt" if found.weight_bits is None else "native",
         scheme=scheme,
         threads=threads,
+        affinity=affinity,
         context_length=context_length,
         calibration=calibration if found.is_static else None,
     )

@@ -6,7 +6,7 @@ schedule, the threads and the logits belong to one run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Lock
 from time import perf_counter_ns
@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.affinity import running_on
 from chunkrt.backends.base import Executable
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError, ModelError, unknown_name
 from chunkrt.graph.plan import Device, Plan
@@ -59,6 +60,7 @@ class Executor:
         processors: who runs which device role; together they cover the plan's devices.
         policy: chooses among ready tasks.
         chunks_in_flight: ring slots, at least 1; by default as many as `ring_slots` gives.
+        cpus: those that tasks run on, in whichever thread; by default what that thread may use.
 
     Raises:
         ConfigError: an argument is out of range or does not go with the others.
@@ -74,6 +76,7 @@ class Executor:
         processors: Sequence[Processor],
         policy: Policy,
         chunks_in_flight: int | None = None,
+        cpus: Collection[int] | None = None,
     ) -> None:
         if not 1 <= chunk_length <= plan.context_length:
             raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context")
@@ -86,6 +89,7 @@ class Executor:
         self.chunk_length = chunk_length
         self.processors = tuple(processors)
         self.policy = policy
+        self.cpus = cpus
         self.costs = Costs(plan)
         """What tasks take, learnt from every run."""
         num_workers = sum(processor.workers for processor in processors)
@@ -183,11 +187,12 @@ class Executor:
         """Drive a run to its end. Raises BackendError if a task failed, ClosedError if it was cancelled."""
         schedule = run.schedule
         if run.is_concurrent:
-            self._workers = Workers(schedule, run.execute, cancel=cancel)
+            self._workers = Workers(schedule, run.execute, cancel=cancel, cpus=self.cpus)
             events = self._workers.run(progress)
             self._workers = None
         else:
-            events = run_in_caller(schedule, run.execute, cancel=cancel, progress=progress)
+            with running_on(self.cpus):
+                events = run_in_caller(schedule, run.execute, cancel=cancel, progress=progress)
         if schedule.failure is not None:
             raise self._failure(*schedule.failure) from schedule.failure[1]
         if schedule.is_cancelled:

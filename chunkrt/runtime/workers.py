@@ -7,10 +7,11 @@ itself and wakes one idle worker for each that is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from threading import Condition, Event, Lock, Thread
 from time import perf_counter_ns
 
+from chunkrt.affinity import running_on
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.policy import Task
 from chunkrt.runtime.schedule import Processor, Schedule
@@ -62,6 +63,7 @@ class Workers:
             threads as it has workers.
         execute: runs one task, in a worker's thread.
         cancel: checked before every claim.
+        cpus: those that the threads run on; by default those of the thread that calls `run`.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class Workers:
         execute: Execute,
         *,
         cancel: Event | None = None,
+        cpus: Collection[int] | None = None,
     ) -> None:
         self._schedule = schedule
         self._execute = execute
         self._cancel = cancel
+        self._cpus = cpus
         self._events: list[TaskEvent] = []
         self._policy_error: BaseException | None = None
         self._chunks_seen = 0
@@ -109,8 +113,9 @@ class Workers:
                 waits again.
         """
         try:
-            for thread in self._threads:
-                thread.start()
+            with running_on(self._cpus):
+                for thread in self._threads:
+                    thread.start()
             self._wait(progress)
         finally:
             self.close()

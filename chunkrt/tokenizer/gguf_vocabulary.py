@@ -24,10 +24,16 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_CAPITAL, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}*{_SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}+{_SMALL}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}*{_SMALL}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}+{_SMALL}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -64,15 +70,26 @@ PRE_TOKENIZERS = {
     "pixtral": _LLAMA_BPE,
     "lfm2": _LLAMA_BPE,
     "smaug-bpe": PreTokenizer(splits=(_LLAMA3,)),
+    "dbrx": PreTokenizer(splits=(_LLAMA3,)),
     "qwen2": PreTokenizer(splits=(_QWEN2,), composes=True),
+    "qwen35": PreTokenizer(splits=(_QWEN35,), composes=True),
     "deepseek-r1-qwen": PreTokenizer(splits=(_QWEN2,)),
     "tekken": PreTokenizer(splits=(_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer(splits=(_GPT4O,)),
 }
 """By the names of `tokenizer.ggml.pre`. Source: llama.cpp, src/llama-vocab.cpp; regular expressions in their
-original form, from the models' tokenizer.json files."""
+original form, from the models' tokenizer.json files.
+
+Llama 3 has "llama-bpe", LFM2 "lfm2", Qwen2 to Qwen3 "qwen2", Qwen3.5 "qwen35", Mistral Nemo "tekken", Phi-4 "dbrx",
+Phi-4-mini "gpt-4o". Gemma, Phi-3 and the earlier Mistral are SentencePiece, which has no pre-tokeniser.
+"""
 
 _CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
-_IN_TEXTS = (TokenType.NORMAL, TokenType.USER_DEFINED)
+_KEEPS_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's control and user-defined tokens swallow the whitespace after them, except for these. GGUF does not say so.
+
+Source: llama.cpp, src/llama-vocab.cpp; "rstrip" in the models' tokenizer.json.
+"""
 
 
 def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
@@ -88,6 +105,10 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
         return None
     tokens = _list(metadata, "tokens", str)
     types = _list(metadata, "token_type", int, len(tokens), default=TokenType.NORMAL)
+    adds_space = model == "llama" and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    in_normalised_text = model == "llama" and not adds_space
+    if in_normalised_text:
+        tokens = [_with_visible_spaces(*token) for token in zip(tokens, types, strict=True)]
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
@@ -97,7 +118,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
         library = _byte_level(metadata, vocab, pre)
         default_bos, default_eos, add_bos = None, None, pre.add_bos
     elif model == "llama":
-        library = _sentence_piece(metadata, vocab, types)
+        library = _sentence_piece(metadata, vocab, types, adds_space)
         default_bos, default_eos, add_bos = 1, 2, True
     else:
         raise UnsupportedModelError(f"the tokenizer model {model!r} is not implemented; gpt2 and llama are")
@@ -106,8 +127,18 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     ends += [_id(metadata, name, len(tokens)) for name in ("eot", "eom")]
     control = {t: i for t, i in vocab.items() if types[i] in _CONTROL or i in (bos_id, *ends)}
     named = [t for t, i in vocab.items() if types[i] == TokenType.USER_DEFINED and t not in control]
-    library.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    library.add_tokens([AddedToken(token, normalized=False, special=False) for token in named])
+    is_phi3 = model == "llama" and metadata.get("general.architecture") == "phi3"
+    library.add_tokens(
+        [
+            AddedToken(
+                token,
+                special=token in control,
+                normalized=in_normalised_text and token not in control,
+                rstrip=is_phi3 and token not in _KEEPS_SPACE_AFTER,
+            )
+            for token in [*control, *named]
+        ]
+    )
     return library, TextSettings(
         bos_id=bos_id,
         eos_ids=end_ids((end for end in ends if end is not None), control),
@@ -129,12 +160,14 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreToke
     return library
 
 
-def _sentence_piece(metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]) -> tokenizers.Tokenizer:
+def _sentence_piece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], adds_space: bool
+) -> tokenizers.Tokenizer:
     scores = _list(metadata, "scores", float, len(vocab))
-    merges = _merges({token: scores[i] for token, i in vocab.items() if types[i] in _IN_TEXTS})
-    unknown = next((token for token, i in vocab.items() if types[i] == TokenType.UNKNOWN), None)
+    merges = _merges({token: scores[i] for token, i in vocab.items() if types[i] == TokenType.NORMAL})
+    unknown_id = _id(metadata, "unknown", len(vocab))
+    unknown = next((t for t, i in vocab.items() if i == unknown_id or types[i] == TokenType.UNKNOWN), None)
     library = byte_pair_encoding(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     prefix = [normalizers.Prepend("▁")] if adds_space else []
     library.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
@@ -143,11 +176,20 @@ def _sentence_piece(metadata: Mapping[str, Any], vocab: dict[str, int], types: S
     return library
 
 
+def _with_visible_spaces(token: str, kind: int) -> str:
+    """A user-defined token as SentencePiece has it, which looks for it where spaces are "▁" already.
+
+    GGUF spells it with spaces. A space before the text would come into its way, so this holds only without one.
+    """
+    return token.replace(" ", "▁") if kind == TokenType.USER_DEFINED else token
+
+
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Every way to merge two pieces into a third, best first.
 
     SentencePiece joins the neighbours whose union scores highest; BPE with these ranks does the same. Control
-    tokens are not among the pieces, so no text can add up to one. Source: Transformers, generate_merges.
+    tokens are not among the pieces, so no text can add up to one; nor are user-defined ones, which are found in the
+    text before anything is merged. Source: Transformers, generate_merges.
     """
     merges = [
         (score, piece[:cut], piece[cut:])

@@ -82,6 +82,9 @@ class Metadata(Mapping[str, Any]):
             items.append(item)
         return items
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._fields
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 

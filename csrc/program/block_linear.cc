@@ -1,18 +1,10 @@
 // block_linear: activations to int8 rows, as linear makes them, and their product with a weight in 4-bit
 // blocks.
-#include <algorithm>
-
 #include "kernels/tables.h"
 #include "program/builder.h"
+#include "program/panels.h"
 
 namespace chunkrt {
-namespace {
-
-// So few that the second digit finds a panel's weights in the cache, and that a piece is large beside its
-// call.
-constexpr std::size_t kBlocksPerPiece = 3;
-
-}  // namespace
 
 ValueId ProgramBuilder::block_sums_of(Symbol rows, const Quantized& digit) {
   if (const auto found = block_sums_.find(digit.values); found != block_sums_.end()) return found->second;
@@ -43,7 +35,7 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
                                         " inputs");
   require(columns > 0, "block_linear: expected at least 1 column, got 0");
   const std::size_t depth_blocks = depth / kBlockDepth;
-  const std::size_t blocks = (columns + kBlockColumns - 1) / kBlockColumns;
+  const std::size_t blocks = ceil_divide(columns, kBlockColumns);
   require_constant(
       packed, Dtype::uint8,
       {fixed(blocks), fixed(depth_blocks), fixed(kBlockDepth / 8), fixed(kBlockColumns), fixed(4)},
@@ -51,51 +43,32 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
   require_constant(block_scales, Dtype::float16,
                    {fixed(blocks), fixed(depth_blocks), fixed(2), fixed(kBlockColumns)},
                    "block_linear's scales and minima");
-  if (bias) require_constant(*bias, Dtype::float32, {fixed(columns)}, "block_linear's bias");
-  if (residual) {
-    require(rows_of(*residual, "block_linear's residual") == symbol && width_of(*residual) == columns,
-            "block_linear: the residual's shape is not the result's");
-  }
+  require_addends(bias, residual, symbol, columns, "block_linear");
 
-  const std::vector<Quantized> digits = digits_of(input, num_digits, {});
-  std::vector<ValueId> block_sums;
-  for (const Quantized& digit : digits) block_sums.push_back(block_sums_of(symbol, digit));
+  std::vector<Quantized> digits = digits_of(input, num_digits, {});
+  for (Quantized& digit : digits) digit.sums = block_sums_of(symbol, digit);
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
   std::vector<ValueId> uses = {packed, block_scales, out};
-  for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales});
-  uses.insert(uses.end(), block_sums.begin(), block_sums.end());
+  for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
   BlockGemmFunction* kernel = select_kernel(block_gemm_f32_s8row_u4block_table()).function;
-  add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPiece, uses,
+  add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-              BlockGemmArgs args = {.left = nullptr,
-                                    .left_scales = nullptr,
-                                    .left_sums = nullptr,
-                                    .right = frame.get<const std::uint8_t>(packed),
-                                    .right_scales = frame.get<const std::uint16_t>(block_scales),
-                                    .bias = nullptr,
-                                    .residual = nullptr,
-                                    .out = frame.get<float>(out),
-                                    .rows = frame.size_of(symbol),
-                                    .columns = columns,
-                                    .depth_blocks = depth_blocks,
-                                    .residual_stride = columns,
-                                    .out_stride = columns};
-              // Panel by panel, so that the second digit finds the weights in the cache.
-              const std::size_t panel = digits.size() == 1 ? end - begin : kBlocksPerPiece;
-              for (std::size_t block = begin; block < end; block += panel) {
-                args.bias = bias ? frame.get<const float>(*bias) : nullptr;
-                args.residual = residual ? frame.get<const float>(*residual) : nullptr;
-                for (std::size_t i = 0; i < digits.size(); ++i) {
-                  args.left = frame.get<const std::int8_t>(digits[i].values);
-                  args.left_scales = frame.get<const float>(digits[i].scales);
-                  args.left_sums = frame.get<const std::int32_t>(block_sums[i]);
-                  kernel(args, block, std::min(block + panel, end));
-                  args.bias = nullptr;
-                  args.residual = args.out;
-                }
-              }
+              const BlockGemmArgs args = {.left = nullptr,
+                                          .left_scales = nullptr,
+                                          .left_sums = nullptr,
+                                          .right = frame.get<const std::uint8_t>(packed),
+                                          .right_scales = frame.get<const std::uint16_t>(block_scales),
+                                          .bias = bias ? frame.get<const float>(*bias) : nullptr,
+                                          .residual = residual ? frame.get<const float>(*residual) : nullptr,
+                                          .out = frame.get<float>(out),
+                                          .rows = frame.size_of(symbol),
+                                          .columns = columns,
+                                          .depth_blocks = depth_blocks,
+                                          .residual_stride = columns,
+                                          .out_stride = columns};
+              multiply_panels(kernel, args, frame, digits, begin, end);
             });
   return out;
 }

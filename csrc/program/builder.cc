@@ -107,6 +107,14 @@ void ProgramBuilder::require_step(float step, const char* what) const {
           std::string(what) + ": expected a finite number above 0, got " + std::to_string(step));
 }
 
+void ProgramBuilder::require_addends(std::optional<ValueId> bias, std::optional<ValueId> residual,
+                                     Symbol rows, std::size_t columns, const std::string& linear) const {
+  if (bias) require_constant(*bias, Dtype::float32, {fixed(columns)}, (linear + "'s bias").c_str());
+  if (!residual) return;
+  require(rows_of(*residual, (linear + "'s residual").c_str()) == rows && width_of(*residual) == columns,
+          linear + ": the residual's shape is not the result's");
+}
+
 void ProgramBuilder::use(const std::vector<ValueId>& values) {
   const std::size_t stage = stage_index(definition_.stages);
   for (const ValueId id : values) {

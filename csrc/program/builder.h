@@ -100,6 +100,9 @@ class ProgramBuilder {
   void require(bool condition, const std::string& message) const;
   void require_constant(ValueId id, Dtype dtype, const Shape& shape, const char* what) const;
   void require_step(float step, const char* what) const;
+  // What a linear of that name adds to its result [rows, columns].
+  void require_addends(std::optional<ValueId> bias, std::optional<ValueId> residual, Symbol rows,
+                       std::size_t columns, const std::string& linear) const;
 
   void use(const std::vector<ValueId>& values);
   // Appends a step over rows to the last stage if that runs over the same rows, else to a new stage.

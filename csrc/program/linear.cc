@@ -1,17 +1,12 @@
 // linear: activations to int8 rows, and their product with a packed weight.
-#include <algorithm>
 #include <utility>
 
 #include "kernels/tables.h"
 #include "program/builder.h"
+#include "program/panels.h"
 
 namespace chunkrt {
 namespace {
-
-// Panels of three blocks are what the widest gemm kernel likes best; the others do not mind.
-constexpr std::size_t kGemmBlocksPerPiece = 3;
-
-std::size_t ceil_divide(std::size_t value, std::size_t divisor) { return (value + divisor - 1) / divisor; }
 
 std::size_t padded(std::size_t width) { return ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup; }
 
@@ -111,14 +106,10 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
   require_constant(packed, Dtype::int8,
                    {fixed(blocks), fixed(groups), fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
                    "linear's packed weight");
-  if (bias) require_constant(*bias, Dtype::float32, {fixed(columns)}, "linear's bias");
+  require_addends(bias, residual, symbol, columns, "linear");
   if (input_step) {
     require_step(*input_step, "linear's input step");
     require(!bias && !residual, "linear: on a grid the bias and the residual are added afterwards; use add");
-  }
-  if (residual) {
-    require(rows_of(*residual, "linear's residual") == symbol && width_of(*residual) == columns,
-            "linear: the residual's shape is not the result's");
   }
 
   const std::vector<Quantized> digits = digits_of(input, num_digits, input_step);
@@ -130,35 +121,22 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
   GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
-  add_stage([blocks](const Frame&) { return blocks; }, kGemmBlocksPerPiece, uses,
+  add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-              GemmArgs args = {.left = nullptr,
-                               .left_scales = nullptr,
-                               .left_sums = nullptr,
-                               .right = frame.get<const std::int8_t>(packed),
-                               .right_scales = frame.get<const float>(column_scales),
-                               .bias = nullptr,
-                               .residual = nullptr,
-                               .out = frame.get<float>(out),
-                               .rows = frame.size_of(symbol),
-                               .columns = columns,
-                               .groups = groups,
-                               .residual_stride = columns,
-                               .out_stride = columns};
-              // Panel by panel, so that the second digit finds the weights in the cache.
-              const std::size_t panel = digits.size() == 1 ? end - begin : kGemmBlocksPerPiece;
-              for (std::size_t block = begin; block < end; block += panel) {
-                args.bias = bias ? frame.get<const float>(*bias) : nullptr;
-                args.residual = residual ? frame.get<const float>(*residual) : nullptr;
-                for (const Quantized& digit : digits) {
-                  args.left = frame.get<const std::int8_t>(digit.values);
-                  args.left_scales = frame.get<const float>(digit.scales);
-                  args.left_sums = frame.get<const std::int32_t>(digit.sums);
-                  kernel(args, block, std::min(block + panel, end));
-                  args.bias = nullptr;
-                  args.residual = args.out;
-                }
-              }
+              const GemmArgs args = {.left = nullptr,
+                                     .left_scales = nullptr,
+                                     .left_sums = nullptr,
+                                     .right = frame.get<const std::int8_t>(packed),
+                                     .right_scales = frame.get<const float>(column_scales),
+                                     .bias = bias ? frame.get<const float>(*bias) : nullptr,
+                                     .residual = residual ? frame.get<const float>(*residual) : nullptr,
+                                     .out = frame.get<float>(out),
+                                     .rows = frame.size_of(symbol),
+                                     .columns = columns,
+                                     .groups = groups,
+                                     .residual_stride = columns,
+                                     .out_stride = columns};
+              multiply_panels(kernel, args, frame, digits, begin, end);
             });
   if (!input_step) return out;
   const auto* given = static_cast<const float*>(value(scales).data);

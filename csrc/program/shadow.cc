@@ -5,6 +5,7 @@
 
 #include "kernels/tables.h"
 #include "program/builder.h"
+#include "program/panels.h"
 
 namespace chunkrt {
 namespace {
@@ -12,8 +13,6 @@ namespace {
 // So many that a call of a kernel is small beside its work.
 constexpr std::size_t kChannelBlocksPerPiece = 4;
 constexpr std::size_t kColumnBlocksPerPiece = 8;
-
-std::size_t ceil_divide(std::size_t value, std::size_t divisor) { return (value + divisor - 1) / divisor; }
 
 struct ShadowKernels {
   DequantizeRowFunction* dequantize_row;

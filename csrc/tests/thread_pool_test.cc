@@ -1,7 +1,10 @@
 // The thread pool: every item once, loops one after the other, callers that come together, failures.
 #include "thread_pool.h"
 
+#include <atomic>
+#include <chrono>
 #include <numeric>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -81,6 +84,48 @@ void test_callers_together() {
   }
 }
 
+// A lone caller has the whole budget: each piece waits until as many threads compute as may.
+void test_budget_is_used() {
+  for (const std::size_t budget : kBudgets) {
+    ThreadPool pool(budget);
+    ThreadPool::Team team(pool);
+    std::atomic<std::size_t> num_computing{0};
+    team.parallel_for(budget, 1, [&](std::size_t, std::size_t, std::size_t) {
+      ++num_computing;
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+      while (num_computing < budget) {
+        check(std::chrono::steady_clock::now() < deadline, "a helper never came");
+        std::this_thread::yield();
+      }
+    });
+    check(num_computing == budget, "a piece ran not once");
+  }
+}
+
+// Callers, more than may compute, never have more threads at once than the budget.
+void test_budget_is_kept() {
+  for (const std::size_t budget : kBudgets) {
+    ThreadPool pool(budget);
+    std::atomic<std::size_t> num_computing{0}, most{0};
+    const auto compute = [&](std::size_t, std::size_t, std::size_t) {
+      const std::size_t now = ++num_computing;
+      for (std::size_t seen = most; seen < now && !most.compare_exchange_weak(seen, now);) {
+      }
+      std::this_thread::yield();
+      --num_computing;
+    };
+    std::vector<std::thread> callers;
+    for (std::size_t i = 0; i < budget + 2; ++i) {
+      callers.emplace_back([&] {
+        for (std::size_t round = 0; round < 200; ++round) ThreadPool::Team(pool).parallel_for(16, 1, compute);
+      });
+    }
+    for (std::thread& caller : callers) caller.join();
+    check(most <= budget,
+          std::to_string(most) + " threads computed under a budget of " + std::to_string(budget));
+  }
+}
+
 void test_failure() {
   for (const std::size_t budget : kBudgets) {
     ThreadPool pool(budget);
@@ -104,6 +149,8 @@ void test_thread_pool(Suite& suite) {
   suite.run("thread pool: loops and what they hand on", test_loops);
   suite.run("thread pool: loops in a row", test_loops_in_a_row);
   suite.run("thread pool: callers together", test_callers_together);
+  suite.run("thread pool: the budget is used", test_budget_is_used);
+  suite.run("thread pool: the budget is kept", test_budget_is_kept);
   suite.run("thread pool: a failure", test_failure);
 }
 

@@ -1,11 +1,13 @@
 """What llama.cpp makes of diverse texts: the truth that the tokenizer's tests compare with.
 
-Reads tests/data/tokenizer_texts.json and writes tokenizer_reference.json beside it: two small vocabularies
+Reads tests/data/tokenizer_texts.json and writes tokenizer_reference.json beside it: four small vocabularies
 made from the texts, and for each way to use them llama.cpp's tokens of every text. A vocabulary is GGUF
 metadata. The byte-level one has merges across words and lines, so that every cut a pre-tokeniser makes shows.
-Given the GGUF file of a model in the catalogue, its tokens are written too.
+The one like Gemma's has runs of spaces and line ends, and tags, as user-defined tokens; the control tokens of the one
+like Phi-3's swallow whitespace. Given the GGUF files of models
+in the catalogue, their tokens are written too.
 
-    python make_tokenizer_reference.py [NAME MODEL.gguf]
+    python make_tokenizer_reference.py [NAME MODEL.gguf]...
 
 Needs llama-cpp-python (last: 0.3.36), gguf and tokenizers.
 """
@@ -25,7 +27,19 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 DATA = Path(__file__).parents[1] / "data"
 TEXTS: list[str] = json.loads((DATA / "tokenizer_texts.json").read_text("utf-8"))
-PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken")
+PRE_TOKENIZERS = (
+    "default",
+    "gpt-2",
+    "smollm",
+    "llama-bpe",
+    "lfm2",
+    "smaug-bpe",
+    "dbrx",
+    "qwen2",
+    "qwen35",
+    "tekken",
+    "gpt-4o",
+)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = (
     int(gguf.TokenType[name]) for name in ("NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "BYTE")
 )
@@ -33,9 +47,15 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = (
 
 def main(arguments: list[str]) -> None:
     """Write the reference; see the module's docstring."""
-    vocabularies = {"byte_level": byte_level_vocabulary(), "sentence_piece": sentence_piece_vocabulary()}
+    vocabularies = {
+        "byte_level": byte_level_vocabulary(),
+        "sentence_piece": sentence_piece_vocabulary(),
+        "gemma": gemma_vocabulary(),
+        "phi3": phi3_vocabulary(),
+    }
     uses = [("byte_level", {"pre": pre}) for pre in PRE_TOKENIZERS]
     uses += [("sentence_piece", {"add_space_prefix": adds}) for adds in (True, False)]
+    uses += [("gemma", {}), ("phi3", {})]
     cases = []
     with tempfile.TemporaryDirectory() as folder:
         for name, options in uses:
@@ -43,7 +63,7 @@ def main(arguments: list[str]) -> None:
             metadata = vocabularies[name] | {f"tokenizer.ggml.{key}": value for key, value in options.items()}
             write_gguf(path, metadata)
             cases.append({"vocabulary": name, "options": options} | tokenise(path))
-    models_ = {arguments[0]: tokenise(Path(arguments[1]))} if arguments else {}
+    models_ = {name: tokenise(Path(path)) for name, path in zip(arguments[::2], arguments[1::2], strict=True)}
     contents = {"vocabularies": vocabularies, "cases": cases, "models": models_}
     text = json.dumps(contents, separators=(",", ":"))
     (DATA / "tokenizer_reference.json").write_text(text + "\n", "utf-8")
@@ -120,10 +140,52 @@ def sentence_piece_vocabulary() -> dict[str, Any]:
     }
 
 
+def gemma_vocabulary() -> dict[str, Any]:
+    """SentencePiece BPE as Gemma has it: all but the learned pieces and the bytes scores -1000, "<unk>" is control."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    runs = [*("\n" * n for n in range(1, 7)), *(" " * n for n in range(2, 9)), "\t", "\t\t"]
+    named = [*runs, "<table>", "</table>", "<b>", "</b>", "<s>", "</s>"]
+    other = sentence_piece_vocabulary()["tokenizer.ggml.tokens"]
+    learned = [piece for piece in other[259:-1] if not {"\n", "\t"} & set(piece) and "\u2581\u2581" not in piece]
+    pieces = [piece for piece in learned if piece not in {*special, *named}]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*special, *named, *other[3:259], *pieces],
+        "tokenizer.ggml.token_type": [CONTROL] * len(special)
+        + [USER_DEFINED] * len(named)
+        + [BYTE] * 256
+        + [NORMAL] * len(pieces),
+        "tokenizer.ggml.scores": [-1000.0] * (len(special) + len(named))
+        + [0.0] * 256
+        + [-float(rank) for rank in range(len(pieces))],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
+def phi3_vocabulary() -> dict[str, Any]:
+    """SentencePiece BPE with Phi-3's control tokens, by whose name llama.cpp knows how they treat whitespace."""
+    vocabulary = sentence_piece_vocabulary()
+    added = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
+    return vocabulary | {
+        "general.architecture": "phi3",
+        "general.name": "phi3",
+        "tokenizer.ggml.tokens": vocabulary["tokenizer.ggml.tokens"] + added,
+        "tokenizer.ggml.token_type": vocabulary["tokenizer.ggml.token_type"] + [CONTROL] * len(added),
+        "tokenizer.ggml.scores": vocabulary["tokenizer.ggml.scores"] + [-1000.0] * len(added),
+    }
+
+
 def write_gguf(path: Path, metadata: dict[str, Any]) -> None:
-    """A GGUF file of a vocabulary alone."""
+    """A GGUF file of a vocabulary alone, as a Llama: of other families llama.cpp wants to know more."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
+        if key == "general.architecture":
+            continue
         match value:
             case bool():
                 writer.add_bool(key, value)

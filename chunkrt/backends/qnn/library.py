@@ -159,6 +159,7 @@ def open_session(
     import onnxruntime as ort
 
     settings = ort.SessionOptions()
+    settings.intra_op_num_threads = 1  # no node is left to its own threads, which would be as many as the cores
     settings.log_severity_level = 4  # what matters is in the exception
     settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if write_context is not None:

@@ -1,0 +1,42 @@
+// What the linears share: blocks, and the order in which digits meet them.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "program/program.h"
+
+namespace chunkrt {
+
+// Blocks of columns that one call of a kernel gets where there are several digits, and of which a piece has a
+// multiple. So few that the second digit finds a panel's weights in the cache; and the widest gemm kernel
+// likes three best, the others do not mind.
+inline constexpr std::size_t kBlocksPerPanel = 3;
+
+inline std::size_t ceil_divide(std::size_t value, std::size_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+// Computes the columns of blocks [begin, end): the digits' products with the weight, and the bias and the
+// residual once. A digit names its values int8, scales float32 and sums int32 in the frame.
+template <typename Args, typename Digit>
+void multiply_panels(void (*kernel)(const Args&, std::size_t, std::size_t), const Args& args,
+                     const Frame& frame, const std::vector<Digit>& digits, std::size_t begin,
+                     std::size_t end) {
+  const std::size_t panel = digits.size() == 1 ? end - begin : kBlocksPerPanel;
+  for (std::size_t block = begin; block < end; block += panel) {
+    Args product = args;
+    for (const Digit& digit : digits) {
+      product.left = frame.get<const std::int8_t>(digit.values);
+      product.left_scales = frame.get<const float>(digit.scales);
+      product.left_sums = frame.get<const std::int32_t>(digit.sums);
+      kernel(product, block, std::min(block + panel, end));
+      product.bias = nullptr;
+      product.residual = product.out;
+    }
+  }
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,290 @@
+"""Affinity: what a list and "big" stand for, which CPUs threads really have, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt import affinity
+from chunkrt.affinity import big_cores, cpu_list, find_cpus, running_on
+from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeExecutable
+from chunkrt.errors import BackendError, ConfigError
+from chunkrt.options import EngineOptions
+from chunkrt.settings import read_settings
+
+if not hasattr(os, "sched_setaffinity"):
+    pytest.skip(f"{sys.platform} has no affinity", allow_module_level=True)
+
+GGUF = checkpoint("llama_biased_gguf")
+TOKENS = input_ids("llama_biased_gguf")[:40]
+MASK = os.sched_getaffinity(0)
+FIRST, LAST = min(MASK), max(MASK)
+TASKS = Path("/proc/self/task")
+
+Masks = Callable[[], dict[int, str]]
+
+
+def mask(thread: int | str) -> str:
+    """The CPUs that a thread may use, as Linux tells."""
+    lines = (TASKS / str(thread) / "status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:"))
+
+
+@pytest.fixture(autouse=True)
+def caller() -> Iterator[None]:
+    """Whatever a test does, the thread that does it is as free afterwards as before."""
+    yield
+    assert os.sched_getaffinity(0) == MASK
+
+
+@pytest.fixture
+def new_masks() -> Masks:
+    """A function that gives the masks of the threads that there were not when the test began."""
+    before = {path.name for path in TASKS.iterdir()}
+    return lambda: {int(path.name): mask(path.name) for path in TASKS.iterdir() if path.name not in before}
+
+
+@pytest.fixture
+def computing(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """Fills with the masks of the threads that call native programs, as they are during the call."""
+    seen: dict[int, str] = {}
+    run = NativeExecutable.run
+
+    def noting(self, inputs, outputs) -> None:
+        thread = threading.get_native_id()
+        seen[thread] = mask(thread)
+        run(self, inputs, outputs)
+
+    monkeypatch.setattr(NativeExecutable, "run", noting)
+    return seen
+
+
+def load(affinity: str, **options: object) -> chunkrt.Engine:
+    return chunkrt.load(GGUF, npu="native", chunk_length=8, affinity=affinity, **options)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that makes a machine of as many CPUs as it gets speeds, all of which this process may use."""
+
+    def make(**speeds: list[int | None]) -> None:
+        monkeypatch.setattr(affinity, "CPU_FOLDER", tmp_path)
+        [num_cpus] = {len(values) for values in speeds.values()}
+        monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(range(num_cpus)))
+        for kind, values in speeds.items():
+            for cpu, value in enumerate(values):
+                path = tmp_path / f"cpu{cpu}" / {"capacity": "cpu_capacity", "khz": "cpufreq/cpuinfo_max_freq"}[kind]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if value is not None:
+                    path.write_text(f"{value}\n")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("speeds", "big"),
+    [
+        ({"capacity": [325] * 4 + [820] * 3 + [1024]}, {4, 5, 6, 7}),
+        ({"capacity": [1024] * 8}, set(range(8))),
+        ({"capacity": [1024, 250, 1024, 250], "khz": [2_000_000] * 4}, {0, 2}),
+        ({"khz": [5_200_000] * 4 + [3_900_000] * 4}, {0, 1, 2, 3}),
+        ({"khz": [5_700_000, 5_700_000, 5_450_000, 5_450_000]}, {0, 1, 2, 3}),
+        ({"capacity": [1024, None], "khz": [1_800_000, 2_400_000]}, {1}),
+        ({"capacity": [None, None]}, {0, 1}),
+        ({"capacity": [0, 0]}, {0, 1}),
+    ],
+    ids=["little, middle, prime", "alike", "capacity first", "efficient", "boost", "a gap", "nothing known", "zeros"],
+)
+def test_big_cores(machine, speeds, big) -> None:
+    machine(**speeds)
+    assert big_cores() == find_cpus("big") == big
+    assert EngineOptions(affinity="big").num_threads == len(big)
+    assert EngineOptions(affinity="big", threads=3).num_threads == 3
+
+
+def test_only_cpus_of_the_mask_are_big(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(capacity=[300, 300, 1024])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 1})
+    assert big_cores() == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0", {0}), ("0,2,4-7", {0, 2, 4, 5, 6, 7}), (" 3 , 1-1,1", {1, 3}), ("0-7", set(range(8)))]
+)
+def test_a_list_of_cpus(machine, text: str, cpus: set[int]) -> None:
+    machine(capacity=[1024] * 8)
+    assert find_cpus(text) == cpus
+    assert find_cpus(cpu_list(cpus)) == cpus
+    assert EngineOptions(affinity=text).num_threads == len(cpus)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0,", ",", "1-", "-1", "3-1", "0-1-2", "bigg", "0;1", "0x1", "1.0", "²", "10000", "0-99999999999"]
+)
+def test_text_that_is_no_affinity(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected none, big, or CPUs as in 0,2,4-7"):
+        EngineOptions(affinity=text)
+
+
+@pytest.mark.parametrize("value", [0, None, True, ["0"]])
+def test_what_is_not_even_text(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"affinity is .*, expected text"):
+        EngineOptions(affinity=value)
+
+
+def test_cpus_that_are_not_there_or_not_ours(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(capacity=[1024] * 4)
+    with pytest.raises(ConfigError, match=r"affinity is '2-4', but CPU 4 is not there; choose among 0-3"):
+        find_cpus("2-4")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 2})
+    with pytest.raises(ConfigError, match=r"CPU 1 is outside this process's mask; choose among 0,2"):
+        find_cpus("0-2")
+
+
+def test_a_system_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "sched_setaffinity")
+        patch.setattr("platform.system", lambda: "Darwin")
+        assert find_cpus("none") is None
+        for choice in ("big", "0"):
+            with pytest.raises(ConfigError, match=f"affinity is '{choice}', but Darwin has no affinity; leave it 'no"):
+                find_cpus(choice)
+
+
+@pytest.mark.parametrize(("affinity", "cpus"), [(str(LAST), {LAST}), ("big", find_cpus("big")), ("none", MASK)])
+def test_the_pools_threads_stay_on_their_cpus(affinity: str, cpus: set[int], new_masks: Masks) -> None:
+    with load(affinity, threads=4):
+        assert list(new_masks().values()) == [cpu_list(cpus)] * 3
+        assert os.sched_getaffinity(0) == MASK
+
+
+def test_workers_stay_on_their_cpus(computing: dict[int, str]) -> None:
+    with load(str(LAST), threads=4, policy="in_order") as engine:
+        engine.session().prefill(TOKENS)
+        assert threading.get_native_id() not in computing
+        assert set(computing.values()) == {str(LAST)}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_caller_that_computes_is_pinned_while_it_does(computing: dict[int, str], num_tokens: int) -> None:
+    with load(str(FIRST), policy="sequential") as engine:
+        assert engine.options.num_threads == 1
+        engine.session().prefill(TOKENS[:num_tokens])
+        assert computing == {threading.get_native_id(): str(FIRST)}
+        assert os.sched_getaffinity(0) == MASK
+
+
+def test_results_do_not_depend_on_it() -> None:
+    with load("none", threads=2) as free, load(str(LAST), threads=2) as pinned, load("big") as big:
+        logits = [engine.session().prefill(TOKENS, logits="all").logits for engine in (free, pinned, big)]
+        assert logits[0].tobytes() == logits[1].tobytes() == logits[2].tobytes()
+
+
+def test_two_engines_have_cpus_of_their_own(computing: dict[int, str], new_masks: Masks) -> None:
+    if len(MASK) < 2:
+        pytest.skip("this process has one CPU; two engines cannot have different ones")
+    options = {"threads": 2, "policy": "in_order"}
+    with load(str(FIRST), **options) as first, load(str(LAST), **options) as last:
+        assert sorted(new_masks().values()) == sorted([str(FIRST), str(LAST)])
+        for _ in range(2):
+            for engine, cpu in ((first, FIRST), (last, LAST)):
+                computing.clear()
+                engine.session().prefill(TOKENS)
+                assert set(computing.values()) == {str(cpu)}
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+def test_a_failed_run_leaves_nobody_pinned(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self, inputs, outputs) -> None:
+        assert os.sched_getaffinity(0) == {LAST}
+        raise ValueError("no")
+
+    monkeypatch.setattr(NativeExecutable, "run", fail)
+    with load(str(LAST), threads=2, policy=policy) as engine, pytest.raises(BackendError, match="no"):
+        engine.session().prefill(TOKENS)
+    assert os.sched_getaffinity(0) == MASK
+
+
+def test_a_failed_load_leaves_nobody_pinned(monkeypatch: pytest.MonkeyPatch, new_masks: Masks) -> None:
+    def fail(self, threads: int) -> None:
+        assert os.sched_getaffinity(0) == {FIRST}
+        raise ConfigError("no pool")
+
+    monkeypatch.setattr(NativeBackend, "__init__", fail)
+    with pytest.raises(ConfigError, match="no pool"):
+        load(str(FIRST))
+    assert new_masks() == {}
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+def test_cpus_that_go_away_are_an_error_of_the_run(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: int, cpus: object) -> None:
+        if cpus != MASK:
+            raise OSError(22, "Invalid argument")
+
+    with load(str(LAST), threads=2, policy=policy) as engine:
+        session = engine.session()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "sched_setaffinity", refuse)
+            with pytest.raises(ConfigError, match=f"cannot run on CPUs {LAST}: Invalid argument; load with others"):
+                session.prefill(TOKENS)
+        session.prefill(TOKENS)
+
+
+def test_a_body_that_fails_gives_the_cpus_back() -> None:
+    def interrupted() -> None:
+        with running_on({LAST}):
+            assert os.sched_getaffinity(0) == {LAST}
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert os.sched_getaffinity(0) == MASK
+
+
+def test_what_is_wrong_is_told_before_a_model_is_compiled(command, home: Path) -> None:
+    before = set(home.rglob("*"))
+    finished = command("run", GGUF, "-p", "hello", "--scheme", "float", "--affinity", "9999")
+    assert (finished.status, finished.out) == (1, "")
+    assert finished.err.count("\n") == 1
+    assert "CPU 9999 is not there; choose among" in finished.err
+    assert set(home.rglob("*")) == before
+
+
+def test_the_mask_of_the_process_is_the_limit() -> None:
+    if len(MASK) < 2:
+        pytest.skip("this process has one CPU; its mask cannot be narrower")
+    call = (sys.executable, "-m", "chunkrt", "run", str(GGUF), "-p", "hello", "--affinity", f"{FIRST},{LAST}")
+    with running_on({FIRST}):
+        finished = subprocess.run(call, capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert f"CPU {LAST} is outside this process's mask; choose among {FIRST}\n" in finished.stderr
+
+
+def test_a_settings_file_and_the_command_line(command, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(f'affinity = "{LAST}"\n')
+    assert read_settings(path) == {"affinity": str(LAST)}
+    bench = ("bench", GGUF, "-p", "20", "-n", "0", "-r", "1", "-o", "json", "--settings", path)
+    assert f'"affinity": "{LAST}"' in command(*bench).out
+    assert '"affinity": "big"' in command(*bench, "--affinity", "big").out
+    path.write_text('affinity = "4-2"\n')
+    finished = command(*bench)
+    assert finished.status == 1
+    assert "settings.toml: affinity is '4-2', expected none, big" in finished.err
+
+
+def test_doctor_shows_the_big_cores(command, machine) -> None:
+    machine(capacity=[300, 300, 1024, 1024])
+    assert "ok   big cores        CPUs 2-3 of 0-3\n" in command("doctor").out
+    machine(capacity=[1024] * 3)
+    assert "ok   big cores        all CPUs alike, 0-2\n" in command("doctor").out
