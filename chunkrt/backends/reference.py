@@ -249,6 +249,24 @@ def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float
     return normalised
 
 
+@operators.register("RoutedExperts", "chunkrt")
+def _routed_experts(
+    hidden: Float32, router_logits: Float32, gate_up: Float32, down: Float32, *, top_k: int, norm_topk_prob: int
+) -> Float32:
+    scores = np.exp(router_logits - router_logits.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    picked = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores, picked, axis=-1)
+    if norm_topk_prob:
+        weights /= weights.sum(axis=-1, keepdims=True)
+    output = np.zeros_like(hidden)
+    for expert in np.unique(picked):
+        rows, places = np.nonzero(picked == expert)
+        gate, up = np.split(hidden[rows] @ gate_up[expert], 2, axis=-1)
+        output[rows] += weights[rows, places, None] * ((gate * _sigmoid(gate) * up) @ down[expert])
+    return output
+
+
 def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
     """RoPE on x [T, heads, D] by cos, sin [T, rotary_dim / 2]; dimensions past rotary_dim pass through."""
     half = cos.shape[-1]

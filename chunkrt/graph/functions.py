@@ -198,6 +198,39 @@ CausalConvolution (x, weight, bias, state) => (y, new_state)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
+RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => (output)
+{
+    # every row's weights of all experts [T, E]: the softmax of the picked ones, 0 of the others
+    one = Constant <value_ints = [1]> ()
+    zero = Constant <value_ints = [0]> ()
+    last = Constant <value_ints = [-1]> ()
+    probabilities = Softmax <axis = -1> (router_logits)
+    count_scalar = Constant <value_int: int = @top_k> ()
+    count = Reshape (count_scalar, one)
+    picked, indices = TopK <axis = -1> (probabilities, count)
+    sums = ReduceSum (picked, last)
+    normalised = Div (picked, sums)
+    is_normalised_int = Constant <value_int: int = @norm_topk_prob> ()
+    is_normalised = Cast <to = 9> (is_normalised_int)
+    values = Where (is_normalised, normalised, picked)
+    nothing = Sub (probabilities, probabilities)
+    weights = ScatterElements <axis = -1> (nothing, indices, values)
+
+    # all experts of all rows [E, T, H]
+    rows = Unsqueeze (hidden, zero)
+    both = MatMul (rows, gate_up)
+    gate, up = Split <axis = -1, num_outputs = 2> (both)
+    squashed = Sigmoid (gate)
+    active = Mul (gate, squashed)
+    gated = Mul (active, up)
+    results = MatMul (gated, down)
+    by_expert = Transpose <perm = [1, 0]> (weights)
+    weight_columns = Unsqueeze (by_expert, last)
+    weighted = Mul (results, weight_columns)
+    output = ReduceSum <keepdims = 0> (weighted, zero)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
 QuantizeRows (x) => (q, row_scale)
 {
     # int8 a row: q = round(x * 127 / max|x|); a row of zeros stays zero

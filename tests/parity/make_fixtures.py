@@ -267,7 +267,11 @@ def transformers_logits(folder: Path, input_ids: NDArray[np.int64], dtype: str) 
 
     logging.disable_progress_bar()
     model, loading = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
     )
     unplaced = {key: names for key, names in loading.items() if names}
     if unplaced:

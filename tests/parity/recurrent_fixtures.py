@@ -96,6 +96,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mrope_interleaved": True,
         },
     },
+    # Three of its four layers route; the checkpoint has a tensor for each expert.
+    "qwen3_next_experts": _QWEN3_NEXT | {"mlp_only_layers": [1]},
 }
 GGUF_OF = {"lfm2_gguf": "lfm2", "qwen3_next_gguf": "qwen3_next", "qwen3_5_gguf": "qwen3_5"}
 
@@ -109,7 +111,23 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     is_tied = model.config.tie_word_embeddings
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return {n: _random(n, s, config, rng) for n, s in shapes.items() if not (is_tied and n == "lm_head.weight")}
+    weights = {n: _random(n, s, config, rng) for n, s in shapes.items() if not (is_tied and n == "lm_head.weight")}
+    return {name: part for whole in weights.items() for name, part in _as_published(*whole)}
+
+
+def _as_published(name: str, weight: NDArray[np.float32]) -> list[tuple[str, NDArray[np.float32]]]:
+    """Transformers keeps all experts of a layer in two tensors, the published checkpoints in three an expert."""
+    if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        return [(name, weight)]
+    path, _, kind = name.rpartition(".")
+    if kind == "down_proj":
+        return [(f"{path}.{index}.down_proj.weight", expert) for index, expert in enumerate(weight)]
+    parts = ((index, *np.split(expert, 2)) for index, expert in enumerate(weight))
+    return [
+        (f"{path}.{index}.{part}_proj.weight", tensor)
+        for index, gate, up in parts
+        for part, tensor in (("gate", gate), ("up", up))
+    ]
 
 
 def _random(name: str, shape: tuple[int, ...], config: dict[str, Any], rng: np.random.Generator) -> NDArray[np.float32]:

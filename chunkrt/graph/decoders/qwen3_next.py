@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.experts import SparseMixture
 from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm, norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Linear, MergedLinear, Module, Parameter
 from chunkrt.graph.rope import RotaryTables
@@ -40,13 +41,18 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
     rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     sizes = DeltaSizes.of(config)
     layers: list[Module] = []
-    for kind in kinds:
-        mlp = FeedForward(config)
+    for index, kind in enumerate(kinds):
+        mlp = SparseMixture(config) if _has_experts(config, index) else FeedForward(config)
         if kind == "full_attention":
             layers.append(Layer(config, GatedAttention(config, rope), mlp))
         else:
             layers.append(DeltaLayer(config, GatedDeltaRule(config, sizes, is_grouped=has_grouped_projections), mlp))
     return CausalDecoder(config, Body(config, rope, layers))
+
+
+def _has_experts(config: DecoderConfig, index: int) -> bool:
+    is_sparse = (index + 1) % config.count("decoder_sparse_step", 1) == 0
+    return is_sparse and bool(config.raw.get("num_experts")) and index not in (config.raw.get("mlp_only_layers") or ())
 
 
 @dataclass(frozen=True, kw_only=True)
