@@ -13,8 +13,8 @@ from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.scheme import BLOCK_LENGTH, STATIC_SCHEMES, Scheme
 
 OPERATORS = ("Add", "Gelu", "MatMul", "Mul", "RMSNormalization", "Sigmoid", "Split")
-"""Of standard ONNX; all but MatMul in float16. Gelu is the same whatever its `approximate` says: the exact one and that by
-tanh differ by less than 0.0005, and float16 at 2 has steps of 0.002."""
+"""Of standard ONNX; all but MatMul in float16. It computes Gelu the same whatever `approximate` says: the exact one and
+that by tanh differ by less than 0.0005, and the steps of float16 around 2 are 0.002."""
 
 LINEARS = {(8, 8), (16, 8), (16, 4)}
 """Bits of activations and weights that its matrix unit multiplies; 4-bit weights in blocks."""

@@ -82,12 +82,12 @@ class GemmaDecoder(CausalDecoder):
 
     def __init__(self, config: DecoderConfig, body: GemmaBody) -> None:
         super().__init__(config, body)
-        if config.raw.get("final_logit_softcapping") is not None:
-            self.soft_cap = SoftCap(config.number("final_logit_softcapping"))
+        has_cap = config.raw.get("final_logit_softcapping") is not None
+        self.soft_cap = SoftCap(config.number("final_logit_softcapping")) if has_cap else None
 
     def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
         logits = super().forward(token_ids, logit_rows)
-        return self.soft_cap(logits) if hasattr(self, "soft_cap") else logits
+        return logits if self.soft_cap is None else self.soft_cap(logits)
 
 
 class SoftCap(Module):

@@ -38,10 +38,9 @@ class Attention(Module):
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = qkv or QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias[0])
-        if norm is not None:
-            self.qk_norm = norm
+        self.qk_norm = norm
         self.o_proj: MergedLinear = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
-        self._config, self._rotary, self._norm = config, (rotary,), norm
+        self._config, self._rotary = config, (rotary,)
         self._scale, self._window = head_dim**-0.5 if scale is None else scale, window
 
     def attend(self, hidden: ir.Value) -> ir.Value:
@@ -49,7 +48,7 @@ class Attention(Module):
         config, (rotary,) = self._config, self._rotary
         qkv = self.qkv_proj(hidden)
         return ops.cached_attention(
-            qkv if self._norm is None else self._norm(qkv),
+            qkv if self.qk_norm is None else self.qk_norm(qkv),
             rotary.cos.value(),
             rotary.sin.value(),
             num_heads=config.num_heads,
