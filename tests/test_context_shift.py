@@ -184,14 +184,14 @@ def test_a_failure_between_shifts_leaves_the_session_as_it_was(
                 raise ValueError("on purpose")
             compute(inputs, outputs)
 
-        before, tokens = session.fork()._next_logits(), session.tokens
+        before, tokens = session.fork().prefill(TOKENS[200:204]).logits, session.tokens
         with monkeypatch.context() as patch:
             patch.setattr(subgraph, "_compute", fail_late)
             with pytest.raises(BackendError, match="on purpose"):
                 session.prefill(TOKENS[60:200])
         assert num_calls == 8
         assert session.tokens == session.history == tokens
-        np.testing.assert_array_equal(session.fork()._next_logits(), before)
+        np.testing.assert_array_equal(session.fork().prefill(TOKENS[200:204]).logits, before)
         fresh = engine.session()
         fresh.prefill(TOKENS[:60])
         np.testing.assert_array_equal(session.prefill(TOKENS[60:200]).logits, fresh.prefill(TOKENS[60:200]).logits)

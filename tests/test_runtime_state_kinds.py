@@ -153,6 +153,29 @@ def test_decoding_keeps_one_slot_of_a_ring() -> None:
         assert sum(before.nbytes for _, before in state._undo) == num_slots * 3 * 4
 
 
+@given(position=st.integers(0, 300), num_tokens=st.integers(1, 200))
+def test_what_a_run_overwrites_of_a_ring_comes_back_wherever_it_wraps(position: int, num_tokens: int) -> None:
+    state = State(replace(RING_PLAN, context_length=512), 512, chunk_length=CHUNK)
+    ring = state.tensors["ring.1"]
+    ring[:] = np.arange(ring.size).reshape(ring.shape)
+    state.advance(position)
+    held = ring[:, np.arange(max(0, position - SLOTS), position) % SLOTS].copy()
+    state.begin(num_tokens)
+    ring[:, np.arange(position, position + num_tokens) % SLOTS] = -1
+    state.roll_back()
+    np.testing.assert_array_equal(ring[:, np.arange(max(0, position - SLOTS), position) % SLOTS], held)
+
+
+def test_the_rotary_tables_go_with_a_snapshot_and_a_fork() -> None:
+    state = State(make_plan(long_context_from=20), CONTEXT)
+    state.reset(CONTEXT)
+    snapshot = state.snapshot()
+    assert state.fork().rope_offset == CONTEXT
+    state.reset()
+    state.restore(snapshot)
+    assert state.rope_offset == CONTEXT
+
+
 def test_a_run_left_while_tasks_still_write_is_undone_when_they_have_ended() -> None:
     state = make_state(PLAN, 70)
     before = state.tensors["recurrent.2"].copy()
@@ -230,12 +253,14 @@ def test_a_shift_moves_what_is_left(num_tokens: int, keep: int, drop: int) -> No
 
 
 def test_recurrent_tensors_do_not_notice_a_shift() -> None:
-    state = make_state(PLAN.with_raw_keys(), 40)
+    plan = PLAN.with_raw_keys()
+    state = make_state(plan, 20)
     state.keep_snapshot()
+    make_executor(plan).run(tokens(20, 20), state)
     before = state.tensors["recurrent.2"].copy()
-    assert state.shift(4, 18) == state.position == 22
+    assert state.shift(4, 10) == state.position == 30
     np.testing.assert_array_equal(state.tensors["recurrent.2"], before)
-    assert state.rewind(21) == 0  # what was kept was of other positions
+    assert state.rewind(29) == 0  # what was kept was of other positions
 
 
 Operation = tuple[str, float]
