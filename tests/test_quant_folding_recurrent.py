@@ -1,4 +1,4 @@
-"""Foldings and calibration of decoders with linear attention: its inputs and outputs keep their channels as they are."""
+"""Foldings and calibration of decoders with linear attention, whose channels stay as they are."""
 
 import numpy as np
 import pytest
