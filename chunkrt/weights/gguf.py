@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 from chunkrt.weights.gguf_header import GgufTensor, read_header
 from chunkrt.weights.gguf_keys import Keys
 from chunkrt.weights.gguf_layout import Layout
-from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
+from chunkrt.weights.gguf_names import EACH, find_architecture, translate_config, translate_name
 from chunkrt.weights.mapping import map_file
 from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, TensorInfo
 
@@ -57,8 +58,8 @@ class GgufSource:
             self._tensors: dict[str, tuple[GgufTensor, Layout]] = {}
             for tensor in header.tensors.values():
                 name, layout = translate_name(architecture, self.config, tensor)
-                if name:
-                    self._tensors[name] = (tensor, layout)
+                for part_name, part in _parts(name, tensor):
+                    self._tensors[part_name] = (part, layout)
         except ModelError as error:
             raise type(error)(f"{self.path}: {error}") from error
         self.architecture = architecture.model_type
@@ -132,3 +133,16 @@ class GgufSource:
         if name not in self._tensors:
             raise ModelError(f"{self.path} has no tensor {name}")
         return self._tensors[name]
+
+
+def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """A tensor under its name; or each of those that it stacks up, whose number goes where the name has EACH."""
+    if name and EACH not in name:
+        yield name, tensor
+    elif name:
+        num_parts, *shape = tensor.shape
+        num_bytes = tensor.num_bytes // num_parts
+        for index in range(num_parts):
+            start = tensor.start + index * num_bytes
+            part = replace(tensor, shape=tuple(shape), start=start, num_bytes=num_bytes)
+            yield name.replace(EACH, str(index)), part

@@ -24,19 +24,22 @@ class Layout:
     """How one tensor becomes Hugging Face's.
 
     rows, columns: for each of Hugging Face's, which of the file's it is. values: what the numbers become. is_depthwise:
-    the file's [C, K] is [C, 1, K].
+    the file's [C, K] is [C, 1, K]. is_single_row: the file's [K] is [1, K].
     """
 
     rows: Order | None = None
     columns: Order | None = None
     values: Callable[[Float32], Float32] | None = None
     is_depthwise: bool = False
+    is_single_row: bool = False
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Hugging Face's shape, from the file's. Raises ModelError if an axis is not as long as its order."""
         for axis, order in ((0, self.rows), (-1, self.columns)):
             if order is not None and (not stored or stored[axis] != len(order)):
                 raise ModelError(f"it is {list(stored)}, and axis {axis} should be {len(order)} long")
+        if self.is_single_row and len(stored) == 1:
+            return (1, *stored)
         return (stored[0], 1, *stored[1:]) if self.is_depthwise and len(stored) == 2 else stored
 
     def restore(self, stored: Float32) -> Float32:
@@ -71,6 +74,7 @@ class Layout:
 
 AS_IT_IS = Layout()
 DEPTHWISE = Layout(is_depthwise=True)
+SINGLE_ROW = Layout(is_single_row=True)
 
 
 def _logarithm(rate: Float32) -> Float32:

@@ -13,7 +13,15 @@ from typing import Any
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.weights.gguf_header import GgufTensor
 from chunkrt.weights.gguf_keys import Keys, common_config
-from chunkrt.weights.gguf_layout import AS_IT_IS, DEPTHWISE, LOGARITHM, Layout, rotate_half_rows, tiled_value_heads
+from chunkrt.weights.gguf_layout import (
+    AS_IT_IS,
+    DEPTHWISE,
+    LOGARITHM,
+    SINGLE_ROW,
+    Layout,
+    rotate_half_rows,
+    tiled_value_heads,
+)
 
 Config = dict[str, Any]
 
@@ -49,6 +57,9 @@ class Architecture:
     config: Callable[[Keys, Config], Config] = _nothing
     is_hybrid: bool = False
 
+
+EACH = "{}"
+"""In a name: the tensor is a stack of those that Hugging Face has, and this is the number of each."""
 
 MODEL = {
     "token_embd": "model.embed_tokens",
@@ -118,6 +129,16 @@ _DELTA_RULE = {
     "ssm_out": "linear_attn.out_proj",
 }
 _QWEN3_NEXT_LAYER = {k: v for k, v in LAYER.items() if k != "ffn_norm"} | HEAD_NORMS | _DELTA_RULE
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 _QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 
 
@@ -146,7 +167,19 @@ def _qwen3_next_config(keys: Keys, config: Config) -> Config:
         "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
         "norm_offset": 0,
         "has_qkv_and_z_apart": True,
-        "num_experts": 0,
+        **(_experts(keys, config["num_hidden_layers"]) if keys.get("expert_count") else {}),
+    }
+
+
+def _experts(keys: Keys, num_layers: int) -> Config:
+    """The weights of those that are picked are always normalised."""
+    return {
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.shapes],
     }
 
 
@@ -228,9 +261,9 @@ ARCHITECTURES = {
     "qwen3next": Architecture(
         model_type="qwen3_next",
         model=MODEL,
-        layer=_QWEN3_NEXT_LAYER,
-        layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM},
-        refused=SCALINGS,
+        layer=_QWEN3_NEXT_LAYER | _EXPERTS,
+        layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM, "ffn_gate_inp_shexp": SINGLE_ROW},
+        refused=SCALINGS - {"expert_count"},
         config=_qwen3_next_config,
     ),
 }

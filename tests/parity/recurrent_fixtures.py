@@ -100,6 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next_experts": _QWEN3_NEXT | {"mlp_only_layers": [1]},
 }
 GGUF_OF = {"lfm2_gguf": "lfm2", "qwen3_next_gguf": "qwen3_next", "qwen3_5_gguf": "qwen3_5"}
+GGUF_OF |= {"qwen3_next_experts_gguf": "qwen3_next_experts"}
 
 
 def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
@@ -186,9 +187,14 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        if any(".experts." in name for name in weights):
+            writer.add_expert_count(config["num_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     names = gguf.get_tensor_name_map(architecture, num_layers)
     dense_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, num_layers)  # of feed-forwards without experts
-    for name, weight in weights.items():
+    for name, weight in _with_stacked_experts(weights, config).items():
         for converted_name, converted in _as_converted(name, weight, config):
             found = (m.get_name(converted_name, try_suffixes=(".weight", ".bias")) for m in (names, dense_names))
             writer.add_tensor(next(filter(None, found), converted_name), np.ascontiguousarray(converted))
@@ -198,11 +204,20 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     writer.close()
 
 
+def _with_stacked_experts(weights: Weights, config: dict[str, Any]) -> Weights:
+    """All experts of a layer in one tensor a projection."""
+    found = {name: weight for name, weight in weights.items() if ".experts." not in name}
+    for name in (n for n in weights if ".experts.0." in n):
+        each = [weights[name.replace(".experts.0.", f".experts.{i}.")] for i in range(config["num_experts"])]
+        found[name.replace(".experts.0.", ".experts.")] = np.stack(each)
+    return found
+
+
 def _as_converted(
     name: str, weight: NDArray[np.float32], config: dict[str, Any]
 ) -> list[tuple[str, NDArray[np.float32]]]:
     """What the converter's `modify_tensors` gives for one tensor, under Hugging Face's names where it keeps them."""
-    if weight.ndim == 3:
+    if "conv" in name and weight.ndim == 3:
         weight = weight[:, 0]
     if config["model_type"] == "lfm2":
         return [(name, weight)]
