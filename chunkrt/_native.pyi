@@ -75,6 +75,7 @@ class ProgramBuilder:
         self,
         qkv: int,
         position: int,
+        table_row: int,
         cos: int,
         sin: int,
         key_cache: int,
@@ -84,5 +85,7 @@ class ProgramBuilder:
         num_kv_heads: int,
         head_dim: int,
         scale: float,
+        window: int = 0,
+        has_raw_keys: bool = False,
     ) -> int: ...
     def build(self) -> Program: ...

@@ -16,7 +16,7 @@ from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy
-from chunkrt.runtime.state import CacheDtype
+from chunkrt.runtime.state import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
@@ -27,7 +27,6 @@ Outputs = Literal["grid", "float"]
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 OnNpuFailure = Literal["fallback", "fail"]
 ON_NPU_FAILURE: tuple[OnNpuFailure, ...] = get_args(OnNpuFailure)
-CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,8 @@ class EngineOptions:
         `context_keep`, and the others move down. Keys are then cached before RoPE, which costs time at every use. By
         default a prompt that does not fit is refused, and a generation ends.
     context_keep: the first tokens, which a shift leaves where they are; 0 to the context length less 2.
-    cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere.
+    cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere. The native backend has
+        int8 as well, with a scale for each position of a head.
     placement: devices by patterns of module paths, or a TOML file of them; see `graph/placement.py`.
     calibration: a file that `chunkrt calibrate` wrote, for static schemes; by default one is made from a text that
         comes with chunkrt.
@@ -115,6 +115,8 @@ class EngineOptions:
             check_placement(self.placement, "placement")
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             raise unknown_name("type of the cache", self.cache_dtype, CACHE_DTYPES)
+        if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
+            raise ConfigError(f"npu {self.npu!r} has no caches of int8; choose float32 or float16, or another npu")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise ConfigError(f"threads is {self.threads}, expected at most {MOST_THREADS}")
         if self.on_npu_failure is not None and self.on_npu_failure not in ON_NPU_FAILURE:

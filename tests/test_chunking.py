@@ -75,6 +75,17 @@ def test_native_gives_the_logits_of_the_reference(cache_dtype):
     assert_same_logits(native, reference, "w8a8-dynamic")
 
 
+def test_caches_of_int8_change_no_bit_by_chunks_and_little_by_value():
+    whole, _ = run("native", "w8a8-dynamic", max(LENGTHS), chunk_length=CONTEXT, cache_dtype="int8")
+    for chunk_length in CHUNK_LENGTHS:
+        found, _ = run("native", "w8a8-dynamic", max(LENGTHS), chunk_length=chunk_length, cache_dtype="int8")
+        np.testing.assert_array_equal(found, whole)
+    in_float, _ = run("native", "w8a8-dynamic", max(LENGTHS), cache_dtype="float32")
+    # Keys and values are off by up to 1/254 of their row's largest, and the linears round what comes of it anew.
+    difference = np.sqrt(np.mean((whole - in_float) ** 2))
+    assert 0 < difference <= np.sqrt(np.mean(in_float**2)) / 20
+
+
 def test_the_whole_decoder_on_the_cpu_gives_the_same_bits():
     partitioned, _ = run("native", "w8a8-dynamic", max(LENGTHS))
     whole, _ = run("off", "w8a8-dynamic", max(LENGTHS))

@@ -36,7 +36,7 @@ def decoder_layer(threads: int) -> Program:
     qkv = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, QKV)
     tables = constant(CONTEXT, HEAD_DIM // 2), constant(CONTEXT, HEAD_DIM // 2)
     attended = builder.attention(
-        qkv, position, *tables, *caches, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=0.3
+        qkv, position, position, *tables, *caches, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=0.3
     )
     hidden = linear(attended, HEADS * HEAD_DIM, HIDDEN, hidden)
     gate_up = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, 2 * INNER)
@@ -123,12 +123,12 @@ def test_row_wise_operators_share_a_stage() -> None:
         (lambda a: a.update(logit_rows=np.array([2])), "input 'logit_rows': index 2 at row 0 is outside 0..1"),
         (
             lambda a: a.update(position=np.array([CONTEXT - 1])),
-            "2 rows from position 63 on do not fit: the cache holds 64 positions, the rotary tables 64",
+            "2 rows from 63 on do not fit: the cache holds 64 positions",
         ),
-        (lambda a: a.update(position=np.array([-1])), "2 rows from position -1 on do not fit"),
+        (lambda a: a.update(position=np.array([-1])), "2 rows from -1 on do not fit"),
         (
             lambda a: a.update(position=np.array([2]), keys=caches(capacity=3)[0], values=caches(capacity=3)[1]),
-            "2 rows from position 2 on do not fit: the cache holds 3 positions",
+            "2 rows from 2 on do not fit: the cache holds 3 positions",
         ),
     ],
 )
@@ -164,11 +164,11 @@ def test_indices_out_of_range(change: Callable[[dict[str, np.ndarray]], None], m
         ),
         (
             lambda a: a.update(keys=a["keys"].astype(np.float64)),
-            r"input 'keys': expected float16 or float32 \[2, P, 8\], got float64 \[2, 64, 8\]",
+            r"input 'keys': expected int8 \[2, P, 12\], float16 or float32 \[2, P, 8\], got float64 \[2, 64, 8\]",
         ),
         (
             lambda a: a.update(values=caches(capacity=9)[0]),
-            r"input 'values': expected float16 or float32 \[2, P, 8\] with P = 64, got float32 \[2, 9, 8\]",
+            r"input 'values': expected int8 \[2, P, 12\], float16 or float32 \[2, P, 8\] with P = 64, got float32",
         ),
         (
             lambda a: a.update(logits=np.zeros((1, 50), ">f4")),
@@ -234,7 +234,7 @@ def test_the_builder_checks_operands() -> None:
         builder.sigmoid(99)
     with pytest.raises(ValueError, match="output 'y' is not the result of an operator"):
         builder.output("y", x)
-    with pytest.raises(ValueError, match="unknown dimension 'Q'; expected a size, T, R or P"):
+    with pytest.raises(ValueError, match="unknown dimension 'Q'; expected a size, T, R, P or W"):
         builder.input("q", "float32", ["Q"])
     with pytest.raises(ValueError, match="a program has no values of type float64"):
         builder.constant(np.ones(3))

@@ -46,6 +46,11 @@ def test_caches_are_zero_aligned_and_of_the_asked_type(dtype: CacheDtype, item_b
     assert state.position == 0
 
 
+def test_int8_caches_have_room_for_the_scales() -> None:
+    state = State(PLAN, 20, "int8")
+    assert {(array.shape, array.dtype.name) for array in state.tensors.values()} == {((1, 20, 3 + 4), "int8")}
+
+
 def test_memory_is_reserved_and_not_committed() -> None:
     psutil = pytest.importorskip("psutil", reason="psutil measures the committed memory")
     tensor = Tensor(name="cache", dtype="float32", shape=(64, "P", 128), kind="state")
@@ -64,8 +69,8 @@ def test_a_capacity_outside_the_context_is_refused(capacity: int) -> None:
 
 
 def test_another_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match="caches cannot be 'int8'"):
-        State(PLAN, 8, "int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="caches cannot be 'float64'"):
+        State(PLAN, 8, "float64")  # type: ignore[arg-type]
 
 
 def test_a_cache_of_another_form_is_refused() -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from chunkrt.graph.plan import Plan, resolve
 from chunkrt.runtime.buffers import Array, aligned_zeros
 from chunkrt.runtime.state_file import StateFile
 
-CacheDtype = Literal["float32", "float16"]
+CacheDtype = Literal["float32", "float16", "int8"]
+CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
+SCALE_BYTES = 4
+"""In an int8 cache the float32 scale of each position of a head follows its head_dim values, as bytes."""
 
 MOST_KEPT = 2
 """Snapshots that a state keeps to rewind to: the last of them are those that a conversation comes back to."""
@@ -66,8 +69,8 @@ class State:
             raise ConfigError(
                 f"a state of {capacity} positions was asked for; the model takes 1 to {plan.context_length}"
             )
-        if dtype not in ("float32", "float16"):
-            raise ConfigError(f"caches cannot be {dtype!r}; there are: float32, float16")
+        if dtype not in CACHE_DTYPES:
+            raise ConfigError(f"caches cannot be {dtype!r}; there are: {', '.join(CACHE_DTYPES)}")
         if chunk_length is not None and not 1 <= chunk_length <= capacity:
             raise ConfigError(f"a state for chunks of {chunk_length} was asked for; its capacity is {capacity}")
         self.plan = plan
@@ -90,7 +93,10 @@ class State:
             if kind == "W" and plan.window is None:
                 raise ModelError(f"state {tensor.name!r} is a ring, but no layer of the plan has a window")
             kinds[kind].append(tensor.name)
-            arrays[tensor.name] = aligned_zeros(resolve(tensor.shape, slots), dtype if kind else np.float32)
+            shape = resolve(tensor.shape, slots)
+            if kind and dtype == "int8":
+                shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
+            arrays[tensor.name] = aligned_zeros(shape, dtype if kind else np.float32)
         self.tensors: Mapping[str, Array] = MappingProxyType(arrays)
         """By tensor name."""
         self._caches = {name: arrays[name] for name in kinds["P"]}
@@ -231,7 +237,7 @@ class State:
         Raises:
             ConfigError: a count is negative, or keys were cached after RoPE.
         """
-        if not self.plan.has_raw_keys:
+        if (self._caches or self._rings) and not self.plan.has_raw_keys:
             raise ConfigError("keys are cached after RoPE and cannot move; load the model with context_shift")
         if keep < 0 or drop < 0:
             raise ConfigError(f"cannot keep {keep} positions and drop {drop}; both are counts")

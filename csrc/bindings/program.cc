@@ -102,14 +102,16 @@ void bind_program(py::module_& module) {
       .def("columns", &ProgramBuilder::columns, "input"_a, "begin"_a, "width"_a)
       .def(
           "attention",
-          [](ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId cos, ValueId sin,
-             ValueId key_cache, ValueId value_cache, std::size_t num_heads, std::size_t num_kv_heads,
-             std::size_t head_dim, float scale) {
-            return builder.attention(qkv, position, cos, sin, key_cache, value_cache,
-                                     {num_heads, num_kv_heads, head_dim, scale});
+          [](ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
+             ValueId sin, ValueId key_cache, ValueId value_cache, std::size_t num_heads,
+             std::size_t num_kv_heads, std::size_t head_dim, float scale, std::size_t window,
+             bool has_raw_keys) {
+            return builder.attention(qkv, position, table_row, cos, sin, key_cache, value_cache,
+                                     {num_heads, num_kv_heads, head_dim, scale, window, has_raw_keys});
           },
-          "qkv"_a, "position"_a, "cos"_a, "sin"_a, "key_cache"_a, "value_cache"_a, py::kw_only(),
-          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a)
+          "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a, "value_cache"_a,
+          py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a = 0,
+          "has_raw_keys"_a = false)
       .def("build", &ProgramBuilder::build);
 }
 

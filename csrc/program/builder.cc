@@ -83,9 +83,8 @@ ValueId ProgramBuilder::temporary(Dtype dtype, Shape shape) {
 
 Symbol ProgramBuilder::rows_of(ValueId id, const char* what) const {
   const Value& operand = value(id);
-  const bool fits = operand.dtype == Dtype::float32 && operand.shape.size() == 2 && operand.shape[0].symbol &&
-                    *operand.shape[0].symbol != Symbol::P && !operand.shape[1].symbol &&
-                    operand.shape[1].size > 0;
+  const bool fits = operand.dtype == Dtype::float32 && operand.shape.size() == 2 &&
+                    counts_rows(operand.shape[0]) && !operand.shape[1].symbol && operand.shape[1].size > 0;
   require(fits, std::string(what) + ": expected float32 [T, width] or [R, width], got " +
                     describe(operand.dtype, operand.shape));
   return *operand.shape[0].symbol;

@@ -19,6 +19,8 @@ struct AttentionShape {
   std::size_t num_kv_heads;
   std::size_t head_dim;
   float scale;
+  std::size_t window = 0;     // 0: none
+  bool has_raw_keys = false;  // the cache holds keys before rotary embedding
 };
 
 // Values of the operators are float32 [T, width] or [R, width], constants as each says. Every function throws
@@ -29,7 +31,8 @@ class ProgramBuilder {
   ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows);
 
   ValueId input(std::string name, Dtype dtype, Shape shape);
-  // An input that is updated in place; float32 or float16, as the caller of each run likes.
+  // An input that is updated in place, float32. A cache of attention may in each run be float16 as well, or
+  // int8 with 4 columns more: see kernels/attention/attention.h.
   ValueId state(std::string name, Shape shape);
   // `data` is not copied; `owner` keeps it alive as long as the program.
   ValueId constant(const void* data, Dtype dtype, const std::vector<std::size_t>& shape,
@@ -73,11 +76,11 @@ class ProgramBuilder {
   ValueId silu_mul(ValueId input);
   // Columns [begin, begin + width), copied.
   ValueId columns(ValueId input, std::size_t begin, std::size_t width);
-  // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position int64 [1]
-  // (an input), cos and sin constant float32 [context, rotary_dim / 2], caches states [num_kv_heads, P,
-  // head_dim].
-  ValueId attention(ValueId qkv, ValueId position, ValueId cos, ValueId sin, ValueId key_cache,
-                    ValueId value_cache, const AttentionShape& shape);
+  // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
+  // table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
+  // caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings.
+  ValueId attention(ValueId qkv, ValueId position, ValueId table_row, ValueId cos, ValueId sin,
+                    ValueId key_cache, ValueId value_cache, const AttentionShape& shape);
 
   // The builder is spent afterwards.
   std::unique_ptr<Program> build();

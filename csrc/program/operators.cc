@@ -29,7 +29,7 @@ ValueId ProgramBuilder::gather(ValueId table, ValueId indices) {
   const Value& source = value(table);
   const Value& rows = value(indices);
   require(rows.kind == ValueKind::input && rows.dtype == Dtype::int64 && rows.shape.size() == 1 &&
-              rows.shape[0].symbol,
+              counts_rows(rows.shape[0]),
           "gather: expected the indices to be an input int64 [T] or [R], got " +
               describe(rows.dtype, rows.shape));
   const bool is_constant = source.kind == ValueKind::constant && source.shape.size() == 2;
@@ -181,90 +181,6 @@ ValueId ProgramBuilder::columns(ValueId input, std::size_t begin_column, std::si
       std::memcpy(frame.get<float>(out) + row * width, source, width * sizeof(float));
     }
   });
-  return out;
-}
-
-ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId cos, ValueId sin, ValueId key_cache,
-                                  ValueId value_cache, const AttentionShape& shape) {
-  const std::size_t num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
-  const float scale = shape.scale;
-  const std::size_t most_heads = head_dim > 0 ? width_of(qkv) / head_dim : 0;
-  require(num_heads <= most_heads && num_kv_heads <= most_heads,
-          "attention: more heads than qkv has room for: " + std::to_string(num_heads) + " and " +
-              std::to_string(num_kv_heads) + " of " + std::to_string(head_dim) + " columns");
-  require(num_kv_heads > 0 && head_dim > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
-          "attention: expected the number of heads to be a multiple of that of kv heads, got " +
-              std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
-  const std::size_t qkv_width = (num_heads + 2 * num_kv_heads) * head_dim;
-  require(rows_of(qkv, "attention's qkv") == Symbol::T && width_of(qkv) == qkv_width,
-          "attention: expected qkv " +
-              describe(Dtype::float32, {rows_dimension(Symbol::T), fixed(qkv_width)}) + ", got " +
-              describe(Dtype::float32, value(qkv).shape));
-  const Value& start = value(position);
-  require(start.kind == ValueKind::input && start.dtype == Dtype::int64 && start.shape == Shape{fixed(1)},
-          "attention: expected position to be an input int64 [1], got " + describe(start.dtype, start.shape));
-  const Shape cache_shape = {fixed(num_kv_heads), rows_dimension(Symbol::P), fixed(head_dim)};
-  for (const ValueId id : {key_cache, value_cache}) {
-    const Value& cache = value(id);
-    require(cache.kind == ValueKind::state && cache.shape == cache_shape,
-            "attention: expected the caches to be states " + describe(cache.dtype, cache_shape) + ", got " +
-                describe(cache.dtype, cache.shape));
-  }
-  const Shape table_shape = value(cos).shape;
-  require(table_shape.size() == 2 && 2 * table_shape[1].size <= head_dim,
-          "attention: expected cos [context, rotary_dim / 2] with rotary_dim <= " + std::to_string(head_dim) +
-              ", got " + describe(value(cos).dtype, table_shape));
-  require_constant(cos, Dtype::float32, table_shape, "attention's cos");
-  require_constant(sin, Dtype::float32, table_shape, "attention's sin");
-  const std::size_t context = table_shape[0].size;
-
-  definition_.checks.push_back([=, name = start.name](const Frame& frame) {
-    if (frame.dtypes[key_cache] != frame.dtypes[value_cache]) {
-      throw std::invalid_argument("attention: the key and value caches must be of one type, got " +
-                                  std::string(name_of(frame.dtypes[key_cache])) + " and " +
-                                  std::string(name_of(frame.dtypes[value_cache])));
-    }
-    const std::int64_t first = *frame.get<const std::int64_t>(position);
-    const std::size_t limit = std::min(context, frame.size_of(Symbol::P));
-    const std::size_t rows = frame.size_of(Symbol::T);
-    if (first < 0 || rows > limit || static_cast<std::size_t>(first) > limit - rows) {
-      throw std::out_of_range("input '" + name + "': " + std::to_string(rows) + " rows from position " +
-                              std::to_string(first) + " on do not fit: the cache holds " +
-                              std::to_string(frame.size_of(Symbol::P)) + " positions, the rotary tables " +
-                              std::to_string(context));
-    }
-  });
-
-  const ValueId out = temporary(Dtype::float32, {rows_dimension(Symbol::T), fixed(num_heads * head_dim)});
-  const auto arguments = [=](const Frame& frame) {
-    return AttentionArgs{
-        .qkv = frame.get<const float>(qkv),
-        .cos = frame.get<const float>(cos),
-        .sin = frame.get<const float>(sin),
-        .key_cache = frame.get<void>(key_cache),
-        .value_cache = frame.get<void>(value_cache),
-        .cache_type = frame.dtypes[key_cache] == Dtype::float16 ? CacheType::float16 : CacheType::float32,
-        .out = frame.get<float>(out),
-        .rows = frame.size_of(Symbol::T),
-        .position = static_cast<std::size_t>(*frame.get<const std::int64_t>(position)),
-        .capacity = frame.size_of(Symbol::P),
-        .num_heads = num_heads,
-        .num_kv_heads = num_kv_heads,
-        .head_dim = head_dim,
-        .rotary_dim = 2 * table_shape[1].size,
-        .scale = scale};
-  };
-  definition_.scratch_floats = std::max(definition_.scratch_floats, attention_scratch_floats(head_dim));
-  AttentionFunction* append = select_kernel(append_cache_f32_table()).function;
-  AttentionFunction* attend = select_kernel(attend_f32_f32_cache_table()).function;
-  const std::vector<ValueId> uses = {qkv, position, cos, sin, key_cache, value_cache, out};
-  add_row_step(Symbol::T, uses, [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-    append(arguments(frame), begin, end, scratch);
-  });
-  add_stage([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, uses,
-            [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-              attend(arguments(frame), begin, end, scratch);
-            });
   return out;
 }
 

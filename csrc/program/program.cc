@@ -34,12 +34,24 @@ AlignedBytes allocate(std::size_t bytes) {
   return AlignedBytes(static_cast<std::byte*>(::operator new[](bytes, std::align_val_t{kAlignment})));
 }
 
-// Whether the view has the value's rank, fixed sizes, and the symbols' sizes as far as they are known; learns
+// What a run may give: a cache as it was declared, in float16, or in int8 with each row's scale.
+bool match_dtype(const Value& value, const TensorView& view) {
+  return view.dtype == name_of(value.dtype) ||
+         (value.is_cache && (view.dtype == name_of(Dtype::float16) || view.dtype == name_of(Dtype::int8)));
+}
+
+Shape shape_in(const Value& value, Dtype dtype) {
+  Shape shape = value.shape;
+  if (value.is_cache && dtype == Dtype::int8) shape.back().size += sizeof(float);
+  return shape;
+}
+
+// Whether the view has the shape's rank, fixed sizes, and the symbols' sizes as far as they are known; learns
 // others. Only R may be 0: a chunk whose logits nobody wants.
-bool match_shape(const Value& value, const TensorView& view, Sizes& sizes) {
-  if (view.shape.size() != value.shape.size()) return false;
+bool match_shape(const Shape& shape, const TensorView& view, Sizes& sizes) {
+  if (view.shape.size() != shape.size()) return false;
   for (std::size_t i = 0; i < view.shape.size(); ++i) {
-    const Dimension& dimension = value.shape[i];
+    const Dimension& dimension = shape[i];
     std::size_t expected = dimension.size;
     if (dimension.symbol) {
       std::optional<std::size_t>& size = sizes[static_cast<std::size_t>(*dimension.symbol)];
@@ -62,7 +74,9 @@ std::string expectation(const Value& value, const Sizes& sizes) {
     known += (known.empty() ? " with " : ", ") + std::string(name_of(*dimension.symbol)) + " = " +
              std::to_string(size);
   }
-  return (value.kind == ValueKind::state ? "float16 or " : "") + describe(value.dtype, value.shape) + known;
+  const std::string others =
+      value.is_cache ? describe(Dtype::int8, shape_in(value, Dtype::int8)) + ", float16 or " : "";
+  return others + describe(value.dtype, value.shape) + known;
 }
 
 }  // namespace
@@ -144,8 +158,8 @@ void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>
     const Value& value = definition_.values[ids[i]];
     const TensorView& view = views[i];
     const std::string name = std::string(what) + " '" + value.name + "'";
-    const bool is_half_state = value.kind == ValueKind::state && view.dtype == name_of(Dtype::float16);
-    if ((view.dtype != name_of(value.dtype) && !is_half_state) || !match_shape(value, view, sizes)) {
+    const Dtype dtype = match_dtype(value, view) ? dtype_named(view.dtype) : value.dtype;
+    if (view.dtype != name_of(dtype) || !match_shape(shape_in(value, dtype), view, sizes)) {
       throw std::invalid_argument(name + ": expected " + expectation(value, sizes) + ", got " +
                                   describe(view));
     }
@@ -157,7 +171,7 @@ void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>
       throw std::invalid_argument(name + " is written to, but read-only");
     }
     workspace.data[ids[i]] = view.data;
-    workspace.dtypes[ids[i]] = is_half_state ? Dtype::float16 : value.dtype;
+    workspace.dtypes[ids[i]] = dtype;
   }
 }
 

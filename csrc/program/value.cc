@@ -18,7 +18,7 @@ constexpr std::array kDtypes = {
     DtypeRow{Dtype::int8, "int8", 1},       DtypeRow{Dtype::uint8, "uint8", 1},
 };
 
-constexpr std::array<std::string_view, kAllSymbols.size()> kSymbolNames = {"T", "R", "P"};
+constexpr std::array<std::string_view, kAllSymbols.size()> kSymbolNames = {"T", "R", "P", "W"};
 
 }  // namespace
 
@@ -40,7 +40,7 @@ Symbol symbol_named(std::string_view name) {
   for (const Symbol symbol : kAllSymbols) {
     if (name_of(symbol) == name) return symbol;
   }
-  throw std::invalid_argument("unknown dimension '" + std::string(name) + "'; expected a size, T, R or P");
+  throw std::invalid_argument("unknown dimension '" + std::string(name) + "'; expected a size, T, R, P or W");
 }
 
 std::string describe(Dtype dtype, const Shape& shape) {

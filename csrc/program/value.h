@@ -19,9 +19,10 @@ std::string_view name_of(Dtype dtype);
 // Throws std::invalid_argument: no such type.
 Dtype dtype_named(std::string_view name);
 
-// T: tokens of the chunk. R: rows of logits. P: the cache's capacity in positions.
-enum class Symbol { T, R, P };
-inline constexpr std::array kAllSymbols = {Symbol::T, Symbol::R, Symbol::P};
+// T: tokens of the chunk. R: rows of logits. P: the cache's capacity in positions. W: the slots of a cache
+// that is a ring.
+enum class Symbol { T, R, P, W };
+inline constexpr std::array kAllSymbols = {Symbol::T, Symbol::R, Symbol::P, Symbol::W};
 
 std::string_view name_of(Symbol symbol);
 Symbol symbol_named(std::string_view name);
@@ -35,6 +36,9 @@ struct Dimension {
 
 inline Dimension fixed(std::size_t size) { return {.symbol = {}, .size = size}; }
 inline Dimension rows_dimension(Symbol symbol) { return {.symbol = symbol, .size = 0}; }
+inline bool counts_rows(const Dimension& dimension) {
+  return dimension.symbol == Symbol::T || dimension.symbol == Symbol::R;
+}
 
 using Shape = std::vector<Dimension>;
 
@@ -60,8 +64,9 @@ enum class ValueKind { input, state, output, constant, temporary };
 struct Value {
   ValueKind kind;
   std::string name = {};  // of inputs, states and outputs
-  Dtype dtype;            // a state may also be float16
+  Dtype dtype;            // a cache may also be float16 or int8
   Shape shape;
+  bool is_cache = false;  // a state of keys or values
   // Of a constant.
   const void* data = nullptr;
   std::shared_ptr<const void> owner = {};

@@ -1,128 +1,17 @@
-// attention against a double-precision softmax; and its promise that neither splits, nor chunks, nor the
-// instruction set change a bit.
+// attention against a double-precision softmax; and its promise that neither splits, nor chunks, nor rings,
+// nor the instruction set change a bit.
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <vector>
 
 #include "kernels/tables.h"
-#include "tests/guarded_buffer.h"
+#include "tests/attention_prompt.h"
 #include "tests/half.h"
-#include "tests/random.h"
 #include "tests/tests.h"
 
 namespace chunkrt::testing {
 namespace {
-
-struct Shape {
-  std::size_t num_heads, num_kv_heads, head_dim, rotary_dim, length;
-  CacheType cache_type;
-};
-
-// Groups of 1, 2, 3, 5 and 40 heads; head dims off and on the kernels' vectors; lengths around their blocks.
-constexpr Shape kShapes[] = {
-    {1, 1, 1, 0, 3, CacheType::float32},      {2, 1, 3, 2, 7, CacheType::float16},
-    {2, 2, 8, 8, 65, CacheType::float32},     {6, 2, 20, 12, 70, CacheType::float16},
-    {9, 3, 64, 64, 95, CacheType::float16},   {9, 3, 64, 64, 130, CacheType::float32},
-    {5, 1, 72, 32, 40, CacheType::float32},   {4, 2, 80, 80, 129, CacheType::float16},
-    {40, 1, 16, 16, 66, CacheType::float16},  {2, 1, 96, 24, 64, CacheType::float32},
-    {2, 1, 128, 128, 63, CacheType::float16}, {3, 3, 33, 18, 193, CacheType::float32},
-};
-
-std::string describe(const Shape& shape) {
-  return std::to_string(shape.num_heads) + "/" + std::to_string(shape.num_kv_heads) + " heads of " +
-         std::to_string(shape.head_dim) + ", rotary " + std::to_string(shape.rotary_dim) + ", " +
-         std::to_string(shape.length) + " rows, " +
-         (shape.cache_type == CacheType::float16 ? "float16" : "float32");
-}
-
-std::size_t row_width(const Shape& s) { return (s.num_heads + 2 * s.num_kv_heads) * s.head_dim; }
-std::size_t out_width(const Shape& s) { return s.num_heads * s.head_dim; }
-float scale_of(const Shape& s) { return 1.0f / std::sqrt(static_cast<float>(s.head_dim)); }
-
-struct Kernels {
-  AttentionFunction* append;
-  AttentionFunction* attend;
-};
-
-// One prompt of shape.length rows: the inputs, in guarded memory.
-struct Prompt {
-  explicit Prompt(const Shape& shape_, float limit = 2.0f)
-      : shape(shape_),
-        qkv(Random(1).floats(shape.length * row_width(shape), limit)),
-        cos(shape.length * shape.rotary_dim / 2),
-        sin(shape.length * shape.rotary_dim / 2) {
-    for (std::size_t i = 0; i < cos.size(); ++i) {
-      const double half = static_cast<double>(shape.rotary_dim / 2),
-                   pair = std::fmod(static_cast<double>(i), half);
-      const double angle = std::floor(static_cast<double>(i) / half) * std::pow(10000.0, -pair / half);
-      cos[i] = static_cast<float>(std::cos(angle));
-      sin[i] = static_cast<float>(std::sin(angle));
-    }
-  }
-
-  Shape shape;
-  GuardedBuffer<float> qkv, cos, sin;
-};
-
-// What a run leaves behind.
-struct Result {
-  std::vector<float> out;
-  std::vector<std::byte> keys, values;
-};
-
-struct Run {
-  std::size_t chunk = 1000;           // rows a call
-  std::size_t items_per_call = 1000;  // of either phase
-  bool is_backwards = false;          // calls within a phase, last first
-};
-
-void call_in_pieces(AttentionFunction* function, const AttentionArgs& args, std::size_t num_items,
-                    const Run& run, float* scratch) {
-  const std::size_t num_calls = (num_items + run.items_per_call - 1) / run.items_per_call;
-  for (std::size_t i = 0; i < num_calls; ++i) {
-    const std::size_t begin = (run.is_backwards ? num_calls - 1 - i : i) * run.items_per_call;
-    function(args, begin, std::min(begin + run.items_per_call, num_items), scratch);
-  }
-}
-
-Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const Run& run = {}) {
-  const Shape& s = prompt.shape;
-  const std::size_t element_bytes = s.cache_type == CacheType::float32 ? 4 : 2;
-  // Whatever the cache holds beyond what was appended must not matter: all bits set is a NaN in both types.
-  const std::vector<std::byte> nans(s.num_kv_heads * s.length * s.head_dim * element_bytes, std::byte{0xff});
-  GuardedBuffer<std::byte> keys(nans), values(nans);
-  GuardedBuffer<float> scratch(attention_scratch_floats(s.head_dim));
-  Result result;
-  for (std::size_t position = 0; position < s.length; position += run.chunk) {
-    const std::size_t rows = std::min(run.chunk, s.length - position);
-    GuardedBuffer<float> qkv(std::vector<float>(prompt.qkv.data() + position * row_width(s),
-                                                prompt.qkv.data() + (position + rows) * row_width(s)));
-    GuardedBuffer<float> out(rows * out_width(s));
-    std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
-    const AttentionArgs args = {.qkv = qkv.data(),
-                                .cos = prompt.cos.data(),
-                                .sin = prompt.sin.data(),
-                                .key_cache = keys.data(),
-                                .value_cache = values.data(),
-                                .cache_type = s.cache_type,
-                                .out = out.data(),
-                                .rows = rows,
-                                .position = position,
-                                .capacity = s.length,
-                                .num_heads = s.num_heads,
-                                .num_kv_heads = s.num_kv_heads,
-                                .head_dim = s.head_dim,
-                                .rotary_dim = s.rotary_dim,
-                                .scale = scale_of(s)};
-    call_in_pieces(kernels.append, args, rows, run, scratch.data());
-    call_in_pieces(kernels.attend, args, attend_items(args), run, scratch.data());
-    result.out.insert(result.out.end(), out.data(), out.data() + out.size());
-  }
-  result.keys = keys.copy();
-  result.values = values.copy();
-  return result;
-}
 
 void check_same_result(const Result& found, const Result& expected, const std::string& what) {
   check(found.keys == expected.keys, what + ": the key caches differ");
@@ -130,52 +19,79 @@ void check_same_result(const Result& found, const Result& expected, const std::s
   check_same(found.out.data(), expected.out.data(), expected.out.size(), what + ": the output");
 }
 
-double cache_element(const std::vector<std::byte>& cache, CacheType type, std::size_t index) {
-  if (type == CacheType::float32) {
-    float value;
-    std::memcpy(&value, cache.data() + index * 4, 4);
-    return static_cast<double>(value);
-  }
-  std::uint16_t half;
-  std::memcpy(&half, cache.data() + index * 2, 2);
-  return half_value(half);
+template <typename T>
+T read(const std::byte* bytes) {
+  T value;
+  std::memcpy(&value, bytes, sizeof(T));
+  return value;
 }
 
-std::vector<double> roped(const Prompt& prompt, std::size_t row, std::size_t column) {
-  const Shape& s = prompt.shape;
-  const std::size_t half = s.rotary_dim / 2;
-  const float* x = prompt.qkv.data() + row * row_width(s) + column;
-  std::vector<double> y(x, x + s.head_dim);
+// What a cache of s.length slots means for the position `row` of a head.
+std::vector<double> cached(const std::vector<std::byte>& cache, const Shape& s, std::size_t head,
+                           std::size_t row) {
+  const std::byte* bytes = cache.data() + (head * s.length + row) * cache_row_bytes(s.cache_type, s.head_dim);
+  std::vector<double> values(s.head_dim);
+  for (std::size_t d = 0; d < s.head_dim; ++d) {
+    switch (s.cache_type) {
+      case CacheType::float32:
+        values[d] = static_cast<double>(read<float>(bytes + d * 4));
+        break;
+      case CacheType::float16:
+        values[d] = half_value(read<std::uint16_t>(bytes + d * 2));
+        break;
+      case CacheType::int8:
+        values[d] = static_cast<double>(read<std::int8_t>(bytes + d)) *
+                    static_cast<double>(read<float>(bytes + s.head_dim));
+    }
+  }
+  return values;
+}
+
+std::vector<double> roped(const Prompt& prompt, std::size_t row, std::vector<double> x) {
+  const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + row;
   for (std::size_t i = 0; i < half; ++i) {
-    const double cos = static_cast<double>(prompt.cos[row * half + i]);
-    const double sin = static_cast<double>(prompt.sin[row * half + i]);
-    const double first = y[i], second = y[i + half];
-    y[i] = first * cos - second * sin;
-    y[i + half] = second * cos + first * sin;
+    const double cos = static_cast<double>(prompt.cos[table_row * half + i]);
+    const double sin = static_cast<double>(prompt.sin[table_row * half + i]);
+    const double first = x[i], second = x[i + half];
+    x[i] = first * cos - second * sin;
+    x[i + half] = second * cos + first * sin;
   }
-  return y;
+  return x;
 }
 
-// The caches hold the roped keys and the values, each rounded once more if float16.
+// head_dim columns of a row of qkv.
+std::vector<double> head_of(const Prompt& prompt, std::size_t row, std::size_t column) {
+  const float* x = prompt.qkv.data() + row * row_width(prompt.shape) + column;
+  return {x, x + prompt.shape.head_dim};
+}
+
+void check_cached(const std::vector<double>& found, const std::vector<double>& expected, CacheType type,
+                  double error, const std::string& what) {
+  double largest = 0.0;
+  for (const double x : expected) largest = std::max(largest, std::fabs(x));
+  for (std::size_t d = 0; d < found.size(); ++d) {
+    // float16 rounds relatively to an element, int8 to half a step of its row, of which 254 are the largest's
+    // double; scale, quotient and product round in float32.
+    const double storage_error = type == CacheType::float16 ? std::fabs(expected[d]) * 0x1p-11 + 0x1p-25
+                                 : type == CacheType::int8  ? largest * (1.0 / 254.0 + 0x1p-20)
+                                                            : 0.0;
+    check(std::fabs(found[d] - expected[d]) <= storage_error + error, what + " in the cache is wrong");
+  }
+}
+
+// The caches hold the keys, roped unless they are raw, and the values, rounded as the type does.
 void check_caches(const Prompt& prompt, const Result& result) {
   const Shape& s = prompt.shape;
-  const double storage_error = s.cache_type == CacheType::float16 ? 0x1p-11 : 0.0;
   for (std::size_t head = 0; head < s.num_kv_heads; ++head) {
     for (std::size_t row = 0; row < s.length; ++row) {
       const std::size_t key_column = (s.num_heads + head) * s.head_dim;
-      const std::vector<double> key = roped(prompt, row, key_column);
-      const float* value = prompt.qkv.data() + row * row_width(s) + key_column + s.num_kv_heads * s.head_dim;
-      for (std::size_t d = 0; d < s.head_dim; ++d) {
-        const std::size_t index = (head * s.length + row) * s.head_dim + d;
-        const double found_key = cache_element(result.keys, s.cache_type, index);
-        const double found_value = cache_element(result.values, s.cache_type, index);
-        const double expected_value = static_cast<double>(value[d]);
-        // Both products are at most 2, each rounded at most once in float32.
-        check(std::fabs(found_key - key[d]) <= std::fabs(key[d]) * storage_error + 4.0 * 0x1p-23 + 0x1p-25,
-              "a key in the cache is wrong");
-        check(std::fabs(found_value - expected_value) <= std::fabs(expected_value) * storage_error + 0x1p-25,
-              "a value in the cache is wrong");
-      }
+      const std::vector<double> key = head_of(prompt, row, key_column);
+      // Both products of a roped key are at most 2, each rounded at most once in float32.
+      check_cached(cached(result.keys, s, head, row), s.has_raw_keys ? key : roped(prompt, row, key),
+                   s.cache_type, s.has_raw_keys ? 0.0 : 4.0 * 0x1p-23, "a key");
+      check_cached(cached(result.values, s, head, row),
+                   head_of(prompt, row, key_column + s.num_kv_heads * s.head_dim), s.cache_type, 0.0,
+                   "a value");
     }
   }
 }
@@ -185,39 +101,46 @@ void check_output(const Prompt& prompt, const Result& result) {
   constexpr double kUnit = 0x1p-24;
   const double dims = static_cast<double>(s.head_dim);
   for (std::size_t row = 0; row < s.length; ++row) {
-    const double num_keys = static_cast<double>(row + 1);
+    const std::size_t first_key = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
+    const double num_keys = static_cast<double>(row + 1 - first_key);
     for (std::size_t head = 0; head < s.num_heads; ++head) {
       const std::size_t kv_head = head / (s.num_heads / s.num_kv_heads);
-      const std::vector<double> query = roped(prompt, row, head * s.head_dim);
+      const std::vector<double> query = roped(prompt, row, head_of(prompt, row, head * s.head_dim));
+      const double scale = static_cast<double>(scale_of(s));
       std::vector<double> weights(row + 1);
       double largest_sum = 0.0, max = -std::numeric_limits<double>::infinity();
-      for (std::size_t key = 0; key <= row; ++key) {
+      for (std::size_t key = first_key; key <= row; ++key) {
         double sum_of_magnitudes = 0.0;
+        std::vector<double> k = cached(result.keys, s, kv_head, key);
+        if (s.has_raw_keys) k = roped(prompt, key, k);
         for (std::size_t d = 0; d < s.head_dim; ++d) {
-          const std::size_t index = (kv_head * s.length + key) * s.head_dim + d;
-          const double k = cache_element(result.keys, s.cache_type, index);
-          const double product = query[d] * k * static_cast<double>(scale_of(s));
+          const double product = query[d] * k[d] * scale;
           weights[key] += product;
-          // A roped query's error is relative to its two terms, each at most 2.
-          sum_of_magnitudes += std::fabs(product) + 4.0 * std::fabs(k) * static_cast<double>(scale_of(s));
+          // The error of what is roped is relative to its two terms, each at most 2; of int8 a trifle more.
+          const double terms = std::fabs(k[d]) + (s.has_raw_keys ? std::fabs(query[d]) : 0.0);
+          sum_of_magnitudes += std::fabs(product) + 4.1 * terms * scale;
         }
         largest_sum = std::max(largest_sum, sum_of_magnitudes);
         max = std::max(max, weights[key]);
       }
       double sum = 0.0;
-      for (double& weight : weights) sum += weight = std::exp(weight - max);
+      for (std::size_t key = first_key; key <= row; ++key) {
+        sum += weights[key] = std::exp(weights[key] - max);
+      }
       // Scores are off by at most this, weights relatively by twice that (one's own and the maximum's) and
       // the roundings of exp, of the rescaling of each block and of the sums.
       const double score_error = (dims + 4.0) * kUnit * largest_sum;
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit;
-      for (std::size_t d = 0; d < s.head_dim; ++d) {
-        double expected = 0.0, magnitude = 0.0;
-        for (std::size_t key = 0; key <= row; ++key) {
-          const std::size_t index = (kv_head * s.length + key) * s.head_dim + d;
-          const double value = cache_element(result.values, s.cache_type, index);
-          expected += weights[key] / sum * value;
-          magnitude += weights[key] / sum * std::fabs(value);
+      std::vector<double> expected_row(s.head_dim), magnitudes(s.head_dim);
+      for (std::size_t key = first_key; key <= row; ++key) {
+        const std::vector<double> value = cached(result.values, s, kv_head, key);
+        for (std::size_t d = 0; d < s.head_dim; ++d) {
+          expected_row[d] += weights[key] / sum * value[d];
+          magnitudes[d] += weights[key] / sum * std::fabs(value[d]);
         }
+      }
+      for (std::size_t d = 0; d < s.head_dim; ++d) {
+        const double expected = expected_row[d], magnitude = magnitudes[d];
         const double found = static_cast<double>(result.out[row * out_width(s) + head * s.head_dim + d]);
         if (std::fabs(found - expected) <= relative_error * magnitude) continue;
         throw Failure("row " + std::to_string(row) + ", head " + std::to_string(head) + ", dim " +
@@ -255,6 +178,46 @@ void test_bits(const Kernels& kernels) {
                       describe(shape) + ", item by item");
     check_same_result(attend_prompt(prompt, kernels, {.items_per_call = 1, .is_backwards = true}), expected,
                       describe(shape) + ", item by item from the last");
+  }
+}
+
+// A ring that begins anew many times, as often as each size of chunks allows.
+void test_rings(const Kernels& kernels) {
+  for (const Shape& shape : kShapes) {
+    if (shape.window == 0) continue;
+    const Prompt prompt(shape);
+    const Result expected = attend_prompt(prompt, kernels);
+    for (const std::size_t chunk : {1u, 31u, 32u, 64u, 65u, 95u}) {
+      const Result found = attend_prompt(prompt, kernels, {.chunk = chunk, .is_ring = true});
+      check_same(found.out.data(), expected.out.data(), expected.out.size(),
+                 describe(shape) + ", a ring, chunks of " + std::to_string(chunk));
+    }
+  }
+}
+
+// Far from position 0 a ring's rows see what they see near it, as soon as their windows are full; and reading
+// all positions before would not end.
+void test_far_positions(const Kernels& kernels) {
+  const Shape shape = {4, 2, 16, 16, 150, CacheType::float16, 40};
+  const Prompt prompt(shape);
+  const Result near = attend_prompt(prompt, kernels, {.chunk = 32, .is_ring = true});
+  const std::size_t far_position = ring_slots(shape, 32) << 40;
+  const Result far =
+      attend_prompt(prompt, kernels, {.chunk = 32, .is_ring = true, .first_position = far_position});
+  const std::size_t begin = (shape.window - 1) * out_width(shape);
+  check_same(far.out.data() + begin, near.out.data() + begin, near.out.size() - begin, "rows far away");
+}
+
+void test_raw_keys(const Kernels& kernels) {
+  for (Shape shape : kShapes) {
+    if (shape.cache_type != CacheType::float32) continue;
+    shape.has_raw_keys = false;
+    const Result expected = attend_prompt(Prompt(shape), kernels);
+    shape.has_raw_keys = true;
+    for (const std::size_t chunk : {1u, 33u, 1000u}) {
+      const Result found = attend_prompt(Prompt(shape), kernels, {.chunk = chunk});
+      check_same(found.out.data(), expected.out.data(), expected.out.size(), describe(shape));
+    }
   }
 }
 
@@ -309,18 +272,29 @@ void test_small_weights(const Kernels& kernels) {
   }
 }
 
-// A row that is not finite spoils itself and those after it, none before, whatever is beside it in a tile.
+// A row that is not finite spoils itself and those after it that see it, none before and none whose window
+// has left it behind, whatever is beside them in a tile.
 void test_not_finite(const Kernels& kernels) {
-  const Shape shape = {3, 1, 16, 16, 80, CacheType::float32};
   constexpr std::size_t kBadRow = 70;
-  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    Prompt prompt(shape);
-    const Result clean = attend_prompt(prompt, kernels);
-    std::fill_n(prompt.qkv.data() + kBadRow * row_width(shape), row_width(shape), bad);
-    const Result result = attend_prompt(prompt, kernels);
-    check_same(result.out.data(), clean.out.data(), kBadRow * out_width(shape), "rows before");
-    for (std::size_t i = kBadRow * out_width(shape); i < result.out.size(); ++i) {
-      check(std::isnan(result.out[i]), "an output that depends on a row that is not finite is finite");
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
+                  kInfinity = std::numeric_limits<float>::infinity();
+  for (const std::size_t window : {0u, 1u, 5u, 40u, 64u, 65u}) {
+    for (const CacheType type : {CacheType::float32, CacheType::float16, CacheType::int8}) {
+      for (const float bad : {kNan, kInfinity, -kInfinity}) {
+        const Shape shape = {3, 1, 16, 16, 200, type, window};
+        Prompt prompt(shape);
+        const Result clean = attend_prompt(prompt, kernels);
+        std::fill_n(prompt.qkv.data() + kBadRow * row_width(shape), row_width(shape), bad);
+        const Result result = attend_prompt(prompt, kernels, {.chunk = 48, .is_ring = window > 0});
+        const std::size_t begin = kBadRow * out_width(shape);
+        const std::size_t end = window > 0 ? begin + window * out_width(shape) : result.out.size();
+        check_same(result.out.data(), clean.out.data(), begin, "rows before");
+        check_same(result.out.data() + end, clean.out.data() + end, result.out.size() - end,
+                   "rows that a window of " + std::to_string(window) + " has kept from it");
+        for (std::size_t i = begin; i < end; ++i) {
+          check(std::isnan(result.out[i]), "an output that depends on a row that is not finite is finite");
+        }
+      }
     }
   }
 }
@@ -346,8 +320,9 @@ void test_rounding_to_half(const Kernels& kernels) {
   std::copy(inputs.begin(), inputs.end(), prompt.qkv.data() + head_dim);
   const Result result = attend_prompt(prompt, kernels);
   for (const std::vector<std::byte>& cache : {result.keys, result.values}) {
+    const std::vector<double> halves = cached(cache, shape, 0, 0);
     for (std::size_t i = 0; i < head_dim; ++i) {
-      const double found = cache_element(cache, CacheType::float16, i), expected = rounded_to_half(inputs[i]);
+      const double found = halves[i], expected = rounded_to_half(inputs[i]);
       check(found == expected && std::signbit(found) == std::signbit(expected),
             std::to_string(inputs[i]) + " became " + std::to_string(found) + ", expected " +
                 std::to_string(expected));
@@ -370,6 +345,9 @@ void test_attention(Suite& suite) {
   };
   run("a double-precision softmax", test_truth);
   run("bits of the reference, of any chunks and of any split", test_bits);
+  run("rings", test_rings);
+  run("positions far from the first", test_far_positions);
+  run("raw keys", test_raw_keys);
   run("scores far apart", test_extreme_scores);
   run("small weights", test_small_weights);
   run("rows that are not finite", test_not_finite);

@@ -97,7 +97,7 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   const ValueId cos = constants.floats({kLength, kHeadDim / 2}, 1.0f);
   const ValueId sin = constants.floats({kLength, kHeadDim / 2}, 1.0f);
   const ValueId attended = builder.attention(
-      qkv, position, cos, sin, key_cache, value_cache,
+      qkv, position, position, cos, sin, key_cache, value_cache,
       {.num_heads = kHeads, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .scale = 0.25f});
   const ValueId residual = constants.linear(attended, kHeads * kHeadDim, kHidden, hidden);
   const ValueId mlp_in = builder.rms_norm(residual, constants.floats({kHidden}, 1.0f), 1e-5f);

@@ -173,19 +173,19 @@ def _silu_mul(lowering: Lowering, node: Node) -> list[int]:
 
 
 @operators.register("CachedAttention", "chunkrt")
-def _cached_attention(lowering: Lowering, node: Node) -> list[int]:
-    num_heads, num_kv_heads, head_dim = (
-        int(_number(node.attributes[name])) for name in ("num_heads", "num_kv_heads", "head_dim")
+@operators.register("RawKeyAttention", "chunkrt")
+def _attention(lowering: Lowering, node: Node) -> list[int]:
+    num_heads, num_kv_heads, head_dim, window = (
+        int(_number(node.attributes[name])) for name in ("num_heads", "num_kv_heads", "head_dim", "window")
     )
-    qkv, position, _, *others = lowering.values(node)
     value = lowering.builder.attention(
-        qkv,
-        position,
-        *others,
+        *lowering.values(node),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=_number(node.attributes["scale"]),
+        window=window,
+        has_raw_keys=node.op == "RawKeyAttention",
     )
     return [value]
 

@@ -3,26 +3,34 @@
 //
 // Two phases with a barrier between them: `append` ropes the keys of rows and writes keys and values to the
 // caches; `attend` ropes the queries and computes the output. Row t stands at position p = position + t, its
-// key and value go to cache index p, and it sees the keys 0..p.
+// key and value go to slot p % capacity, and it sees the keys j with p - window < j <= p, or 0..p without a
+// window.
 //
-// Rotary embedding (rotate-half), h = rotary_dim / 2, c and s the tables' row p; dimensions from rotary_dim
-// on pass through:
+// Rotary embedding (rotate-half), h = rotary_dim / 2, c and s row table_row - position + p of the tables;
+// dimensions from rotary_dim on pass through:
 //   y[i] = fma(x[i], c[i], -(x[i + h] * s[i])),  y[i + h] = fma(x[i + h], c[i], x[i] * s[i]),  i < h
-// A query is then multiplied by `scale`; a float16 cache rounds to nearest even, and past 65504 to infinity.
+// A query is then multiplied by `scale`. Raw keys are cached as they come, and `attend` ropes what it reads
+// of them: on float32 caches the same bits, as long as table_row - position stays the same.
+//
+// A float16 cache rounds to nearest even, and past 65504 to infinity. An int8 cache holds for each row of
+// head_dim values the int8 of quantize.h (quantize_s8row), then the bytes of their float32 scale; an element
+// read from it is float(q) * scale, rounded once.
 //
 // Softmax (online, after Milakov and Gimelshein 2018, and FlashAttention, Dao et al. 2022): for each block of
 // 64 keys, at absolute positions that are multiples of 64, and each query, with m = -inf, l = 0, o = 0 at
 // first:
 //   score[j] = the chain fma(q[d], k[j][d], score[j]) over d ascending from 0, for the keys j that are seen
-//   m' = max(m, max score),  a = e(m - m'),  w[j] = e(score[j] - m'),  0 for a key that is not seen
+//   m' = max(m, max score),  a = e(m - m'),  w[j] = e(score[j] - m')
 //   l = fma(l, a, sum w),  o[d] = the chain fma(w[j], v[j][d], o[d]) over j ascending from o[d] * a
-// and at last out[d] = o[d] * (1 / l). The sum has 16 partial sums, lane i adding w[i], w[i + 16], ...,
-// folded as in norm.h. e(x) is 0 for x < -87, else exp as elementwise.h defines it.
+// and at last out[d] = o[d] * (1 / l). A key that is not seen, before the window or past p, is not there: it
+// enters neither maximum nor chains, and a block of which nothing is seen is skipped. The sum has 16 partial
+// sums, lane i adding w[i], w[i + 16], ... of the block's keys that are seen, folded as in norm.h. e(x) is 0
+// for x < -87, else exp as elementwise.h defines it.
 //
 // Numerics: float32 throughout. Each row's arithmetic is the one above whatever stands beside it, so the bits
 // depend neither on the split of the work, nor on the chunking of the prompt, nor on the instruction set.
 // Weights below e^-87 count as 0. A NaN or an infinity in a row reaches that row's output and, through the
-// caches, the rows after it, never those before.
+// caches, the rows after it that see it, no others.
 #pragma once
 
 #include <cstddef>
@@ -30,19 +38,30 @@
 
 namespace chunkrt {
 
-enum class CacheType { float32, float16 };
+enum class CacheType { float32, float16, int8 };
+
+// Bytes of one position of one head in a cache.
+constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
+  if (type == CacheType::int8) return head_dim + sizeof(float);
+  return head_dim * (type == CacheType::float16 ? sizeof(std::uint16_t) : sizeof(float));
+}
 
 struct AttentionArgs {
   const float* qkv;      // float32 [rows, (num_heads + 2 * num_kv_heads) * head_dim]: q | k | v along a row
-  const float* cos;      // float32 [context, rotary_dim / 2], context >= position + rows
+  const float* cos;      // float32 [context, rotary_dim / 2], context >= table_row + rows
   const float* sin;      // as cos
-  void* key_cache;       // [num_kv_heads, capacity, head_dim] of cache_type
+  void* key_cache;       // [num_kv_heads, capacity, cache_row_bytes]
   void* value_cache;     // as key_cache
   CacheType cache_type;  // float16 is IEEE 754 binary16
+  bool has_raw_keys;     // the tables' row table_row - position + j exists for every key j that is seen
   float* out;            // float32 [rows, num_heads * head_dim]; may not overlap qkv
   std::size_t rows;
-  std::size_t position;   // of row 0; position + rows <= capacity
-  std::size_t capacity;   // positions in the caches
+  std::size_t position;   // of row 0
+  std::size_t table_row;  // of cos and sin, for row 0
+  // Slots of the caches: position + rows or more. Fewer are a ring, which needs a window, and of slots a
+  // multiple of 64 and window + rows - 1 or more.
+  std::size_t capacity;
+  std::size_t window;     // 0: none
   std::size_t num_heads;  // a multiple of num_kv_heads
   std::size_t num_kv_heads;
   std::size_t head_dim;    // any; a multiple of 16 is fastest

@@ -45,6 +45,16 @@ void narrow(const float* input, std::uint16_t* out, std::size_t count) {
   }
 }
 
+void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
+  const __m256 scales = _mm256_set1_ps(scale);
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values + i));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scales));
+  }
+  for (; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
+}
+
 void transpose_8_by_8(const float* const* rows, std::size_t column, float* out) {
   __m256 pairs[8], quads[8];
   for (std::size_t i = 0; i < 8; i += 2) {
@@ -133,14 +143,17 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Scores become weights, 0 up to the next multiple of 16; rescale receives a of attention.h.
+// Scores become weights, and 0 beside those that are seen, to the nearest multiples of 16; rescale receives a
+// of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
   float differences[kLanes] = {};
+  const std::size_t begin = tile.first / 16 * 16;
   for (std::size_t q = 0; q < N; ++q) {
+    for (std::size_t key = begin; key < tile.first; ++key) scores[q][key] = -INFINITY;
     for (std::size_t key = tile.visible[q]; key % 16 != 0; ++key) scores[q][key] = -INFINITY;
     __m256 max = _mm256_set1_ps(tile.maxima[q]);
-    for (std::size_t key = 0; key < tile.visible[q]; key += kLanes) {
+    for (std::size_t key = begin; key < tile.visible[q]; key += kLanes) {
       max = _mm256_max_ps(_mm256_loadu_ps(scores[q] + key), max);
     }
     const float new_max = horizontal_max(max);
@@ -151,7 +164,7 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   for (std::size_t q = 0; q < N; ++q) {
     const __m256 max = _mm256_set1_ps(tile.maxima[q]);
     __m256 low_sum = _mm256_setzero_ps(), high_sum = _mm256_setzero_ps();
-    for (std::size_t key = 0; key < tile.visible[q]; key += 16) {
+    for (std::size_t key = begin; key < tile.visible[q]; key += 16) {
       const __m256 low = exp_of_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(scores[q] + key), max));
       const __m256 high = exp_of_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(scores[q] + key + kLanes), max));
       _mm256_storeu_ps(scores[q] + key, low);
@@ -177,8 +190,8 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
       sums[q][v] = _mm256_mul_ps(old, _mm256_broadcast_ss(rescale + q));
     }
   }
-  const float* values = block.values + d;
-  for (std::size_t key = 0; key < tile.visible[0]; ++key, values += block.head_dim) {
+  const float* values = block.values + tile.first * block.head_dim + d;
+  for (std::size_t key = tile.first; key < tile.visible[0]; ++key, values += block.head_dim) {
 #pragma GCC unroll 6
     for (std::size_t q = 0; q < N; ++q) {
       const __m256 weight = _mm256_broadcast_ss(weights[q] + key);
@@ -210,7 +223,7 @@ void accumulate_rest(const KeyBlock& block, const QueryTile& tile, const float (
   for (; d < block.head_dim; ++d) {
     for (std::size_t q = 0; q < N; ++q) {
       float sum = tile.outs[q][d] * rescale[q];
-      for (std::size_t key = 0; key < tile.visible[q]; ++key) {
+      for (std::size_t key = tile.first; key < tile.visible[q]; ++key) {
         sum = fmaf(weights[q][key], block.values[key * block.head_dim + d], sum);
       }
       tile.outs[q][d] = sum;
@@ -221,7 +234,7 @@ void accumulate_rest(const KeyBlock& block, const QueryTile& tile, const float (
 template <std::size_t N>
 void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   float weights[N][kKeysPerBlock], rescale[kLanes];
-  for (std::size_t key = 0; key < tile.visible[N - 1]; key += 16) {
+  for (std::size_t key = tile.first / 16 * 16; key < tile.visible[N - 1]; key += 16) {
     score<N>(block, tile.queries, key, weights);
   }
   weigh<N>(tile, weights, rescale);
@@ -237,6 +250,8 @@ constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, at
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,
                                              .widen = widen_f32_f16_avx2,
+                                             .quantize = quantize_s8row_f32_avx2,
+                                             .dequantize = dequantize,
                                              .transpose = transpose,
                                              .attend_tile = kAttendTile,
                                              .queries_per_tile = kQueriesPerTile};

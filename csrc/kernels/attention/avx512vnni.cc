@@ -41,6 +41,15 @@ void narrow(const float* input, std::uint16_t* out, std::size_t count) {
   }
 }
 
+void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
+  const __m512 scales = _mm512_set1_ps(scale);
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 lanes = lanes_of(i, count);
+    const __m512i integers = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, values + i));
+    _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), scales));
+  }
+}
+
 // Four perfect shuffles of sixteen rows transpose them: each interleaves row i with row i + 8.
 void transpose_16_by_16(const float* const* rows, std::size_t column, __mmask16 lanes, float* out) {
   const __m512i interleave_low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -124,9 +133,11 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
   float differences[kLanes] = {};
+  const std::size_t begin = tile.first / kLanes * kLanes;
   for (std::size_t q = 0; q < N; ++q) {
+    for (std::size_t key = begin; key < tile.first; ++key) scores[q][key] = -INFINITY;
     __m512 max = _mm512_set1_ps(tile.maxima[q]);
-    for (std::size_t key = 0; key < tile.visible[q]; key += kLanes) {
+    for (std::size_t key = begin; key < tile.visible[q]; key += kLanes) {
       const __mmask16 lanes = lanes_of(key, tile.visible[q]);
       max = _mm512_mask_max_ps(max, lanes, _mm512_loadu_ps(scores[q] + key), max);
     }
@@ -138,7 +149,7 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   for (std::size_t q = 0; q < N; ++q) {
     const __m512 max = _mm512_set1_ps(tile.maxima[q]);
     __m512 sum = _mm512_setzero_ps();
-    for (std::size_t key = 0; key < tile.visible[q]; key += kLanes) {
+    for (std::size_t key = begin; key < tile.visible[q]; key += kLanes) {
       const __mmask16 lanes = lanes_of(key, tile.visible[q]);
       const __m512 weight = exp_of_nonpositive(_mm512_sub_ps(_mm512_loadu_ps(scores[q] + key), max));
       _mm512_storeu_ps(scores[q] + key, weight);
@@ -165,8 +176,8 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
       sums[q][v] = _mm512_mul_ps(old, _mm512_set1_ps(rescale[q]));
     }
   }
-  const float* values = block.values + d;
-  for (std::size_t key = 0; key < tile.visible[0]; ++key, values += block.head_dim) {
+  const float* values = block.values + tile.first * block.head_dim + d;
+  for (std::size_t key = tile.first; key < tile.visible[0]; ++key, values += block.head_dim) {
     __m512 value[V];
 #pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) value[v] = _mm512_maskz_loadu_ps(mask[v], values + v * kLanes);
@@ -198,7 +209,8 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
 template <std::size_t N>
 void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   float weights[N][kKeysPerBlock], rescale[kLanes];
-  for (std::size_t key = 0; key < tile.visible[N - 1]; key += 2 * kLanes) {
+  constexpr std::size_t kAtOnce = 2 * kLanes;
+  for (std::size_t key = tile.first / kAtOnce * kAtOnce; key < tile.visible[N - 1]; key += kAtOnce) {
     score<N>(block, tile.queries, key, weights);
   }
   weigh<N>(tile, weights, rescale);
@@ -217,6 +229,8 @@ constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, at
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,
                                              .widen = widen_f32_f16_avx512vnni,
+                                             .quantize = quantize_s8row_f32_avx512vnni,
+                                             .dequantize = dequantize,
                                              .transpose = transpose,
                                              .attend_tile = kAttendTile,
                                              .queries_per_tile = kQueriesPerTile};

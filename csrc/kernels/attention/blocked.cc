@@ -2,25 +2,67 @@
 #include "kernels/attention/blocked.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 namespace chunkrt {
 namespace {
 
-// `rows` neighbouring rows of a cache as float32: the cache itself, or a copy in `buffer`.
-const float* widened(const AttentionArgs& args, const void* cache, std::size_t index, std::size_t rows,
+// `count` neighbouring rows of a cache as float32: the cache itself, or a copy in `buffer`.
+const float* widened(const AttentionArgs& args, const void* cache, std::size_t offset, std::size_t count,
                      float* buffer, const AttentionOperations& operations) {
-  if (args.cache_type == CacheType::float32) return static_cast<const float*>(cache) + index;
-  operations.widen(static_cast<const std::uint16_t*>(cache) + index, buffer, rows * args.head_dim);
+  const auto* rows = static_cast<const std::byte*>(cache) + offset;
+  if (args.cache_type == CacheType::float32) return reinterpret_cast<const float*>(rows);
+  if (args.cache_type == CacheType::float16) {
+    operations.widen(reinterpret_cast<const std::uint16_t*>(rows), buffer, count * args.head_dim);
+    return buffer;
+  }
+  for (std::size_t row = 0; row < count; ++row) {
+    float scale;
+    std::memcpy(&scale, rows + args.head_dim, sizeof(scale));
+    operations.dequantize(reinterpret_cast<const std::int8_t*>(rows), scale, buffer + row * args.head_dim,
+                          args.head_dim);
+    rows += cache_row_bytes(args.cache_type, args.head_dim);
+  }
   return buffer;
 }
 
-void store(const AttentionArgs& args, void* cache, std::size_t index, const float* values,
+// `scratch`: head_dim floats and 3 more.
+void store(const AttentionArgs& args, void* cache, std::size_t offset, const float* values, float* scratch,
            const AttentionOperations& operations) {
-  if (args.cache_type == CacheType::float32) {
-    std::copy_n(values, args.head_dim, static_cast<float*>(cache) + index);
-  } else {
-    operations.narrow(values, static_cast<std::uint16_t*>(cache) + index, args.head_dim);
+  auto* const row = static_cast<std::byte*>(cache) + offset;
+  switch (args.cache_type) {
+    case CacheType::float32:
+      std::memcpy(row, values, args.head_dim * sizeof(float));
+      return;
+    case CacheType::float16:
+      operations.narrow(values, reinterpret_cast<std::uint16_t*>(row), args.head_dim);
+      return;
+    case CacheType::int8:
+      float scale;
+      std::int32_t sum;
+      auto* const integers = reinterpret_cast<std::int8_t*>(scratch);
+      operations.quantize({.input = values,
+                           .values = integers,
+                           .scales = &scale,
+                           .sums = &sum,
+                           .remainder = nullptr,
+                           .width = args.head_dim,
+                           .padded_width = (args.head_dim + 3) / 4 * 4},
+                          0, 1);
+      std::memcpy(row, integers, args.head_dim);
+      std::memcpy(row + args.head_dim, &scale, sizeof(scale));
+  }
+}
+
+// The raw keys of the positions from `start` on, roped from the first that a query sees: in `roped`, which
+// may be `keys`.
+void rope_keys(const AttentionArgs& args, const float* keys, std::size_t start, std::size_t first,
+               std::size_t end, float* roped, const AttentionOperations& operations) {
+  for (std::size_t key = std::max(start, first); key < end; ++key) {
+    const std::size_t offset = (key - start) * args.head_dim, index = table_index(args, key);
+    operations.rope(keys + offset, args.cos + index, args.sin + index, args.head_dim, args.rotary_dim, 1.0f,
+                    roped + offset);
   }
 }
 
@@ -33,7 +75,8 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
 
   float* outs[kQueriesPerItem];
   float maxima[kQueriesPerItem], sums[kQueriesPerItem];
-  std::size_t num_keys[kQueriesPerItem], visible[kQueriesPerItem];
+  std::size_t first_keys[kQueriesPerItem], end_keys[kQueriesPerItem];
+  std::size_t first[kQueriesPerItem], visible[kQueriesPerItem];  // in a block
   for (std::size_t i = 0; i < item.num_queries; ++i) {
     const Query query = find_query(args, item.kv_head, item.first_query + i);
     operations.rope(query.input, query.cos, query.sin, head_dim, args.rotary_dim, args.scale,
@@ -42,28 +85,39 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
     outs[i] = query.out;
     maxima[i] = -std::numeric_limits<float>::infinity();
     sums[i] = 0.0f;
-    num_keys[i] = query.num_keys;
+    first_keys[i] = query.first_key;
+    end_keys[i] = query.end_key;
   }
 
-  const std::size_t item_keys = num_keys[item.num_queries - 1];
-  for (std::size_t start = 0; start < item_keys; start += kKeysPerBlock) {
-    const std::size_t block_keys = std::min(kKeysPerBlock, item_keys - start);
-    const std::size_t index = cache_index(args, item.kv_head, start);
-    operations.transpose(widened(args, args.key_cache, index, block_keys, buffer, operations), block_keys,
-                         head_dim, transposed);
+  const std::size_t item_first = find_query(args, item.kv_head, item.first_query).first_key;
+  const std::size_t item_end = end_keys[item.num_queries - 1];
+  for (std::size_t start = item_first / kKeysPerBlock * kKeysPerBlock; start < item_end;
+       start += kKeysPerBlock) {
+    const std::size_t block_keys = std::min(kKeysPerBlock, item_end - start);
+    const std::size_t offset = cache_offset(args, item.kv_head, start);
+    const float* keys = widened(args, args.key_cache, offset, block_keys, buffer, operations);
+    if (args.has_raw_keys) {
+      rope_keys(args, keys, start, item_first, start + block_keys, buffer, operations);
+      keys = buffer;
+    }
+    operations.transpose(keys, block_keys, head_dim, transposed);
     const KeyBlock block = {.keys = transposed,
-                            .values = widened(args, args.value_cache, index, block_keys, buffer, operations),
+                            .values = widened(args, args.value_cache, offset, block_keys, buffer, operations),
                             .head_dim = head_dim};
     for (std::size_t i = 0; i < item.num_queries; ++i) {
-      visible[i] = num_keys[i] > start ? std::min(kKeysPerBlock, num_keys[i] - start) : 0;
+      first[i] = first_keys[i] > start ? first_keys[i] - start : 0;
+      visible[i] = end_keys[i] > start ? std::min(kKeysPerBlock, end_keys[i] - start) : 0;
     }
-    for (std::size_t i = 0; i < item.num_queries; i += operations.queries_per_tile) {
-      const std::size_t tile = std::min(operations.queries_per_tile, item.num_queries - i);
-      if (visible[i + tile - 1] == 0) continue;
+    for (std::size_t i = 0, tile = 1; i < item.num_queries; i += tile) {
+      tile = 1;
+      if (visible[i] <= first[i]) continue;
+      const std::size_t most = std::min(operations.queries_per_tile, item.num_queries - i);
+      while (tile < most && first[i + tile] == first[i]) ++tile;
       operations.attend_tile[tile - 1](block, {.queries = roped + i * head_dim,
                                                .outs = outs + i,
                                                .maxima = maxima + i,
                                                .sums = sums + i,
+                                               .first = first[i],
                                                .visible = visible + i});
     }
   }
@@ -79,17 +133,20 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
 void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
                     const AttentionOperations& operations) {
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
-  const std::size_t half = args.rotary_dim / 2;
+  float* const roped = scratch;
+  float* const quantized = scratch + args.head_dim;
   for (std::size_t row = begin; row < end; ++row) {
-    const std::size_t position = args.position + row;
+    const std::size_t position = args.position + row, index = table_index(args, position);
     for (std::size_t head = 0; head < args.num_kv_heads; ++head) {
       const float* key = args.qkv + row * row_width + (args.num_heads + head) * args.head_dim;
-      const float* value = key + args.num_kv_heads * args.head_dim;
-      const std::size_t index = cache_index(args, head, position);
-      operations.rope(key, args.cos + position * half, args.sin + position * half, args.head_dim,
-                      args.rotary_dim, 1.0f, scratch);
-      store(args, args.key_cache, index, scratch, operations);
-      store(args, args.value_cache, index, value, operations);
+      const float* const value = key + args.num_kv_heads * args.head_dim;
+      const std::size_t offset = cache_offset(args, head, position);
+      if (!args.has_raw_keys) {
+        operations.rope(key, args.cos + index, args.sin + index, args.head_dim, args.rotary_dim, 1.0f, roped);
+        key = roped;
+      }
+      store(args, args.key_cache, offset, key, quantized, operations);
+      store(args, args.value_cache, offset, value, quantized, operations);
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include "kernels/attention/queries.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/quantize/quantize.h"
 
 namespace chunkrt {
 
@@ -16,13 +17,15 @@ struct KeyBlock {
   std::size_t head_dim;
 };
 
-// Neighbouring queries that go through a key block together. Rows ascend, so `visible` ascends.
+// Neighbouring queries that go through a key block together: each sees its keys from `first` to before
+// `visible`, one or more. Rows ascend, so `visible` ascends.
 struct QueryTile {
   const float* queries;        // [tile, head_dim], roped and scaled
   float* const* outs;          // [tile] pointers to [head_dim]
   float* maxima;               // [tile]: m of attention.h
   float* sums;                 // [tile]: l
-  const std::size_t* visible;  // [tile]: how many keys of the block each sees, 0 .. kKeysPerBlock
+  std::size_t first;           // above 0 only where the window of a row begins
+  const std::size_t* visible;  // [tile]: up to kKeysPerBlock
 };
 
 using AttendTileFunction = void(const KeyBlock& block, const QueryTile& tile);
@@ -35,6 +38,9 @@ struct AttentionOperations {
   // float32 to IEEE 754 binary16, to nearest even.
   void (*narrow)(const float* input, std::uint16_t* out, std::size_t count);
   WidenFunction* widen;
+  QuantizeFunction* quantize;
+  // out = float(values) * scale.
+  void (*dequantize)(const std::int8_t* values, float scale, float* out, std::size_t count);
   // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on are left or filled
   // freely.
   void (*transpose)(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out);

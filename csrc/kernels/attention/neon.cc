@@ -43,6 +43,18 @@ void narrow(const float* input, std::uint16_t* out, std::size_t count) {
   }
 }
 
+void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
+  std::size_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const int16x8_t integers = vmovl_s8(vld1_s8(values + i));
+    const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(integers)));
+    const float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(integers)));
+    vst1q_f32(out + i, vmulq_n_f32(low, scale));
+    vst1q_f32(out + i + kLanes, vmulq_n_f32(high, scale));
+  }
+  for (; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
+}
+
 void transpose_4_by_4(const float* const* rows, std::size_t column, float* out) {
   const float32x4_t a = vld1q_f32(rows[0] + column), b = vld1q_f32(rows[1] + column);
   const float32x4_t c = vld1q_f32(rows[2] + column), d = vld1q_f32(rows[3] + column);
@@ -135,14 +147,17 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Scores become weights, 0 up to the next multiple of 16; rescale receives a of attention.h.
+// Scores become weights, and 0 beside those that are seen, to the nearest multiples of 16; rescale receives a
+// of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
   float differences[kLanes] = {};
+  const std::size_t begin = tile.first / 16 * 16;
   for (std::size_t q = 0; q < N; ++q) {
+    for (std::size_t key = begin; key < tile.first; ++key) scores[q][key] = -INFINITY;
     for (std::size_t key = tile.visible[q]; key % 16 != 0; ++key) scores[q][key] = -INFINITY;
     float32x4_t max = vdupq_n_f32(tile.maxima[q]);
-    for (std::size_t key = 0; key < tile.visible[q]; key += kLanes) {
+    for (std::size_t key = begin; key < tile.visible[q]; key += kLanes) {
       max = vmaxq_f32(max, vld1q_f32(scores[q] + key));
     }
     const float new_max = vmaxvq_f32(max);
@@ -154,7 +169,7 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
     const float32x4_t max = vdupq_n_f32(tile.maxima[q]);
     float32x4_t sums[kVectors];
     for (std::size_t v = 0; v < kVectors; ++v) sums[v] = vdupq_n_f32(0.0f);
-    for (std::size_t key = 0; key < tile.visible[q]; key += kVectors * kLanes) {
+    for (std::size_t key = begin; key < tile.visible[q]; key += kVectors * kLanes) {
       for (std::size_t v = 0; v < kVectors; ++v) {
         float* const place = scores[q] + key + v * kLanes;
         const float32x4_t weight = exp_of_nonpositive(vsubq_f32(vld1q_f32(place), max));
@@ -179,8 +194,9 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
       sums[q][v] = vmulq_n_f32(vld1q_f32(tile.outs[q] + d + v * kLanes), rescale[q]);
     }
   }
-  const std::size_t shared = tile.visible[0];
-  multiply<N, V>(sums, weights[0], kKeysPerBlock, block.values + d, block.head_dim, shared);
+  const std::size_t first = tile.first, shared = tile.visible[0];
+  multiply<N, V>(sums, weights[0] + first, kKeysPerBlock, block.values + first * block.head_dim + d,
+                 block.head_dim, shared - first);
 #pragma GCC unroll 4
   for (std::size_t q = 0; q < N; ++q) {
     const float* late_values = block.values + shared * block.head_dim + d;
@@ -202,7 +218,7 @@ void accumulate_rest(const KeyBlock& block, const QueryTile& tile, const float (
   for (; d < block.head_dim; ++d) {
     for (std::size_t q = 0; q < N; ++q) {
       float sum = tile.outs[q][d] * rescale[q];
-      for (std::size_t key = 0; key < tile.visible[q]; ++key) {
+      for (std::size_t key = tile.first; key < tile.visible[q]; ++key) {
         sum = fmaf(weights[q][key], block.values[key * block.head_dim + d], sum);
       }
       tile.outs[q][d] = sum;
@@ -213,7 +229,8 @@ void accumulate_rest(const KeyBlock& block, const QueryTile& tile, const float (
 template <std::size_t N>
 void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   float weights[N][kKeysPerBlock], rescale[kLanes];
-  for (std::size_t key = 0; key < tile.visible[N - 1]; key += kVectors * kLanes) {
+  constexpr std::size_t kAtOnce = kVectors * kLanes;
+  for (std::size_t key = tile.first / kAtOnce * kAtOnce; key < tile.visible[N - 1]; key += kAtOnce) {
     score<N>(block, tile.queries, key, weights);
   }
   weigh<N>(tile, weights, rescale);
@@ -229,6 +246,8 @@ constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, at
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,
                                              .widen = widen_f32_f16_neon,
+                                             .quantize = quantize_s8row_f32_neon,
+                                             .dequantize = dequantize,
                                              .transpose = transpose,
                                              .attend_tile = kAttendTile,
                                              .queries_per_tile = kQueriesPerTile};

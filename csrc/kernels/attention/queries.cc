@@ -31,17 +31,24 @@ AttendItem attend_item(const AttentionArgs& args, std::size_t index) {
 Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t query) {
   const std::size_t group = args.num_heads / args.num_kv_heads;
   const std::size_t row = query / group, head = kv_head * group + query % group;
-  const std::size_t position = args.position + row, half = args.rotary_dim / 2;
+  const std::size_t position = args.position + row, end = position + 1;
+  const std::size_t index = table_index(args, position);
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
   return {.input = args.qkv + row * row_width + head * args.head_dim,
-          .cos = args.cos + position * half,
-          .sin = args.sin + position * half,
+          .cos = args.cos + index,
+          .sin = args.sin + index,
           .out = args.out + (row * args.num_heads + head) * args.head_dim,
-          .num_keys = position + 1};
+          .first_key = args.window > 0 && end > args.window ? end - args.window : 0,
+          .end_key = end};
 }
 
-std::size_t cache_index(const AttentionArgs& args, std::size_t kv_head, std::size_t position) {
-  return (kv_head * args.capacity + position) * args.head_dim;
+std::size_t table_index(const AttentionArgs& args, std::size_t position) {
+  return (args.table_row + position - args.position) * (args.rotary_dim / 2);
+}
+
+std::size_t cache_offset(const AttentionArgs& args, std::size_t kv_head, std::size_t position) {
+  const std::size_t slot = kv_head * args.capacity + position % args.capacity;
+  return slot * cache_row_bytes(args.cache_type, args.head_dim);
 }
 
 }  // namespace chunkrt

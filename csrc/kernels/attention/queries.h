@@ -18,17 +18,22 @@ struct AttendItem {
 
 // Where one query comes from and goes to.
 struct Query {
-  const float* input;    // [head_dim], not yet roped
-  const float* cos;      // [rotary_dim / 2]
-  const float* sin;      // as cos
-  float* out;            // [head_dim]
-  std::size_t num_keys;  // it sees the keys 0 .. num_keys - 1
+  const float* input;  // [head_dim], not yet roped
+  const float* cos;    // [rotary_dim / 2]
+  const float* sin;    // as cos
+  float* out;          // [head_dim]
+  std::size_t first_key;
+  std::size_t end_key;  // it sees the keys first_key .. end_key - 1
 };
 
 AttendItem attend_item(const AttentionArgs& args, std::size_t index);
 Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t query);
 
-// Index into a cache of its element [kv_head, position, 0].
-std::size_t cache_index(const AttentionArgs& args, std::size_t kv_head, std::size_t position);
+// The tables' row for a position, as an index of cos and sin.
+std::size_t table_index(const AttentionArgs& args, std::size_t position);
+
+// Bytes into a cache to the row of a position. Up to the next position that is a multiple of 64, rows follow
+// each other.
+std::size_t cache_offset(const AttentionArgs& args, std::size_t kv_head, std::size_t position);
 
 }  // namespace chunkrt

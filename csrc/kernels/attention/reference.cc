@@ -7,6 +7,7 @@
 
 #include "kernels/attention/queries.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/quantize/quantize.h"
 
 namespace chunkrt {
 namespace {
@@ -37,19 +38,41 @@ std::uint16_t narrow(float value) {
   return static_cast<std::uint16_t>(sign | (magnitude - 0x38000000u + to_nearest_even) >> 13);
 }
 
-void store(const AttentionArgs& args, void* cache, std::size_t index, const float* values) {
+// `scratch`: head_dim floats and 3 more.
+void store(const AttentionArgs& args, void* cache, std::size_t offset, const float* values, float* scratch) {
+  auto* const row = static_cast<std::byte*>(cache) + offset;
   if (args.cache_type == CacheType::float32) {
-    std::copy_n(values, args.head_dim, static_cast<float*>(cache) + index);
+    std::memcpy(row, values, args.head_dim * sizeof(float));
+  } else if (args.cache_type == CacheType::float16) {
+    std::transform(values, values + args.head_dim, reinterpret_cast<std::uint16_t*>(row), narrow);
   } else {
-    std::transform(values, values + args.head_dim, static_cast<std::uint16_t*>(cache) + index, narrow);
+    float scale;
+    std::int32_t sum;
+    auto* const integers = reinterpret_cast<std::int8_t*>(scratch);
+    quantize_s8row_f32_reference({.input = values,
+                                  .values = integers,
+                                  .scales = &scale,
+                                  .sums = &sum,
+                                  .remainder = nullptr,
+                                  .width = args.head_dim,
+                                  .padded_width = (args.head_dim + 3) / 4 * 4},
+                                 0, 1);
+    std::memcpy(row, integers, args.head_dim);
+    std::memcpy(row + args.head_dim, &scale, sizeof(scale));
   }
 }
 
-void load(const AttentionArgs& args, const void* cache, std::size_t index, std::size_t rows, float* values) {
+void load(const AttentionArgs& args, const void* cache, std::size_t offset, float* values) {
+  const auto* const row = static_cast<const std::byte*>(cache) + offset;
   if (args.cache_type == CacheType::float32) {
-    std::copy_n(static_cast<const float*>(cache) + index, rows * args.head_dim, values);
+    std::memcpy(values, row, args.head_dim * sizeof(float));
+  } else if (args.cache_type == CacheType::float16) {
+    widen_f32_f16_reference(reinterpret_cast<const std::uint16_t*>(row), values, args.head_dim);
   } else {
-    widen_f32_f16_reference(static_cast<const std::uint16_t*>(cache) + index, values, rows * args.head_dim);
+    float scale;
+    std::memcpy(&scale, row + args.head_dim, sizeof(scale));
+    const auto* const integers = reinterpret_cast<const std::int8_t*>(row);
+    for (std::size_t d = 0; d < args.head_dim; ++d) values[d] = static_cast<float>(integers[d]) * scale;
   }
 }
 
@@ -67,24 +90,32 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
   float* const roped = scratch;
   float* const keys = roped + args.head_dim;
   float* const values = keys + kKeysPerBlock * args.head_dim;
+  float* const raw_key = values + kKeysPerBlock * args.head_dim;
   rope(query.input, query.cos, query.sin, args, args.scale, roped);
   std::fill_n(query.out, args.head_dim, 0.0f);
   float max = -std::numeric_limits<float>::infinity(), sum = 0.0f;
-  for (std::size_t start = 0; start < query.num_keys; start += kKeysPerBlock) {
-    const std::size_t num_keys = std::min(kKeysPerBlock, query.num_keys - start);
-    load(args, args.key_cache, cache_index(args, kv_head, start), num_keys, keys);
-    load(args, args.value_cache, cache_index(args, kv_head, start), num_keys, values);
+  for (std::size_t start = query.first_key / kKeysPerBlock * kKeysPerBlock; start < query.end_key;
+       start += kKeysPerBlock) {
+    const std::size_t first = std::max(start, query.first_key) - start;
+    const std::size_t end = std::min(kKeysPerBlock, query.end_key - start);
+    for (std::size_t j = first; j < end; ++j) {
+      const std::size_t offset = cache_offset(args, kv_head, start + j), index = table_index(args, start + j);
+      float* const key = keys + j * args.head_dim;
+      load(args, args.key_cache, offset, args.has_raw_keys ? raw_key : key);
+      if (args.has_raw_keys) rope(raw_key, args.cos + index, args.sin + index, args, 1.0f, key);
+      load(args, args.value_cache, offset, values + j * args.head_dim);
+    }
 
     float weights[kKeysPerBlock] = {};
     const float old_max = max;
-    for (std::size_t j = 0; j < num_keys; ++j) {
+    for (std::size_t j = first; j < end; ++j) {
       for (std::size_t d = 0; d < args.head_dim; ++d) {
         weights[j] = std::fma(roped[d], keys[j * args.head_dim + d], weights[j]);
       }
       max = std::max(max, weights[j]);
     }
     float partial_sums[16] = {};
-    for (std::size_t j = 0; j < num_keys; ++j) {
+    for (std::size_t j = first; j < end; ++j) {
       weights[j] = exp_of_nonpositive(weights[j] - max);
       partial_sums[j % 16] += weights[j];
     }
@@ -95,7 +126,7 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
     sum = std::fma(sum, rescale, partial_sums[0]);
     for (std::size_t d = 0; d < args.head_dim; ++d) {
       query.out[d] *= rescale;
-      for (std::size_t j = 0; j < num_keys; ++j) {
+      for (std::size_t j = first; j < end; ++j) {
         query.out[d] = std::fma(weights[j], values[j * args.head_dim + d], query.out[d]);
       }
     }
@@ -108,15 +139,20 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
 void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                 float* scratch) {
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
-  const std::size_t half = args.rotary_dim / 2;
+  float* const roped = scratch;
+  float* const quantized = scratch + args.head_dim;
   for (std::size_t row = begin; row < end; ++row) {
-    const std::size_t position = args.position + row;
+    const std::size_t position = args.position + row, index = table_index(args, position);
     for (std::size_t head = 0; head < args.num_kv_heads; ++head) {
       const float* key = args.qkv + row * row_width + (args.num_heads + head) * args.head_dim;
-      const float* value = key + args.num_kv_heads * args.head_dim;
-      rope(key, args.cos + position * half, args.sin + position * half, args, 1.0f, scratch);
-      store(args, args.key_cache, cache_index(args, head, position), scratch);
-      store(args, args.value_cache, cache_index(args, head, position), value);
+      const float* const value = key + args.num_kv_heads * args.head_dim;
+      const std::size_t offset = cache_offset(args, head, position);
+      if (!args.has_raw_keys) {
+        rope(key, args.cos + index, args.sin + index, args, 1.0f, roped);
+        key = roped;
+      }
+      store(args, args.key_cache, offset, key, quantized);
+      store(args, args.value_cache, offset, value, quantized);
     }
   }
 }

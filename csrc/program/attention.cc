@@ -1,0 +1,151 @@
+// ProgramBuilder::attention: its operands, what every run must fulfil, and its two phases.
+#include <algorithm>
+#include <stdexcept>
+
+#include "kernels/attention/queries.h"
+#include "kernels/tables.h"
+#include "program/builder.h"
+
+namespace chunkrt {
+namespace {
+
+CacheType cache_type_of(Dtype dtype) {
+  if (dtype == Dtype::int8) return CacheType::int8;
+  return dtype == Dtype::float16 ? CacheType::float16 : CacheType::float32;
+}
+
+// "input 'position': 3 rows from 62 on do not fit: "
+std::string misfit(const std::string& name, std::size_t rows, std::int64_t first) {
+  return "input '" + name + "': " + std::to_string(rows) + " rows from " + std::to_string(first) +
+         " on do not fit: ";
+}
+
+bool fits(std::int64_t first, std::size_t rows, std::size_t limit) {
+  return first >= 0 && rows <= limit && static_cast<std::size_t>(first) <= limit - rows;
+}
+
+// A ring may begin anew only where a block of keys does, and may not overwrite what a row of the chunk sees.
+void check_ring(const std::string& name, std::int64_t first, std::size_t rows, std::size_t slots,
+                std::size_t window) {
+  if (first < 0) throw std::out_of_range(misfit(name, rows, first) + "positions count from 0");
+  if (fits(first, rows, slots)) return;
+  if (slots % kKeysPerBlock != 0) {
+    throw std::out_of_range(misfit(name, rows, first) + "a ring of " + std::to_string(slots) +
+                            " slots cannot begin anew, as that is no multiple of " +
+                            std::to_string(kKeysPerBlock));
+  }
+  if (rows > slots || window > slots - rows + 1) {
+    throw std::out_of_range(misfit(name, rows, first) + "rows that see " + std::to_string(window) +
+                            " positions need a ring of window + rows - 1 slots, it has " +
+                            std::to_string(slots));
+  }
+}
+
+}  // namespace
+
+ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId table_row, ValueId cos, ValueId sin,
+                                  ValueId key_cache, ValueId value_cache, const AttentionShape& shape) {
+  const std::size_t num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
+  const std::size_t most_heads = head_dim > 0 ? width_of(qkv) / head_dim : 0;
+  require(num_heads <= most_heads && num_kv_heads <= most_heads,
+          "attention: more heads than qkv has room for: " + std::to_string(num_heads) + " and " +
+              std::to_string(num_kv_heads) + " of " + std::to_string(head_dim) + " columns");
+  require(num_kv_heads > 0 && head_dim > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
+          "attention: expected the number of heads to be a multiple of that of kv heads, got " +
+              std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
+  const std::size_t qkv_width = (num_heads + 2 * num_kv_heads) * head_dim;
+  require(rows_of(qkv, "attention's qkv") == Symbol::T && width_of(qkv) == qkv_width,
+          "attention: expected qkv " +
+              describe(Dtype::float32, {rows_dimension(Symbol::T), fixed(qkv_width)}) + ", got " +
+              describe(Dtype::float32, value(qkv).shape));
+  for (const auto& [id, what] : {std::pair{position, "position"}, std::pair{table_row, "table_row"}}) {
+    const Value& start = value(id);
+    require(start.kind == ValueKind::input && start.dtype == Dtype::int64 && start.shape == Shape{fixed(1)},
+            "attention: expected " + std::string(what) + " to be an input int64 [1], got " +
+                describe(start.dtype, start.shape));
+  }
+  const Shape& found_shape = value(key_cache).shape;
+  const bool is_ring = shape.window > 0 && found_shape.size() == 3 && found_shape[1].symbol == Symbol::W;
+  const Symbol slots = is_ring ? Symbol::W : Symbol::P;
+  const Shape cache_shape = {fixed(num_kv_heads), rows_dimension(slots), fixed(head_dim)};
+  for (const ValueId id : {key_cache, value_cache}) {
+    const Value& cache = value(id);
+    require(cache.kind == ValueKind::state && cache.shape == cache_shape,
+            "attention: expected the caches to be states " + describe(cache.dtype, cache_shape) + ", got " +
+                describe(cache.dtype, cache.shape));
+    definition_.values[id].is_cache = true;
+  }
+  const Shape table_shape = value(cos).shape;
+  require(table_shape.size() == 2 && 2 * table_shape[1].size <= head_dim,
+          "attention: expected cos [context, rotary_dim / 2] with rotary_dim <= " + std::to_string(head_dim) +
+              ", got " + describe(value(cos).dtype, table_shape));
+  require_constant(cos, Dtype::float32, table_shape, "attention's cos");
+  require_constant(sin, Dtype::float32, table_shape, "attention's sin");
+  const std::size_t context = table_shape[0].size;
+
+  definition_.checks.push_back([=, name = value(position).name,
+                                table_name = value(table_row).name](const Frame& frame) {
+    if (frame.dtypes[key_cache] != frame.dtypes[value_cache]) {
+      throw std::invalid_argument("attention: the key and value caches must be of one type, got " +
+                                  std::string(name_of(frame.dtypes[key_cache])) + " and " +
+                                  std::string(name_of(frame.dtypes[value_cache])));
+    }
+    const std::int64_t first = *frame.get<const std::int64_t>(position);
+    const std::int64_t first_table_row = *frame.get<const std::int64_t>(table_row);
+    const std::size_t rows = frame.size_of(Symbol::T), num_slots = frame.size_of(slots);
+    if (is_ring) {
+      check_ring(name, first, rows, num_slots, shape.window);
+    } else if (!fits(first, rows, num_slots)) {
+      throw std::out_of_range(misfit(name, rows, first) + "the cache holds " + std::to_string(num_slots) +
+                              " positions");
+    }
+    if (!fits(first_table_row, rows, context)) {
+      throw std::out_of_range(misfit(table_name, rows, first_table_row) + "the rotary tables have " +
+                              std::to_string(context) + " rows");
+    }
+    if (!shape.has_raw_keys) return;
+    const auto window = static_cast<std::int64_t>(std::min<std::size_t>(shape.window, INT64_MAX));
+    const std::int64_t num_earlier = window > 0 ? std::min(first, window - 1) : first;
+    if (first_table_row < num_earlier) {
+      throw std::out_of_range("input '" + table_name + "': row " + std::to_string(first_table_row) +
+                              " of the rotary tables leaves no rows for the " + std::to_string(num_earlier) +
+                              " earlier keys that position " + std::to_string(first) + " sees");
+    }
+  });
+
+  const ValueId out = temporary(Dtype::float32, {rows_dimension(Symbol::T), fixed(num_heads * head_dim)});
+  const auto arguments = [=](const Frame& frame) {
+    return AttentionArgs{.qkv = frame.get<const float>(qkv),
+                         .cos = frame.get<const float>(cos),
+                         .sin = frame.get<const float>(sin),
+                         .key_cache = frame.get<void>(key_cache),
+                         .value_cache = frame.get<void>(value_cache),
+                         .cache_type = cache_type_of(frame.dtypes[key_cache]),
+                         .has_raw_keys = shape.has_raw_keys,
+                         .out = frame.get<float>(out),
+                         .rows = frame.size_of(Symbol::T),
+                         .position = static_cast<std::size_t>(*frame.get<const std::int64_t>(position)),
+                         .table_row = static_cast<std::size_t>(*frame.get<const std::int64_t>(table_row)),
+                         .capacity = frame.size_of(slots),
+                         .window = shape.window,
+                         .num_heads = num_heads,
+                         .num_kv_heads = num_kv_heads,
+                         .head_dim = head_dim,
+                         .rotary_dim = 2 * table_shape[1].size,
+                         .scale = shape.scale};
+  };
+  definition_.scratch_floats = std::max(definition_.scratch_floats, attention_scratch_floats(head_dim));
+  AttentionFunction* append = select_kernel(append_cache_f32_table()).function;
+  AttentionFunction* attend = select_kernel(attend_f32_f32_cache_table()).function;
+  const std::vector<ValueId> uses = {qkv, cos, sin, key_cache, value_cache, out};
+  add_row_step(Symbol::T, uses, [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+    append(arguments(frame), begin, end, scratch);
+  });
+  add_stage([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, uses,
+            [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+              attend(arguments(frame), begin, end, scratch);
+            });
+  return out;
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,169 @@
+// A prompt through the two phases of attention, in chunks and pieces as a test likes them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kernels/attention/attention.h"
+#include "tests/guarded_buffer.h"
+#include "tests/random.h"
+
+namespace chunkrt::testing {
+
+struct Shape {
+  std::size_t num_heads, num_kv_heads, head_dim, rotary_dim, length;
+  CacheType cache_type;
+  std::size_t window = 0;
+  bool has_raw_keys = false;
+  std::size_t first_table_row = 0;
+};
+
+// Groups of 1, 2, 3, 5 and 40 heads; head dims off and on the kernels' vectors; lengths around their blocks;
+// windows around blocks, and larger than the prompt.
+inline constexpr Shape kShapes[] = {
+    {1, 1, 1, 0, 3, CacheType::float32},
+    {2, 1, 3, 2, 7, CacheType::float16},
+    {2, 2, 8, 8, 65, CacheType::float32},
+    {6, 2, 20, 12, 70, CacheType::float16},
+    {9, 3, 64, 64, 95, CacheType::float16},
+    {9, 3, 64, 64, 130, CacheType::float32},
+    {5, 1, 72, 32, 40, CacheType::float32},
+    {4, 2, 80, 80, 129, CacheType::float16},
+    {40, 1, 16, 16, 66, CacheType::float16},
+    {2, 1, 96, 24, 64, CacheType::float32},
+    {2, 1, 128, 128, 63, CacheType::float16},
+    {3, 3, 33, 18, 193, CacheType::float32},
+    {9, 3, 64, 64, 95, CacheType::int8},
+    {5, 1, 33, 18, 130, CacheType::int8},
+    {2, 2, 1, 0, 65, CacheType::int8},
+    {4, 2, 24, 16, 70, CacheType::float32, 1},
+    {1, 1, 16, 16, 130, CacheType::float32, 5},
+    {9, 3, 20, 12, 200, CacheType::float16, 5},
+    {3, 1, 33, 18, 193, CacheType::float32, 63},
+    {8, 2, 64, 64, 193, CacheType::float16, 64},
+    {2, 2, 8, 8, 257, CacheType::float32, 65},
+    {4, 1, 72, 32, 200, CacheType::int8, 65},
+    {3, 1, 16, 16, 90, CacheType::float16, 1000},
+    {9, 3, 64, 64, 95, CacheType::float16, 0, true},
+    {5, 1, 33, 18, 193, CacheType::float32, 0, true, 7},
+    {4, 2, 20, 12, 200, CacheType::int8, 65, true, 3},
+    {2, 1, 16, 8, 193, CacheType::float32, 5, true},
+};
+
+inline std::string describe(const Shape& shape) {
+  return std::to_string(shape.num_heads) + "/" + std::to_string(shape.num_kv_heads) + " heads of " +
+         std::to_string(shape.head_dim) + ", rotary " + std::to_string(shape.rotary_dim) + ", " +
+         std::to_string(shape.length) + " rows, " +
+         (shape.cache_type == CacheType::float16 ? "float16"
+          : shape.cache_type == CacheType::int8  ? "int8"
+                                                 : "float32") +
+         ", window " + std::to_string(shape.window) + (shape.has_raw_keys ? ", raw keys" : "");
+}
+
+inline std::size_t row_width(const Shape& s) { return (s.num_heads + 2 * s.num_kv_heads) * s.head_dim; }
+inline std::size_t out_width(const Shape& s) { return s.num_heads * s.head_dim; }
+inline float scale_of(const Shape& s) { return 1.0f / std::sqrt(static_cast<float>(s.head_dim)); }
+
+struct Kernels {
+  AttentionFunction* append;
+  AttentionFunction* attend;
+};
+
+// One prompt of shape.length rows: the inputs, in guarded memory.
+struct Prompt {
+  explicit Prompt(const Shape& shape_, float limit = 2.0f)
+      : shape(shape_),
+        qkv(Random(1).floats(shape.length * row_width(shape), limit)),
+        cos((shape.first_table_row + shape.length) * shape.rotary_dim / 2),
+        sin(cos.size()) {
+    for (std::size_t i = 0; i < cos.size(); ++i) {
+      const double half = static_cast<double>(shape.rotary_dim / 2),
+                   pair = std::fmod(static_cast<double>(i), half);
+      const double angle = std::floor(static_cast<double>(i) / half) * std::pow(10000.0, -pair / half);
+      cos[i] = static_cast<float>(std::cos(angle));
+      sin[i] = static_cast<float>(std::sin(angle));
+    }
+  }
+
+  Shape shape;
+  GuardedBuffer<float> qkv, cos, sin;
+};
+
+// What a run leaves behind.
+struct Result {
+  std::vector<float> out;
+  std::vector<std::byte> keys, values;
+};
+
+struct Run {
+  std::size_t chunk = 1000;           // rows a call
+  std::size_t items_per_call = 1000;  // of either phase
+  bool is_backwards = false;          // calls within a phase, last first
+  bool is_ring = false;               // the caches have no more slots than such chunks need
+  std::size_t first_position = 0;     // of the prompt; a multiple of the slots
+};
+
+// The least multiple of 64 that a ring may have.
+inline std::size_t ring_slots(const Shape& s, std::size_t rows) {
+  return (s.window + rows - 1 + 63) / 64 * 64;
+}
+
+inline void call_in_pieces(AttentionFunction* function, const AttentionArgs& args, std::size_t num_items,
+                           const Run& run, float* scratch) {
+  const std::size_t num_calls = (num_items + run.items_per_call - 1) / run.items_per_call;
+  for (std::size_t i = 0; i < num_calls; ++i) {
+    const std::size_t begin = (run.is_backwards ? num_calls - 1 - i : i) * run.items_per_call;
+    function(args, begin, std::min(begin + run.items_per_call, num_items), scratch);
+  }
+}
+
+inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const Run& run = {}) {
+  const Shape& s = prompt.shape;
+  const std::size_t ring = ring_slots(s, std::min(run.chunk, s.length));
+  const std::size_t slots = run.is_ring ? ring : s.length;
+  // Whatever the cache holds beyond what was appended must not matter: all bits set is a NaN in all types, in
+  // int8 as the scale.
+  const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
+  const std::vector<std::byte> nans(s.num_kv_heads * slots * row_bytes, std::byte{0xff});
+  GuardedBuffer<std::byte> keys(nans), values(nans);
+  GuardedBuffer<float> scratch(attention_scratch_floats(s.head_dim));
+  std::fill_n(scratch.data(), scratch.size(), std::numeric_limits<float>::quiet_NaN());
+  Result result;
+  for (std::size_t position = 0; position < s.length; position += run.chunk) {
+    const std::size_t rows = std::min(run.chunk, s.length - position);
+    GuardedBuffer<float> qkv(std::vector<float>(prompt.qkv.data() + position * row_width(s),
+                                                prompt.qkv.data() + (position + rows) * row_width(s)));
+    GuardedBuffer<float> out(rows * out_width(s));
+    std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
+    const AttentionArgs args = {.qkv = qkv.data(),
+                                .cos = prompt.cos.data(),
+                                .sin = prompt.sin.data(),
+                                .key_cache = keys.data(),
+                                .value_cache = values.data(),
+                                .cache_type = s.cache_type,
+                                .has_raw_keys = s.has_raw_keys,
+                                .out = out.data(),
+                                .rows = rows,
+                                .position = run.first_position + position,
+                                .table_row = s.first_table_row + position,
+                                .capacity = slots,
+                                .window = s.window,
+                                .num_heads = s.num_heads,
+                                .num_kv_heads = s.num_kv_heads,
+                                .head_dim = s.head_dim,
+                                .rotary_dim = s.rotary_dim,
+                                .scale = scale_of(s)};
+    call_in_pieces(kernels.append, args, rows, run, scratch.data());
+    call_in_pieces(kernels.attend, args, attend_items(args), run, scratch.data());
+    result.out.insert(result.out.end(), out.data(), out.data() + out.size());
+  }
+  result.keys = keys.copy();
+  result.values = values.copy();
+  return result;
+}
+
+}  // namespace chunkrt::testing
