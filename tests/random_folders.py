@@ -26,13 +26,16 @@ def write_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
 
 
 def load_on(npu: str, folder: Path, **options: Any) -> Engine:
-    """Load with caches of float32 and, except on native, float linears; the test is skipped where native lacks what it
-    takes."""
+    """Load with caches of float32, unless told otherwise, and except on native with float linears.
+
+    The test is skipped where native lacks what it takes.
+    """
     scheme = "w8a8-dynamic" if npu == "native" else "float"
+    options = {"cache_dtype": "float32", "threads": 2, **options}
     if npu == "native":
-        with chunkrt.load(folder, npu="reference", scheme=scheme, **options) as engine:
+        with chunkrt.load(folder, npu="reference", scheme=scheme) as engine:
             backend, plan = make_backend("native", threads=1), engine.plan.with_raw_keys()
             for subgraph in plan.subgraphs:
                 if not (support := backend.supports(subgraph, plan, engine.scheme)):
                     pytest.skip(f"native has neither windows nor keys that are cached before RoPE: {support.reason}")
-    return chunkrt.load(folder, npu=npu, scheme=scheme, cache_dtype="float32", threads=2, **options)
+    return chunkrt.load(folder, npu=npu, scheme=scheme, **options)

@@ -114,6 +114,15 @@ def test_several_layers_shift_the_same_way_every_time_whatever_the_chunks(folder
         assert tokens == outcomes[0][1]
 
 
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+def test_caches_of_every_type_shift(folders: dict[str, Path], cache_dtype: str) -> None:
+    with load(folders["one"], "native", cache_dtype=cache_dtype) as engine:
+        session = engine.session()
+        found = session.prefill(TOKENS[:200]).logits
+        expected = engine.session().prefill(session.tokens).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
 def test_a_shift_moves_keys_and_values_and_computes_nothing(folders: dict[str, Path]) -> None:
     with load(folders["two"], "reference") as engine:
         session = engine.session()
