@@ -26,6 +26,8 @@ FAMILIES = (
     "qwen2",
     "qwen3",
 )
+RECURRENT = ("lfm2", "qwen3_5", "qwen3_next", "qwen3_next_experts")
+"""What foldings do to these is in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
 """Of logits against float, by the root mean square; weights of 8 bits alone, drawn evenly, make up 0.02 of this."""
 MOST_DIFFERENCE = 0.01
@@ -42,7 +44,7 @@ def logits_of(name, **options):
 
 
 @pytest.mark.parametrize("scheme", MOST_ERROR)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + RECURRENT)
 def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     options = {"scheme": scheme}
@@ -53,7 +55,7 @@ def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkey
     assert 0 < relative_error(logits_of(name, **options), logits_of(name, scheme="float")) < MOST_ERROR[scheme]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + RECURRENT)
 def test_the_native_backend_computes_what_the_reference_does(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     scheme, plan = find_scheme("w8a8-dynamic"), plan_checkpoint(checkpoint(name), {}).plan
