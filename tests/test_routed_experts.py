@@ -1,10 +1,12 @@
 """A mixture of experts: each row gets what its few best experts make of it, on every backend that has them."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.backends.native import NativeBackend
 from chunkrt.backends.onnxrt import OnnxRuntimeBackend
 from chunkrt.backends.reference import ReferenceBackend
@@ -12,20 +14,22 @@ from chunkrt.graph import ops
 from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import current_trace, trace
 from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.weights import stored_entries, write_weights
+from chunkrt.weights.store import WeightStore
 
-ROWS, WIDTH, INNER, EXPERTS, TOP = 9, 6, 4, 5, 2
+ROWS, WIDTH, INNER, EXPERTS, TOP = 10, 6, 4, 5, 2
 
 
-def plan_of(*, norm_topk_prob):
+def plan_of(*, norm_topk_prob, rows=ROWS, width=WIDTH, inner=INNER, experts=EXPERTS, top_k=TOP):
     def decoder(token_ids, logit_rows):
         record = current_trace()
-        tables = {"hidden": (ROWS, WIDTH), "router": (ROWS, EXPERTS)}
+        tables = {"hidden": (rows, width), "router": (rows, experts)}
         hidden, router = (
             ops.gather_rows(record.weight(n, shape), token_ids, name=f"{n}_rows") for n, shape in tables.items()
         )
-        gate_up = record.weight("gate_up", (EXPERTS, WIDTH, 2 * INNER))
-        down = record.weight("down", (EXPERTS, INNER, WIDTH))
-        mixed = ops.routed_experts(hidden, router, gate_up, down, top_k=TOP, norm_topk_prob=norm_topk_prob)
+        gate_up = record.weight("gate_up", (experts, width, 2 * inner))
+        down = record.weight("down", (experts, inner, width))
+        mixed = ops.routed_experts(hidden, router, gate_up, down, top_k=top_k, norm_topk_prob=norm_topk_prob)
         return ops.gather_rows(mixed, logit_rows, name="logits")
 
     return partition(trace(decoder), family="operator")
@@ -38,7 +42,7 @@ def draw():
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def row_by_row(weights, norm_topk_prob):
+def row_by_row(weights, norm_topk_prob, before_down=lambda activated: activated):
     """In float64, as the definition reads."""
     hidden, router, gate_up, down = (weights[n].astype(np.float64) for n in ("hidden", "router", "gate_up", "down"))
     output = np.zeros_like(hidden)
@@ -48,7 +52,7 @@ def row_by_row(weights, norm_topk_prob):
         total = probabilities[picked].sum() if norm_topk_prob else 1
         for expert in picked:
             gate, up = np.split(hidden[row] @ gate_up[expert], 2)
-            output[row] += probabilities[expert] / total * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
+            output[row] += probabilities[expert] / total * (before_down(gate / (1 + np.exp(-gate)) * up) @ down[expert])
     return output
 
 
@@ -67,9 +71,149 @@ def test_a_row_gets_the_weighted_sum_of_its_best_experts(norm_topk_prob, backend
     np.testing.assert_allclose(outputs[name], expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
-def test_native_names_what_it_does_not_have():
-    plan = plan_of(norm_topk_prob=True)
+QUANTIZED = [SCHEMES["w8a8-dynamic"], SCHEMES["w4a8-dynamic"], SCHEMES["w8a16"]]
+BACKENDS = [ReferenceBackend, OnnxRuntimeBackend, partial(NativeBackend, threads=3)]
+
+
+def experts_of(plan):
     (subgraph,) = (s for s in plan.subgraphs if any(node.op == "RoutedExperts" for node in s.nodes))
-    support = NativeBackend(threads=1).supports(subgraph, plan, SCHEMES["w8a8-dynamic"])
+    return subgraph
+
+
+def store_of(plan, scheme, weights, folder):
+    path = folder / "weights.safetensors"
+    write_weights(plan, scheme, weights.__getitem__, path)
+    store = WeightStore.open(path)
+    store.check(entry for entries in stored_entries(plan, scheme).values() for entry in entries)
+    return store
+
+
+def run(executable, subgraph, rows, width):
+    (name,) = subgraph.outputs
+    outputs = {name: np.full((len(rows), width), np.nan, np.float32)}
+    executable.run({"input_ids": np.array(rows, np.int64)}, outputs)
+    return outputs[name]
+
+
+def quantised(x):
+    scale = np.abs(x).max() / 127
+    return np.rint(x / scale) * scale if scale else x
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda scheme: scheme.name)
+def test_experts_are_stored_in_8_bits_for_each_column_of_each_expert(scheme, tmp_path):
+    plan, weights = plan_of(norm_topk_prob=True), draw()
+    weights["gate_up"][2, :, 3] = 0
+    store = store_of(plan, scheme, weights, tmp_path)
+    for name in ("gate_up", "down"):
+        integers, scale = store.experts(name)
+        packed, _ = store.packed_linear(name)
+        assert packed.ctypes.data % 64 == 0
+        assert packed.nbytes == EXPERTS * -(-weights[name].shape[2] // 16) * -(-weights[name].shape[1] // 4) * 64
+        np.testing.assert_array_equal(scale, np.abs(weights[name]).max(axis=1) / np.float32(127))
+        np.testing.assert_array_equal(np.abs(integers).max(axis=1), np.where(scale > 0, 127, 0))
+        assert (np.abs(integers * scale[:, None] - weights[name]) <= scale[:, None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda scheme: scheme.name)
+def test_under_every_quantised_scheme_products_are_those_of_8_bit_integers(scheme, norm_topk_prob, backend, tmp_path):
+    plan, weights = plan_of(norm_topk_prob=norm_topk_prob), draw()
+    weights["hidden"] = np.rint(weights["hidden"] * 30).clip(-126, 126)
+    weights["hidden"][:, 1] = 127  # a row's integers are its values
+    store = store_of(plan, scheme, weights, tmp_path)
+    executable = backend().compile(experts_of(plan), plan, ROWS, scheme, store)
+    dequantised = {name: store.array(name) for name in ("hidden", "router")}
+    for name in ("gate_up", "down"):
+        integers, scale = store.experts(name)
+        dequantised[name] = integers.astype(np.float64) * scale[:, None]
+    expected = row_by_row(dequantised, norm_topk_prob, before_down=quantised)
+    found = run(executable, experts_of(plan), range(ROWS), WIDTH)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_equal_experts_the_first_are_picked(backend, tmp_path):
+    plan, weights, scheme = plan_of(norm_topk_prob=False), draw(), SCHEMES["w8a8-dynamic"]
+    weights["router"][:] = [0, 1, 1, 0, 1]
+    store = store_of(plan, scheme, weights, tmp_path)
+    found = run(backend().compile(experts_of(plan), plan, ROWS, scheme, store), experts_of(plan), range(ROWS), WIDTH)
+    weights["router"][:] = [0, 1, 1, 0, 0.9375]
+    others = store_of(plan, scheme, weights, tmp_path)
+    expected = run(backend().compile(experts_of(plan), plan, ROWS, scheme, others), experts_of(plan), range(ROWS), WIDTH)
+    ratio = np.exp([0, 1, 1, 0, 0.9375]).sum() / np.exp([0, 1, 1, 0, 1]).sum()
+    np.testing.assert_allclose(found, expected * ratio, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+WIDE = {"width": 200, "inner": 72, "experts": 12, "top_k": 5}
+"""More than one block of columns, pieces and panels of them; some experts get one row, some many."""
+
+ZERO, NOT_A_NUMBER = 11, 12
+
+
+def draw_wide():
+    rng = np.random.default_rng(1)
+    shapes = {"hidden": (40, 200), "router": (40, 12), "gate_up": (12, 200, 144), "down": (12, 72, 200)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    weights["router"][:, 3] += 4
+    weights["router"][1:, 7] -= 9
+    weights["hidden"][5:9, 17] = 300
+    weights["hidden"][ZERO] = 0
+    weights["hidden"][NOT_A_NUMBER, 4] = np.nan
+    return weights
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_native_computes_what_the_reference_does(norm_topk_prob, tmp_path):
+    plan, scheme = plan_of(norm_topk_prob=norm_topk_prob, rows=40, **WIDE), SCHEMES["w8a8-dynamic"]
+    store = store_of(plan, scheme, draw_wide(), tmp_path)
+    subgraph = experts_of(plan)
+    native, reference = (
+        backend.compile(subgraph, plan, 40, scheme, store) for backend in (NativeBackend(threads=2), ReferenceBackend())
+    )
+    rows = [row for row in range(40) if row != NOT_A_NUMBER]
+    found, expected = (run(executable, subgraph, rows, 200) for executable in (native, reference))
+    # An activation between two integers may fall to either side.
+    assert np.sqrt(np.mean((found - expected) ** 2)) <= np.sqrt(np.mean(expected**2)) / 2000
+    assert not found[ZERO].any()
+    together = run(native, subgraph, range(40), 200)
+    np.testing.assert_array_equal(together[rows], found)
+    assert np.isnan(together[NOT_A_NUMBER]).all()
+
+
+def test_threads_and_chunks_do_not_show_in_native_s_results(tmp_path):
+    plan, scheme = plan_of(norm_topk_prob=True, rows=40, **WIDE), SCHEMES["w8a8-dynamic"]
+    store, subgraph = store_of(plan, scheme, draw_wide(), tmp_path), experts_of(plan)
+    expected = run(NativeBackend(threads=1).compile(subgraph, plan, 40, scheme, store), subgraph, range(40), 200)
+    for threads, chunk in ((1, 1), (2, 7), (4, 40), (3, 33)):
+        executable = NativeBackend(threads=threads).compile(subgraph, plan, chunk, scheme, store)
+        parts = [run(executable, subgraph, range(40)[at : at + chunk], 200) for at in range(0, 40, chunk)]
+        np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+def test_native_refuses_experts_in_float_by_name():
+    plan = plan_of(norm_topk_prob=True)
+    support = NativeBackend(threads=1).supports(experts_of(plan), plan, SCHEMES["float"])
     assert not support
-    assert "chunkrt::RoutedExperts" in support.reason
+    assert "these experts are not int8 by int8" in support.reason
+
+
+def test_native_refuses_operands_that_do_not_fit():
+    builder = ProgramBuilder(ThreadPool(1), 8)
+    hidden, logits = builder.input("x", "float32", ["T", 8]), builder.input("r", "float32", ["T", 3])
+    gate_up, down = (builder.constant(np.zeros((3, 1, 2, 16, 4), np.int8)) for _ in range(2))
+    scales, down_scales = (builder.constant(np.ones((3, n), np.float32)) for n in (16, 8))
+
+    def experts(*operands, top_k=2):
+        builder.routed_experts(*operands, top_k=top_k, norm_topk_prob=True)
+
+    with pytest.raises(ValueError, match="4 of 3 experts cannot be picked"):
+        experts(hidden, logits, gate_up, scales, down, down_scales, top_k=4)
+    with pytest.raises(ValueError, match="other rows"):
+        experts(hidden, builder.input("s", "float32", ["R", 3]), gate_up, scales, down, down_scales)
+    with pytest.raises(ValueError, match=r"8 of down, got 16 and 16"):
+        experts(hidden, logits, gate_up, scales, down, scales)
+    with pytest.raises(ValueError, match=r"expected a constant int8 \[3, 1, 2, 16, 4\]"):
+        experts(hidden, logits, scales, scales, down, down_scales)
+    experts(hidden, logits, gate_up, scales, down, down_scales)

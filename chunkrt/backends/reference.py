@@ -18,7 +18,7 @@ from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import linear_weights
+from chunkrt.quant.weights import expert_weights, linear_weights
 from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
@@ -49,12 +49,16 @@ class ReferenceBackend:
         """
         if not (support := self.supports(subgraph, plan, scheme)):
             raise PartitionError(f"reference cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
-        quantized = linear_weights(plan) if scheme.weight_bits else set()
-        constants: dict[str, Any] = {
-            name: _quantized_weight(name, scheme, weights) if name in quantized else weights.array(name)
-            for name in subgraph.weights
-        }
-        return ReferenceExecutable(subgraph, constants)
+        linears, experts = linear_weights(plan), expert_weights(plan)
+
+        def constant(name: str) -> Any:
+            if scheme.weight_bits and name in linears:
+                return _quantized_weight(name, scheme, weights)
+            if scheme.weight_bits and name in experts:
+                return _quantized_experts(name, weights)
+            return weights.array(name)
+
+        return ReferenceExecutable(subgraph, {name: constant(name) for name in subgraph.weights})
 
 
 class ReferenceExecutable:
@@ -164,6 +168,11 @@ def _quantized_weight(name: str, scheme: Scheme, weights: WeightStore) -> Quanti
     )
 
 
+def _quantized_experts(name: str, weights: WeightStore) -> list[DynamicWeight]:
+    integers, scales = weights.experts(name)
+    return [DynamicWeight(one, scale, num_digits=1) for one, scale in zip(integers, scales, strict=True)]
+
+
 def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
     """Dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
     limit = np.abs(x).max(axis=-1, keepdims=True)
@@ -251,19 +260,25 @@ def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float
 
 @operators.register("RoutedExperts", "chunkrt")
 def _routed_experts(
-    hidden: Float32, router_logits: Float32, gate_up: Float32, down: Float32, *, top_k: int, norm_topk_prob: int
+    hidden: Float32,
+    router_logits: Float32,
+    gate_up: Float32 | Sequence[DynamicWeight],
+    down: Float32 | Sequence[DynamicWeight],
+    *,
+    top_k: int,
+    norm_topk_prob: int,
 ) -> Float32:
     scores = np.exp(router_logits - router_logits.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
-    picked = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]
+    picked = np.argsort(-router_logits, axis=-1, kind="stable")[:, :top_k]  # of equals the first
     weights = np.take_along_axis(scores, picked, axis=-1)
     if norm_topk_prob:
         weights /= weights.sum(axis=-1, keepdims=True)
     output = np.zeros_like(hidden)
     for expert in np.unique(picked):
         rows, places = np.nonzero(picked == expert)
-        gate, up = np.split(hidden[rows] @ gate_up[expert], 2, axis=-1)
-        output[rows] += weights[rows, places, None] * ((gate * _sigmoid(gate) * up) @ down[expert])
+        gate, up = np.split(_matmul(hidden[rows], gate_up[expert]), 2, axis=-1)
+        output[rows] += weights[rows, places, None] * _matmul(gate * _sigmoid(gate) * up, down[expert])
     return output
 
 

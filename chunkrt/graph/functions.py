@@ -198,16 +198,16 @@ CausalConvolution (x, weight, bias, state) => (y, new_state)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => (output)
+Route <top_k, norm_topk_prob> (router_logits) => (weights)
 {
-    # every row's weights of all experts [T, E]: the softmax of the picked ones, 0 of the others
+    # every row's weights of all experts [T, E]: the softmax of the picked ones (of equals the first), 0 of the others
     one = Constant <value_ints = [1]> ()
-    zero = Constant <value_ints = [0]> ()
     last = Constant <value_ints = [-1]> ()
     probabilities = Softmax <axis = -1> (router_logits)
     count_scalar = Constant <value_int: int = @top_k> ()
     count = Reshape (count_scalar, one)
-    picked, indices = TopK <axis = -1> (probabilities, count)
+    largest, indices = TopK <axis = -1> (router_logits, count)
+    picked = GatherElements <axis = -1> (probabilities, indices)
     sums = ReduceSum (picked, last)
     normalised = Div (picked, sums)
     is_normalised_int = Constant <value_int: int = @norm_topk_prob> ()
@@ -215,15 +215,50 @@ RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => 
     values = Where (is_normalised, normalised, picked)
     nothing = Sub (probabilities, probabilities)
     weights = ScatterElements <axis = -1> (nothing, indices, values)
+}
 
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => (output)
+{
     # all experts of all rows [E, T, H]
+    zero = Constant <value_ints = [0]> ()
     rows = Unsqueeze (hidden, zero)
     both = MatMul (rows, gate_up)
+    gated = chunkrt.SplitSiluMul (both)
+    results = MatMul (gated, down)
+    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob> (router_logits)
+    output = chunkrt.SumExperts (results, weights)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+DynamicRoutedExperts <top_k, norm_topk_prob>
+    (hidden, router_logits, gate_up, down, gate_up_scale, down_scale) => (output)
+{
+    # as above; the scales are [E, 1, N]
+    zero = Constant <value_ints = [0]> ()
+    rows = Unsqueeze (hidden, zero)
+    both = chunkrt.DynamicLinear (rows, gate_up, gate_up_scale)
+    gated = chunkrt.SplitSiluMul (both)
+    results = chunkrt.DynamicLinear (gated, down, down_scale)
+    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob> (router_logits)
+    output = chunkrt.SumExperts (results, weights)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SplitSiluMul (both) => (gated)
+{
     gate, up = Split <axis = -1, num_outputs = 2> (both)
     squashed = Sigmoid (gate)
     active = Mul (gate, squashed)
     gated = Mul (active, up)
-    results = MatMul (gated, down)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SumExperts (results, weights) => (output)
+{
+    # results [E, T, H], weights [T, E]
+    zero = Constant <value_ints = [0]> ()
+    last = Constant <value_ints = [-1]> ()
     by_expert = Transpose <perm = [1, 0]> (weights)
     weight_columns = Unsqueeze (by_expert, last)
     weighted = Mul (results, weight_columns)

@@ -14,13 +14,13 @@ from typing import Literal, cast
 import onnx_ir as ir
 
 from chunkrt.graph.functions import DOMAIN
-from chunkrt.graph.plan import DTYPE_BYTES, SHADOW_OP, Attribute, Device, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import DTYPE_BYTES, EXPERTS_OP, SHADOW_OP, Attribute, Device, Node, Plan, Subgraph, Tensor
 from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY
 
 DYNAMIC_OPS = {
     (DOMAIN, "CachedAttention"),
     (DOMAIN, "LinearAttention"),
-    (DOMAIN, "RoutedExperts"),
+    (DOMAIN, EXPERTS_OP),
     (DOMAIN, SHADOW_OP),
     ("", "Gather"),
 }

@@ -33,6 +33,10 @@ SHADOW_OP = "ShadowLinear"
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
 
+EXPERTS_OP = "RoutedExperts"
+"""Of our domain: feed-forwards of which every row takes a few. Its inputs are hidden, router_logits, gate_up [E, H, 2 I]
+and down [E, I, H]."""
+
 RING_STEP = 64
 """Slots: a ring has a multiple of them, or the capacity."""
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.export import to_onnx
-from chunkrt.graph.functions import DOMAIN, expansion
-from chunkrt.graph.plan import SHADOW_OP, Plan
+from chunkrt.graph.functions import DOMAIN, expansion, expansions
+from chunkrt.graph.plan import EXPERTS_OP, SHADOW_OP, Plan
 from chunkrt.quant.qdq import insert_qdq, qdq_values
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import linear_weights
+from chunkrt.quant.weights import expert_weights, linear_weights
 from chunkrt.weights.source import BLOCK_DEPTH
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 
@@ -29,6 +29,8 @@ DYNAMIC_OPS = {
 }
 """By whether the weight is in blocks of 4 bits, and how many digits activations have."""
 
+DYNAMIC_EXPERTS = "DynamicRoutedExperts"
+
 SHADOW_STEP_SUFFIX, SHADOW_SCALE_SUFFIX = ".shadow_step", ".shadow_scale"
 
 
@@ -38,12 +40,14 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: the initializers are those of
     `initializer_values`. Under a dynamic scheme each linear is one of DYNAMIC_OPS, and the functions that define these
     are in the model. Under a static one each is standard ONNX that quantises and dequantises its input, weight and
-    output: what an NPU's compiler reads. Under "float" nothing changes.
+    output: what an NPU's compiler reads. Routed experts are dynamic in either case. Under "float" nothing changes.
     """
     if scheme.weight_bits is None:
         return
     graph = model.graph
     for node in list(graph):
+        if node.op_type == EXPERTS_OP:
+            _make_experts_dynamic(model, node)
         weight = node.inputs[1] if node.op_type in ("MatMul", SHADOW_OP) else None
         if weight is None or weight.name not in graph.initializers:
             continue
@@ -77,6 +81,23 @@ def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Sche
         node.replace_input_with(index, value)
 
 
+def _make_experts_dynamic(model: ir.Model, node: ir.Node) -> None:
+    node.op_type = DYNAMIC_EXPERTS
+    weights = node.inputs[2:]
+    node.resize_inputs(6)
+    for index, weight in enumerate(weights, 4):
+        assert weight is not None
+        assert weight.shape is not None
+        experts, _, columns = weight.shape
+        weight.type = ir.TensorType(ir.DataType.INT8)
+        name = f"{weight.name}{SCALE_SUFFIX}"
+        scale = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([experts, 1, columns]))
+        model.graph.initializers[name] = scale
+        node.replace_input_with(index, scale)
+    for function in expansions([(DYNAMIC_EXPERTS, "")]):
+        model.functions.setdefault(function.identifier(), function)
+
+
 def _complete_shadow(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
     """Its own copy of what is beside the weight: the main half may have folded its output's grid into the scales."""
     assert weight.shape is not None
@@ -108,6 +129,9 @@ def initializer_values(
         if scheme.is_shadowed(name):
             values[name + SHADOW_STEP_SUFFIX] = weights.array(name + INPUT_STEP_SUFFIX)
             values[name + SHADOW_SCALE_SUFFIX] = weights.array(name + SCALE_SUFFIX)
+    for name in (expert_weights(plan) if scheme.weight_bits else set()).intersection(names):
+        values[name], scale = weights.experts(name)
+        values[name + SCALE_SUFFIX] = scale[:, None]
     rest = {name: weights.array(name).astype(np.float32, copy=False) for name in names if name not in values}
     return {name: values[name] for name in names if name in values} | rest
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import QuantizationError, unknown_name
-from chunkrt.graph.plan import MAIN_SUFFIX, Node, Plan, Tensor
+from chunkrt.graph.plan import EXPERTS_OP, MAIN_SUFFIX, Node, Plan, Tensor
 from chunkrt.quant.blocks import COLUMNS_AT_ONCE, quantize_to_blocks
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
@@ -129,6 +129,14 @@ def linear_weights(plan: Plan) -> set[str]:
     return set(linear_nodes(plan))
 
 
+def expert_weights(plan: Plan) -> set[str]:
+    """The names of the weights of all routed experts. Where linears are quantised they are int8 for each output channel
+    of each expert, and their activations dynamic, whatever the scheme."""
+    return {
+        name for subgraph in plan.subgraphs for node in subgraph.nodes if node.op == EXPERTS_OP for name in node.inputs[2:]
+    }
+
+
 def check_calibration(plan: Plan, calibration: Calibration) -> None:
     """Raises QuantizationError if a calibration is not of this decoder: other linears, or of other widths."""
     for weight, node in linear_nodes(plan).items():
@@ -176,7 +184,7 @@ def write_weights(
             another decoder's.
     """
     stored = stored_entries(plan, scheme)
-    linears = linear_nodes(plan)
+    linears, experts = linear_nodes(plan), expert_weights(plan)
     # Packed weights need 64-byte alignment, float32 4-byte: the wider they must be aligned, the earlier they come.
     # Packed scales are multiples of 64 bytes as well, and stand behind their weights.
     names = sorted(stored, key=lambda name: ORDER[stored[name][0].dtype])
@@ -197,6 +205,11 @@ def write_weights(
             values = load(name)
             if len(stored[name]) == 1:
                 writer.write(_as_dtype(values, stored[name][0].dtype, name=name))
+                continue
+            if name in experts:
+                each = [quantize_weight(value, name=name) for value in values]
+                writer.write(np.stack([pack(integers) for integers, _ in each]))
+                later[name + SCALE_SUFFIX] = np.stack([scale for _, scale in each])
                 continue
             if scheme.weight_bits_of(name) == 4:
                 quantized, scale, later[name + MULTIPLIER_SUFFIX] = quantize_weight_in_blocks(values, name=name)
@@ -238,15 +251,30 @@ def embedding_tables(plan: Plan) -> set[str]:
 def stored_entries(plan: Plan, scheme: Scheme) -> dict[str, list[Entry]]:
     """How a scheme stores each weight of a plan: the weight itself, then what a quantised linear needs beside it."""
     linears = linear_weights(plan) if scheme.weight_bits else set()
+    experts = expert_weights(plan) if scheme.weight_bits else set()
     tables = embedding_tables(plan) if scheme.weight_bits else set()
-    weights = [t for t in plan.tensors.values() if t.kind == "weight"]
-    return {t.name: _linear_entries(t, scheme) if t.name in linears else [_entry(t, tables)] for t in weights}
+
+    def entries(tensor: Tensor) -> list[Entry]:
+        if tensor.name in linears:
+            return _linear_entries(tensor, scheme)
+        return _expert_entries(tensor) if tensor.name in experts else [_entry(tensor, tables)]
+
+    return {t.name: entries(t) for t in plan.tensors.values() if t.kind == "weight"}
 
 
 def _entry(tensor: Tensor, tables: set[str]) -> Entry:
     shape = tuple(int(d) for d in tensor.shape)
     dtype = "float16" if tensor.name in tables else "float32"
     return Entry(name=tensor.name, dtype=dtype, shape=shape, logical_shape=shape)
+
+
+def _expert_entries(tensor: Tensor) -> list[Entry]:
+    experts, depth, columns = (int(d) for d in tensor.shape)
+    shape, of_scales = (experts, *packed_shape(depth, columns)), (experts, columns)
+    return [
+        Entry(name=tensor.name, dtype="int8", shape=shape, logical_shape=(experts, depth, columns)),
+        Entry(name=tensor.name + SCALE_SUFFIX, dtype="float32", shape=of_scales, logical_shape=of_scales),
+    ]
 
 
 def _linear_entries(tensor: Tensor, scheme: Scheme) -> list[Entry]:

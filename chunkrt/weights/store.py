@@ -2,8 +2,8 @@
 
 One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
 linear's weight is stored packed for the CPU kernels (`weights/layout.py`) under its own name; `linear` unpacks it for
-the others, or `blocks` one of 4 bits in blocks. Beside it, under its name and a suffix, is what else the scheme needs:
-see the suffixes below.
+the others, `experts` those of a mixture, or `blocks` one of 4 bits in blocks. Beside it, under its name and a suffix, is
+what else the scheme needs: see the suffixes below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chunkrt.weights.layout import unpack, unpack_blocks
 from chunkrt.weights.source import BlockTensor
 
 SCALE_SUFFIX = ".scale"
-"""float32 [N]: a quantised linear's scales, w ~ q * scale."""
+"""float32 [N]: a quantised linear's scales, w ~ q * scale; of experts [E, N]."""
 
 MULTIPLIER_SUFFIX = ".multiplier"
 """int8 [ceil(K / block length), N], of a 4-bit linear: what its 4-bit integers were multiplied by, block by block."""
@@ -48,7 +48,8 @@ _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One array to be stored. `logical_shape` is a packed linear's [K, N]; otherwise it equals `shape`."""
+    """One array to be stored. `logical_shape` is a packed linear's [K, N] or that of packed experts, [E, K, N];
+    otherwise it equals `shape`."""
 
     name: str
     dtype: str
@@ -151,7 +152,7 @@ class WeightStore:
                 yield suffix, self._arrays[name + suffix]
 
     def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """A quantised linear's packed int8 weight and its scales float32 [N]."""
+        """A quantised linear's packed int8 weight and its scales float32 [N]; of experts each with an axis [E] before."""
         return self._arrays[name], self._arrays[name + SCALE_SUFFIX]
 
     def linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -159,6 +160,12 @@ class WeightStore:
         packed, scale = self.packed_linear(name)
         depth, columns = self._logical_shapes[name]
         return unpack(packed, depth, columns), scale
+
+    def experts(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """Quantised experts' int8 weights as [E, K, N] (a copy) and their scales float32 [E, N]."""
+        packed, scale = self.packed_linear(name)
+        _, depth, columns = self._logical_shapes[name]
+        return np.stack([unpack(one, depth, columns) for one in packed]), scale
 
     def packed_blocks(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
         """The packed 4-bit weight of a linear in blocks, and its packed scales and minima."""

@@ -95,6 +95,8 @@ void bind_program(py::module_& module) {
            "columns"_a, "bias"_a = py::none(), "residual"_a = py::none(), "num_digits"_a = 1)
       .def("shadow_linear", &ProgramBuilder::shadow_linear, "input"_a, "packed"_a, "scales"_a, "input_step"_a,
            "hot_channels"_a)
+      .def("routed_experts", &ProgramBuilder::routed_experts, "hidden"_a, "router_logits"_a, "gate_up"_a,
+           "gate_up_scales"_a, "down"_a, "down_scales"_a, py::kw_only(), "top_k"_a, "norm_topk_prob"_a)
       .def("add", &ProgramBuilder::add, "left"_a, "right"_a)
       .def("mul", &ProgramBuilder::mul, "left"_a, "right"_a)
       .def("sigmoid", &ProgramBuilder::sigmoid, "input"_a)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -78,7 +79,15 @@ class ProgramBuilder {
   // their channel.
   ValueId shadow_linear(ValueId input, ValueId packed, ValueId scales, float input_step,
                         ValueId hot_channels);
-  // left + right, left * right; right has left's shape or is a constant float32 [width].
+  // The sum of the feed-forwards that a router picks for each row, the experts of its top_k largest
+  // router_logits [rows, E] (of equals the first), weighted by the softmax over all of these; with
+  // norm_topk_prob the weights of the picked are divided by their sum. Weights as in linear, with an axis [E]
+  // before: gate_up with scales [E, 2 * I], columns gate | up, and down with scales [E, width]. Rows are
+  // quantised as linear does without an input step, before each product.
+  ValueId routed_experts(ValueId hidden, ValueId router_logits, ValueId gate_up, ValueId gate_up_scales,
+                         ValueId down, ValueId down_scales, std::size_t top_k, bool norm_topk_prob);
+  // left + right, left * right; right has left's shape or is a constant float32 [width]; that of mul may also
+  // be a column [rows, 1].
   ValueId add(ValueId left, ValueId right);
   ValueId mul(ValueId left, ValueId right);
   // See kernels/elementwise/elementwise.h; gelu is its tanh form.
@@ -119,6 +128,19 @@ class ProgramBuilder {
     ValueId sums;
   };
 
+  // What becomes of the rows that a router sends to experts: see routed_experts.cc. `weights` and `slots` are
+  // [rows, top_k], `rows` is by slot, `begins` has the first slot of each expert and the end of the last.
+  struct Routing {
+    Symbol symbol;
+    std::size_t num_experts;
+    std::size_t top_k;
+    ValueId weights;
+    ValueId begins;
+    ValueId slots;
+    ValueId rows;
+  };
+  using RowOfSlot = std::function<const float*(const Frame& frame, std::size_t slot, float* scratch)>;
+
   const Value& value(ValueId id) const;
   ValueId add_value(Value value);
   // A constant float32 [size] that the program owns.
@@ -154,6 +176,12 @@ class ProgramBuilder {
   std::vector<Quantized> quantize_on_grid(ValueId input, float step, std::size_t num_digits);
   // The int8 rows that stand for a value, each made once; on the grid of a step if there is one.
   std::vector<Quantized> digits_of(ValueId input, std::size_t num_digits, std::optional<float> step);
+  Routing route(ValueId router_logits, std::size_t top_k, bool norm_topk_prob);
+  Quantized quantize_slots(const Routing& routing, std::size_t width, std::vector<ValueId> uses,
+                           RowOfSlot row_of);
+  // float32 [rows, top_k, columns], by slot.
+  ValueId multiply_slots(const Routing& routing, const Quantized& left, std::size_t depth, ValueId packed,
+                         ValueId scales);
   // int32 [rows, width / 32]: the sums of the blocks of a digit's rows, made once.
   ValueId block_sums_of(Symbol rows, const Quantized& digit);
 

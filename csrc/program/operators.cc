@@ -147,6 +147,20 @@ ValueId ProgramBuilder::add(ValueId left, ValueId right) {
 }
 
 ValueId ProgramBuilder::mul(ValueId left, ValueId right) {
+  const Symbol symbol = rows_of(left, "mul");
+  const std::size_t width = width_of(left);
+  if (width > 1 && value(right).shape == Shape{rows_dimension(symbol), fixed(1)}) {
+    rows_of(right, "mul's right side");
+    const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
+    add_row_step(symbol, {left, right, out},
+                 [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                   for (std::size_t i = begin * width; i < end * width; ++i) {
+                     frame.get<float>(out)[i] =
+                         frame.get<const float>(left)[i] * frame.get<const float>(right)[i / width];
+                   }
+                 });
+    return out;
+  }
   return binary(left, right, "mul", select_kernel(mul_f32_f32_f32_table()).function);
 }
 

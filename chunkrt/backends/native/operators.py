@@ -7,7 +7,7 @@ from collections.abc import Callable
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
 from chunkrt.backends.native.fusion import DOMAIN
 from chunkrt.backends.registry import OperatorRegistry
-from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
+from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph
 from chunkrt.quant.scheme import LEVELS, Scheme
 from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
@@ -85,11 +85,14 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
         return f"native has {node.op} over the last axis only, not over axis {axis} of {rank}"
     if node.op in ("MatMul", "ShadowLinear") and plan.tensors[node.inputs[1]].kind != "weight":
         return f"native multiplies by weights; {node.inputs[1]!r} is computed"
-    if node.op == "MatMul" and scheme.weight_bits is None:
+    if node.op in ("MatMul", EXPERTS_OP) and scheme.weight_bits is None:
+        what = "this linear is" if node.op == "MatMul" else "these experts are"
         return (
-            f"under the scheme {scheme.name!r} this linear is not int8 by int8, which is all that native has; use a "
+            f"under the scheme {scheme.name!r} {what} not int8 by int8, which is all that native has; use a "
             "quantised scheme such as 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'"
         )
+    if node.op == EXPERTS_OP and any(plan.tensors[name].kind != "weight" for name in node.inputs[2:]):
+        return f"native has {EXPERTS_OP} whose experts are weights; these are computed"
     if node.op == "ShadowLinear" and not (scheme.is_static and scheme.activation_bits_of(node.inputs[1]) == 8):
         return (
             f"under the scheme {scheme.name!r} this linear's activations are not on a static grid of 8 bits, so there "
@@ -153,6 +156,20 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     input_step = float(weights.array(weight + INPUT_STEP_SUFFIX)[0])
     hot_channels = builder.constant(weights.array(weight + HOT_CHANNELS_SUFFIX))
     return [builder.shadow_linear(lowering.value(left), packed, scales, input_step, hot_channels)]
+
+
+@operators.register(EXPERTS_OP, "chunkrt")
+def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
+    hidden, router_logits, *experts = node.inputs
+    weights = (lowering.builder.constant(array) for name in experts for array in lowering.weights.packed_linear(name))
+    value = lowering.builder.routed_experts(
+        lowering.value(hidden),
+        lowering.value(router_logits),
+        *weights,
+        top_k=int(_number(node.attributes["top_k"])),
+        norm_topk_prob=bool(_number(node.attributes["norm_topk_prob"])),
+    )
+    return [value]
 
 
 @operators.register("Add")

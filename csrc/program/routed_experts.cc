@@ -1,0 +1,217 @@
+// routed_experts: rows go to the few experts that a router picks for them, and come back as a weighted sum.
+//
+// A slot is a row on its way through one expert. Slots of an expert are adjacent, so that an expert's weights
+// are multiplied with all of its rows at once; a row's results are added in ascending order of experts, so
+// that nothing depends on which rows came along.
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "kernels/tables.h"
+#include "program/builder.h"
+#include "program/panels.h"
+
+namespace chunkrt {
+namespace {
+
+// The top_k largest, of equals the first, in ascending order of experts.
+void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, std::size_t top_k) {
+  std::size_t count = 0;  // so far, the largest first
+  for (std::size_t expert = 0; expert < num_experts; ++expert) {
+    if (count == top_k && !(logits[expert] > logits[picked[top_k - 1]])) continue;
+    std::size_t place = count < top_k ? count++ : top_k - 1;
+    for (; place > 0 && logits[expert] > logits[picked[place - 1]]; --place) picked[place] = picked[place - 1];
+    picked[place] = static_cast<std::int32_t>(expert);
+  }
+  std::sort(picked, picked + top_k);
+}
+
+// The softmax over all experts at those that are picked; `scores` has room for all.
+void weigh(const float* logits, std::size_t num_experts, const std::int32_t* picked, std::size_t top_k,
+           bool norm_topk_prob, UnaryFunction* exp, float* scores, float* weights) {
+  const float largest = *std::max_element(logits, logits + num_experts);
+  for (std::size_t expert = 0; expert < num_experts; ++expert) scores[expert] = logits[expert] - largest;
+  exp(scores, scores, num_experts);
+  float sum = 0.0f, sum_of_picked = 0.0f;
+  for (std::size_t expert = 0; expert < num_experts; ++expert) sum += scores[expert];
+  for (std::size_t i = 0; i < top_k; ++i) sum_of_picked += weights[i] = scores[picked[i]] / sum;
+  if (!norm_topk_prob) return;
+  for (std::size_t i = 0; i < top_k; ++i) weights[i] /= sum_of_picked;
+}
+
+// Sorts slots by expert, rows in order: begins [num_experts + 1] are the experts' first slots, slots [count]
+// those of each pick, rows [count] those of each slot.
+void group(const std::int32_t* picked, std::size_t count, std::size_t top_k, std::size_t num_experts,
+           std::int32_t* begins, std::int32_t* slots, std::int32_t* rows) {
+  std::fill_n(begins, num_experts + 1, 0);
+  for (std::size_t i = 0; i < count; ++i) ++begins[picked[i]];
+  for (std::size_t expert = 0; expert < num_experts; ++expert) begins[expert + 1] += begins[expert];
+  for (std::size_t i = count; i-- > 0;) {  // from each expert's end to its begin
+    slots[i] = --begins[picked[i]];
+    rows[slots[i]] = static_cast<std::int32_t>(i / top_k);
+  }
+}
+
+}  // namespace
+
+ProgramBuilder::Routing ProgramBuilder::route(ValueId router_logits, std::size_t top_k, bool norm_topk_prob) {
+  const Symbol symbol = rows_of(router_logits, "routed_experts' router logits");
+  const std::size_t num_experts = width_of(router_logits);
+  require(top_k >= 1 && top_k <= num_experts, "routed_experts: " + std::to_string(top_k) + " of " +
+                                                  std::to_string(num_experts) + " experts cannot be picked");
+  require(definition_.max_rows <= std::numeric_limits<std::int32_t>::max() / top_k,
+          "routed_experts: " + std::to_string(definition_.max_rows) + " rows are too many to be counted");
+  const Shape of_slots = {rows_dimension(symbol), fixed(top_k)};
+  const Routing routing = {.symbol = symbol,
+                           .num_experts = num_experts,
+                           .top_k = top_k,
+                           .weights = temporary(Dtype::float32, of_slots),
+                           .begins = temporary(Dtype::int32, {fixed(num_experts + 1)}),
+                           .slots = temporary(Dtype::int32, of_slots),
+                           .rows = temporary(Dtype::int32, of_slots)};
+  const ValueId picked = temporary(Dtype::int32, of_slots);
+  definition_.scratch_floats = std::max(definition_.scratch_floats, num_experts);
+  UnaryFunction* exp = select_kernel(exp_f32_f32_table()).function;
+  add_row_step(symbol, {router_logits, picked, routing.weights},
+               [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                 for (std::size_t row = begin; row < end; ++row) {
+                   const float* logits = frame.get<const float>(router_logits) + row * num_experts;
+                   std::int32_t* of_row = frame.get<std::int32_t>(picked) + row * top_k;
+                   pick(logits, num_experts, of_row, top_k);
+                   weigh(logits, num_experts, of_row, top_k, norm_topk_prob, exp, scratch,
+                         frame.get<float>(routing.weights) + row * top_k);
+                 }
+               });
+  add_stage([](const Frame&) { return std::size_t{1}; }, 1,
+            {picked, routing.begins, routing.slots, routing.rows},
+            [=](const Frame& frame, std::size_t, std::size_t, float*) {
+              group(frame.get<const std::int32_t>(picked), frame.size_of(symbol) * top_k, top_k, num_experts,
+                    frame.get<std::int32_t>(routing.begins), frame.get<std::int32_t>(routing.slots),
+                    frame.get<std::int32_t>(routing.rows));
+            });
+  return routing;
+}
+
+// `row_of` gives the float row of a slot, and may build it in the scratch that it is handed.
+ProgramBuilder::Quantized ProgramBuilder::quantize_slots(const Routing& routing, std::size_t width,
+                                                         std::vector<ValueId> uses, RowOfSlot row_of) {
+  const std::size_t padded = ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup;
+  const Shape of_slots = {rows_dimension(routing.symbol), fixed(routing.top_k)};
+  const Quantized out = {.values = temporary(Dtype::int8, {of_slots[0], of_slots[1], fixed(padded)}),
+                         .scales = temporary(Dtype::float32, of_slots),
+                         .sums = temporary(Dtype::int32, of_slots)};
+  uses.insert(uses.end(), {out.values, out.scales, out.sums});
+  definition_.scratch_floats = std::max(definition_.scratch_floats, width);
+  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
+  add_stage([=](const Frame& frame) { return frame.size_of(routing.symbol) * routing.top_k; }, 1, uses,
+            [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+              for (std::size_t slot = begin; slot < end; ++slot) {
+                kernel({.input = row_of(frame, slot, scratch),
+                        .values = frame.get<std::int8_t>(out.values) + slot * padded,
+                        .scales = frame.get<float>(out.scales) + slot,
+                        .sums = frame.get<std::int32_t>(out.sums) + slot,
+                        .remainder = nullptr,
+                        .width = width,
+                        .padded_width = padded},
+                       0, 1);
+              }
+            });
+  return out;
+}
+
+ValueId ProgramBuilder::multiply_slots(const Routing& routing, const Quantized& left, std::size_t depth,
+                                       ValueId packed, ValueId scales) {
+  const std::size_t columns = value(scales).shape.back().size;
+  const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
+  const std::size_t blocks = ceil_divide(columns, kGemmColumnsPerBlock);
+  require(depth <= kGemmMaxDepth, "routed_experts: " + std::to_string(depth) +
+                                      " inputs are too many to sum in int32; at most " +
+                                      std::to_string(kGemmMaxDepth) + " are");
+  require_constant(scales, Dtype::float32, {fixed(routing.num_experts), fixed(columns)},
+                   "routed_experts' scales");
+  require_constant(packed, Dtype::int8,
+                   {fixed(routing.num_experts), fixed(blocks), fixed(groups), fixed(kGemmColumnsPerBlock),
+                    fixed(kGemmDepthPerGroup)},
+                   "routed_experts' packed weight");
+  const ValueId out = temporary(
+      Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
+  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
+  // A piece is some columns of all experts: it is as much work whatever the router picks.
+  add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
+            {left.values, left.scales, left.sums, routing.begins, packed, scales, out},
+            [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+              const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
+              for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
+                const auto first = static_cast<std::size_t>(begins[expert]);
+                const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
+                if (num_rows == 0) continue;
+                kernel({.left = frame.get<const std::int8_t>(left.values) + first * groups * kGemmDepthPerGroup,
+                        .left_scales = frame.get<const float>(left.scales) + first,
+                        .left_sums = frame.get<const std::int32_t>(left.sums) + first,
+                        .right = frame.get<const std::int8_t>(packed) +
+                                 expert * blocks * groups * kGemmBytesPerGroup,
+                        .right_scales = frame.get<const float>(scales) + expert * columns,
+                        .bias = nullptr,
+                        .residual = nullptr,
+                        .out = frame.get<float>(out) + first * columns,
+                        .rows = num_rows,
+                        .columns = columns,
+                        .groups = groups,
+                        .residual_stride = columns,
+                        .out_stride = columns},
+                       begin, end);
+              }
+            });
+  return out;
+}
+
+ValueId ProgramBuilder::routed_experts(ValueId hidden, ValueId router_logits, ValueId gate_up,
+                                       ValueId gate_up_scales, ValueId down, ValueId down_scales,
+                                       std::size_t top_k, bool norm_topk_prob) {
+  const Symbol symbol = rows_of(hidden, "routed_experts' input");
+  const std::size_t width = width_of(hidden);
+  require(rows_of(router_logits, "routed_experts' router logits") == symbol,
+          "routed_experts: the router logits have other rows than the input");
+  for (const ValueId scales : {gate_up_scales, down_scales}) {
+    require(value(scales).shape.size() == 2, "routed_experts: expected scales float32 [E, N], got " +
+                                                 describe(value(scales).dtype, value(scales).shape));
+  }
+  const std::size_t both = width_of(gate_up_scales), inner = both / 2;
+  require(both % 2 == 0 && both > 0 && width_of(down_scales) == width,
+          "routed_experts: expected an even number of columns of gate and up, and " + std::to_string(width) +
+              " of down, got " + std::to_string(both) + " and " + std::to_string(width_of(down_scales)));
+
+  const Routing routing = route(router_logits, top_k, norm_topk_prob);
+  const Quantized rows = quantize_slots(
+      routing, width, {hidden, routing.rows}, [=](const Frame& frame, std::size_t slot, float*) {
+        const auto row = static_cast<std::size_t>(frame.get<const std::int32_t>(routing.rows)[slot]);
+        return frame.get<const float>(hidden) + row * width;
+      });
+  const ValueId gates_and_ups = multiply_slots(routing, rows, width, gate_up, gate_up_scales);
+  SiluMulFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32_table()).function;
+  const Quantized activated = quantize_slots(
+      routing, inner, {gates_and_ups}, [=](const Frame& frame, std::size_t slot, float* scratch) {
+        const float* gate = frame.get<const float>(gates_and_ups) + slot * both;
+        silu_mul(gate, gate + inner, scratch, inner);
+        return static_cast<const float*>(scratch);
+      });
+  const ValueId results = multiply_slots(routing, activated, inner, down, down_scales);
+
+  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
+  add_row_step(symbol, {results, routing.weights, routing.slots, out},
+               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                 for (std::size_t row = begin; row < end; ++row) {
+                   float* sum = frame.get<float>(out) + row * width;
+                   std::fill_n(sum, width, 0.0f);
+                   for (std::size_t i = row * top_k; i < (row + 1) * top_k; ++i) {
+                     const float weight = frame.get<const float>(routing.weights)[i];
+                     const auto slot = static_cast<std::size_t>(frame.get<const std::int32_t>(routing.slots)[i]);
+                     const float* result = frame.get<const float>(results) + slot * width;
+                     for (std::size_t n = 0; n < width; ++n) sum[n] += weight * result[n];
+                   }
+                 }
+               });
+  return out;
+}
+
+}  // namespace chunkrt
