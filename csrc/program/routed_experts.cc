@@ -20,7 +20,8 @@ void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, st
   for (std::size_t expert = 0; expert < num_experts; ++expert) {
     if (count == top_k && !(logits[expert] > logits[picked[top_k - 1]])) continue;
     std::size_t place = count < top_k ? count++ : top_k - 1;
-    for (; place > 0 && logits[expert] > logits[picked[place - 1]]; --place) picked[place] = picked[place - 1];
+    for (; place > 0 && logits[expert] > logits[picked[place - 1]]; --place)
+      picked[place] = picked[place - 1];
     picked[place] = static_cast<std::int32_t>(expert);
   }
   std::sort(picked, picked + top_k);
@@ -133,35 +134,36 @@ ValueId ProgramBuilder::multiply_slots(const Routing& routing, const Quantized& 
                    {fixed(routing.num_experts), fixed(blocks), fixed(groups), fixed(kGemmColumnsPerBlock),
                     fixed(kGemmDepthPerGroup)},
                    "routed_experts' packed weight");
-  const ValueId out = temporary(
-      Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
+  const ValueId out =
+      temporary(Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
   GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
   // A piece is some columns of all experts: it is as much work whatever the router picks.
-  add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
-            {left.values, left.scales, left.sums, routing.begins, packed, scales, out},
-            [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-              const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
-              for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
-                const auto first = static_cast<std::size_t>(begins[expert]);
-                const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
-                if (num_rows == 0) continue;
-                kernel({.left = frame.get<const std::int8_t>(left.values) + first * groups * kGemmDepthPerGroup,
-                        .left_scales = frame.get<const float>(left.scales) + first,
-                        .left_sums = frame.get<const std::int32_t>(left.sums) + first,
-                        .right = frame.get<const std::int8_t>(packed) +
-                                 expert * blocks * groups * kGemmBytesPerGroup,
-                        .right_scales = frame.get<const float>(scales) + expert * columns,
-                        .bias = nullptr,
-                        .residual = nullptr,
-                        .out = frame.get<float>(out) + first * columns,
-                        .rows = num_rows,
-                        .columns = columns,
-                        .groups = groups,
-                        .residual_stride = columns,
-                        .out_stride = columns},
-                       begin, end);
-              }
-            });
+  add_stage(
+      [blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
+      {left.values, left.scales, left.sums, routing.begins, packed, scales, out},
+      [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+        const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
+        for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
+          const auto first = static_cast<std::size_t>(begins[expert]);
+          const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
+          if (num_rows == 0) continue;
+          kernel(
+              {.left = frame.get<const std::int8_t>(left.values) + first * groups * kGemmDepthPerGroup,
+               .left_scales = frame.get<const float>(left.scales) + first,
+               .left_sums = frame.get<const std::int32_t>(left.sums) + first,
+               .right = frame.get<const std::int8_t>(packed) + expert * blocks * groups * kGemmBytesPerGroup,
+               .right_scales = frame.get<const float>(scales) + expert * columns,
+               .bias = nullptr,
+               .residual = nullptr,
+               .out = frame.get<float>(out) + first * columns,
+               .rows = num_rows,
+               .columns = columns,
+               .groups = groups,
+               .residual_stride = columns,
+               .out_stride = columns},
+              begin, end);
+        }
+      });
   return out;
 }
 
@@ -205,7 +207,8 @@ ValueId ProgramBuilder::routed_experts(ValueId hidden, ValueId router_logits, Va
                    std::fill_n(sum, width, 0.0f);
                    for (std::size_t i = row * top_k; i < (row + 1) * top_k; ++i) {
                      const float weight = frame.get<const float>(routing.weights)[i];
-                     const auto slot = static_cast<std::size_t>(frame.get<const std::int32_t>(routing.slots)[i]);
+                     const auto slot =
+                         static_cast<std::size_t>(frame.get<const std::int32_t>(routing.slots)[i]);
                      const float* result = frame.get<const float>(results) + slot * width;
                      for (std::size_t n = 0; n < width; ++n) sum[n] += weight * result[n];
                    }

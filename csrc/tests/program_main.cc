@@ -14,5 +14,6 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_program(suite);
   chunkrt::testing::test_block_linear(suite);
   chunkrt::testing::test_linear_attention_program(suite);
+  chunkrt::testing::test_routed_experts(suite);
   return suite.finish();
 }

@@ -22,5 +22,6 @@ void test_thread_pool(Suite& suite);
 void test_program(Suite& suite);
 void test_block_linear(Suite& suite);
 void test_linear_attention_program(Suite& suite);
+void test_routed_experts(Suite& suite);
 
 }  // namespace chunkrt::testing
