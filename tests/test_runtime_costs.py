@@ -26,7 +26,8 @@ def make_counted_plan() -> Plan:
     """A linear and an addition on the NPU, attention with 2 heads of 3, a head of 7 columns."""
 
     def node(op: str, inputs: list[str], output: str) -> Node:
-        return Node(name=output, op=op, domain="", inputs=tuple(inputs), outputs=(output,), attributes={})
+        attributes = {"window": 0} if op == "CachedAttention" else {}
+        return Node(name=output, op=op, domain="", inputs=tuple(inputs), outputs=(output,), attributes=attributes)
 
     def part(name: str, device: str, rows: str, nodes: list[Node], state: list[str]) -> object:
         empty = subgraph(name, device, [], [], rows=rows, state=state)  # type: ignore[arg-type]

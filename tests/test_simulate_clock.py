@@ -116,4 +116,4 @@ def test_a_prompt_is_cut_into_chunks_and_the_last_token_alone_gets_logits() -> N
     assert [chunk.num_tokens for chunk in chunks] == [32, 32, 6]
     assert [chunk.position for chunk in chunks] == [0, 32, 64]
     assert [chunk.num_rows for chunk in chunks] == [0, 0, 1]
-    assert sum(chunk.pairs for chunk in chunks) == 70 * 71 // 2
+    assert sum(chunk.pairs(0) for chunk in chunks) == 70 * 71 // 2

@@ -34,8 +34,8 @@ ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
 
 EXPERTS_OP = "RoutedExperts"
-"""Of our domain: feed-forwards of which every row takes a few. Its inputs are hidden, router_logits, gate_up [E, H, 2 I]
-and down [E, I, H]."""
+"""Of our domain: feed-forwards of which every row takes a few; inputs hidden, router_logits, gate_up [E, H, 2 I] and
+down [E, I, H]."""
 
 RING_STEP = 64
 """Slots: a ring has a multiple of them, or the capacity."""
@@ -97,6 +97,12 @@ class Subgraph:
     outputs: tuple[str, ...]
     weights: tuple[str, ...]
     state: tuple[str, ...]
+
+    @property
+    def window(self) -> int:
+        """Positions that a row attends to at most; 0 if some of its attention sees all before, or there is none."""
+        windows = [node.attributes["window"] for node in self.nodes if node.op in ATTENTION_OPS]
+        return max((w for w in windows if isinstance(w, int)), default=0) if all(windows) else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, resolve
+from chunkrt.graph.operations import operations_per_pair, operations_per_row
+from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, resolve
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights, stored_entries
 
-FLOPS_PER_MULTIPLY_ADD = 2
 FLOAT16_BYTES = DTYPE_BYTES["float16"]
 
 
@@ -19,10 +19,10 @@ FLOAT16_BYTES = DTYPE_BYTES["float16"]
 class SubgraphFigures:
     """One subgraph on one chunk.
 
-    `linear_flops`: of its MatMuls, a multiply-add counted as two. `weight_bytes`: under the scheme, scales
-    included; weights that several subgraphs read count at the first of them. `crossing_bytes`: values that it takes
-    from or gives to subgraphs on the other device, once each. `converted_bytes`: what it would take and give as
-    float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static.
+    `linear_flops`: of its MatMuls and of the experts that rows pick, a multiply-add counted as two. `weight_bytes`:
+    under the scheme, scales included; weights that several subgraphs read count at the first of them. `crossing_bytes`:
+    values that it takes from or gives to subgraphs on the other device, once each. `converted_bytes`: what it would
+    take and give as float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static.
     """
 
     name: str
@@ -41,7 +41,7 @@ class AttentionFigures:
     """Attention over a whole prompt, all layers, scores and weighted sum: 4 * rows * keys * D FLOPs a head.
 
     Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the
-    chunk's end; the ratio tends to (1 + C / S) / 2.
+    chunk's end; the ratio tends to (1 + C / S) / 2. In a layer with a window they meet those that any of them sees.
     """
 
     chunked_flops: int
@@ -69,7 +69,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             device=s.device,
             is_static=s.is_static,
             num_nodes=len(s.nodes),
-            linear_flops=sum(_matmul_flops(plan, node, symbols) for node in s.nodes),
+            linear_flops=sum(_linear_flops(plan, node, symbols) for node in s.nodes),
             weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
             crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
             converted_bytes=converted_bytes(plan, s, chunk_length) if s.device == "npu" and scheme.is_static else 0,
@@ -91,15 +91,15 @@ def converted_bytes(plan: Plan, subgraph: Subgraph, chunk_length: int) -> int:
 
 def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> AttentionFigures:
     """Attention FLOPs of a prompt, chunked and not."""
-    chunked = sum(
-        (min(start + chunk_length, prompt_length) - start) * min(start + chunk_length, prompt_length)
-        for start in range(0, prompt_length, chunk_length)
-    )
-    per_pair = 0
+    chunked = unchunked = 0
     for node in (node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS):
-        heads, head_dim = node.attributes["num_heads"], node.attributes["head_dim"]
-        per_pair += 2 * FLOPS_PER_MULTIPLY_ADD * cast(int, heads) * cast(int, head_dim)
-    return AttentionFigures(chunked_flops=per_pair * chunked, unchunked_flops=per_pair * prompt_length**2)
+        per_pair, window = operations_per_pair(node, plan), cast(int, node.attributes["window"])
+        unchunked += per_pair * prompt_length**2
+        for start in range(0, prompt_length, chunk_length):
+            end = min(start + chunk_length, prompt_length)
+            first = max(0, start + 1 - window) if window else 0
+            chunked += per_pair * (end - start) * (end - first)
+    return AttentionFigures(chunked_flops=chunked, unchunked_flops=unchunked)
 
 
 def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
@@ -124,9 +124,7 @@ def _edges(subgraph: Subgraph) -> tuple[str, ...]:
     return (*subgraph.inputs, *subgraph.outputs)
 
 
-def _matmul_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:
-    if node.op != "MatMul":
+def _linear_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:
+    if node.op not in ("MatMul", EXPERTS_OP):
         return 0
-    rows, depth = resolve(plan.tensors[node.inputs[0]].shape, symbols)
-    _, columns = resolve(plan.tensors[node.inputs[1]].shape, symbols)
-    return FLOPS_PER_MULTIPLY_ADD * rows * depth * columns
+    return resolve(plan.tensors[node.outputs[0]].shape, symbols)[0] * operations_per_row(node, plan)

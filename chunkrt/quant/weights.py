@@ -132,9 +132,8 @@ def linear_weights(plan: Plan) -> set[str]:
 def expert_weights(plan: Plan) -> set[str]:
     """The names of the weights of all routed experts. Where linears are quantised they are int8 for each output channel
     of each expert, and their activations dynamic, whatever the scheme."""
-    return {
-        name for subgraph in plan.subgraphs for node in subgraph.nodes if node.op == EXPERTS_OP for name in node.inputs[2:]
-    }
+    nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes)
+    return {name for node in nodes if node.op == EXPERTS_OP for name in node.inputs[2:]}
 
 
 def check_calibration(plan: Plan, calibration: Calibration) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
+from chunkrt.graph.operations import attended_pairs, operations_per_pair, operations_per_row
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.runtime.events import TaskEvent
 
 FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0}
@@ -31,8 +32,9 @@ class Costs:
     """
 
     def __init__(self, plan: Plan) -> None:
-        flops = [sum((_flops(node, plan) for node in subgraph.nodes), np.zeros(3)) for subgraph in plan.subgraphs]
+        flops = [sum((_flops(node, plan) for node in subgraph.nodes), np.zeros(4)) for subgraph in plan.subgraphs]
         self._flops = np.array(flops)
+        self._window = plan.window or 0
         self._guesses = np.array([1 / FLOPS_PER_NS[subgraph.device] for subgraph in plan.subgraphs])
         self._sums = np.zeros((5, len(plan.subgraphs)))
         """Over the measurements: 1, flops, duration, flops squared, flops times duration."""
@@ -48,10 +50,12 @@ class Costs:
         Returns:
             float64 [subgraphs, chunks].
         """
-        tokens = np.array(num_tokens, np.float64)
-        positions = position + np.cumsum(tokens) - tokens
-        pairs = tokens * positions + tokens * (tokens + 1) / 2
-        flops: NDArray[np.float64] = self._flops @ np.stack([tokens, np.array(num_rows, np.float64), pairs])
+        positions = position + np.cumsum(num_tokens) - num_tokens
+        pairs = [
+            [attended_pairs(int(start), count, window) for start, count in zip(positions, num_tokens, strict=True)]
+            for window in (0, self._window)
+        ]
+        flops: NDArray[np.float64] = self._flops @ np.array([num_tokens, num_rows, *pairs], np.float64)
         return np.maximum(flops, 1)
 
     def durations(self, flops: NDArray[np.float64]) -> list[list[int]]:
@@ -89,12 +93,11 @@ class Costs:
 
 
 def _flops(node: Node, plan: Plan) -> NDArray[np.float64]:
-    """Of one operator: per token, per row of logits, and per pair of a token and a position that it attends to."""
-    rows, *rest = plan.tensors[node.outputs[0]].shape
-    flops = 1.0
-    if node.op == "MatMul":
-        flops = 2.0 * resolve(plan.tensors[node.inputs[1]].shape, {"P": 1})[0]
-    elif node.op in ATTENTION_OPS:
-        return np.array([0.0, 0.0, 4.0 * resolve(tuple(rest), {})[-1]])
-    per_row = flops * np.prod(resolve(tuple(rest), {}))
-    return np.array([per_row * (rows == "T"), per_row * (rows == "R"), 0.0])
+    """Of one operator: per token, per row of logits, per pair of a token and a position that it attends to, and per
+    pair within the window."""
+    if node.op in ATTENTION_OPS:
+        has_window = bool(node.attributes["window"])
+        per_pair = operations_per_pair(node, plan)
+        return np.array([0.0, 0.0, per_pair * (not has_window), per_pair * has_window])
+    rows, per_row = plan.tensors[node.outputs[0]].shape[0], operations_per_row(node, plan)
+    return np.array([per_row * (rows == "T"), per_row * (rows == "R"), 0.0, 0.0])

@@ -13,6 +13,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from chunkrt.graph.operations import attended_pairs
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.idle import where_time_went
@@ -71,8 +72,8 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
         if first[subgraph.name] != subgraph.name:
             continue
         medians = {chunk: median(samples) for chunk, samples in whole[subgraph.name].items()}
-        if subgraph.state:
-            pairs = np.array([chunks[chunk].pairs for chunk in medians], np.float64)
+        pairs = np.array([chunks[chunk].pairs(subgraph.window) for chunk in medians], np.float64)
+        if subgraph.state and np.ptp(pairs):
             slope, base = np.polyfit(pairs, list(medians.values()), 1)
             pair_us = max(0.0, float(slope))
             base = max(0.0, float(base) if slope > 0 else fmean(medians.values()))
@@ -81,7 +82,7 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
         row_us = 0.0
         if subgraph.rows == "T" and short[subgraph.name]:
             half = chunk_length // 2
-            rest = median(short[subgraph.name]) - pair_us * half * (half + 1) / 2
+            rest = median(short[subgraph.name]) - pair_us * attended_pairs(0, half, subgraph.window)
             row_us = min(max(0.0, (base - rest) / (chunk_length - half)), base / chunk_length)
         costs[subgraph.name] = SubgraphCost(
             subgraph=subgraph.name, fixed_us=base - row_us * chunk_length, row_us=row_us, pair_us=pair_us
@@ -105,7 +106,8 @@ def learn_speeds(
         for event, times in zip(record.events, _times_by_crowd(record.events, workers), strict=True):
             subgraph, chunk = plan.subgraphs[event.task.subgraph], chunks[event.task.chunk]
             name = first[subgraph.name]
-            us = costs[name].fixed_us + costs[name].row_us * chunk.rows(subgraph) + costs[name].pair_us * chunk.pairs
+            pairs = chunk.pairs(subgraph.window)
+            us = costs[name].fixed_us + costs[name].row_us * chunk.rows(subgraph) + costs[name].pair_us * pairs
             total = sums[name, 1 + int(times.argmax())]
             total[0] += us - times[0] / 1000
             total[1] += times[1:].sum() / 1000

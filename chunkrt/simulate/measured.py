@@ -93,7 +93,12 @@ def twins(plan: Plan) -> dict[str, str]:
 
 def _signature(subgraph: Subgraph, plan: Plan) -> Any:
     nodes = tuple(
-        (node.op, node.domain, tuple(plan.tensors[name].shape for name in (*node.inputs, *node.outputs) if name))
+        (
+            node.op,
+            node.domain,
+            node.attributes.get("window"),
+            tuple(plan.tensors[name].shape for name in (*node.inputs, *node.outputs) if name),
+        )
         for node in subgraph.nodes
     )
     return subgraph.device, subgraph.rows, nodes

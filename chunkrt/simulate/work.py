@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, resolve
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.operations import attended_pairs, operations_per_pair, operations_per_row
+from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, resolve
 from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
@@ -36,10 +38,9 @@ class Chunk:
         """That one subgraph runs on."""
         return self.num_tokens if subgraph.rows == "T" else self.num_rows
 
-    @property
-    def pairs(self) -> int:
-        """Of a token and a position that it attends to."""
-        return self.num_tokens * self.position + self.num_tokens * (self.num_tokens + 1) // 2
+    def pairs(self, window: int) -> int:
+        """Of a token and a position that it attends to, among the last `window` if that is not 0."""
+        return attended_pairs(self.position, self.num_tokens, window)
 
 
 WorkOf = Callable[[Task], Work]
@@ -65,7 +66,8 @@ def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCos
     def work(task: Task) -> Work:
         subgraph, chunk = plan.subgraphs[task.subgraph], chunks[task.chunk]
         cost = costs[subgraph.name]
-        us = budget.task_us + cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * chunk.pairs
+        pairs = chunk.pairs(subgraph.window)
+        us = budget.task_us + cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * pairs
         return Work(round(1000 * us), 0.0)
 
     return work
@@ -124,10 +126,10 @@ class ModelledWork:
     def _node(self, node: Node, processor: ProcessorCost, chunk: Chunk, symbols: dict[str, int]) -> tuple[float, float]:
         """Microseconds of one operator, and the bytes of shared memory among those that it reads."""
         tensors = self._plan.tensors
+        rows = resolve(tensors[node.outputs[0]].shape, symbols)[0]
         if node.op == "MatMul" and node.inputs[1] in self._linears:
             weight = node.inputs[1]
-            depth, columns = resolve(tensors[weight].shape, {})
-            operations = 2.0 * symbols[str(tensors[node.outputs[0]].shape[0])] * depth * columns
+            operations = float(rows * operations_per_row(node, self._plan))
             num_bytes = shared_bytes = float(self._weight_bytes[weight])
             is_spread = self._scheme.is_static and self._scheme.weight_bits_of(weight) == 4
             if processor is self._device.npu and is_spread:
@@ -135,11 +137,20 @@ class ModelledWork:
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
         elif node.op in ATTENTION_OPS:
-            width = resolve(tensors[node.outputs[0]].shape[1:], {})[0]
-            operations = 4.0 * chunk.pairs * width
-            elements = sum(prod(resolve(tensors[n].shape, symbols)) for n in node.inputs if tensors[n].kind == "state")
-            num_bytes = shared_bytes = float(FLOAT16_BYTES * elements)
+            window = cast(int, node.attributes["window"])
+            operations = float(chunk.pairs(window) * operations_per_pair(node, self._plan))
+            num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, symbols))
             kind = "attention"
+        elif node.op == LINEAR_ATTENTION_OP:
+            operations = float(rows * operations_per_row(node, self._plan))
+            num_bytes = shared_bytes = float(2 * DTYPE_BYTES["float32"] * self._state_elements(node, symbols))
+            kind = "attention"  # its state is read, and written back
+        elif node.op == EXPERTS_OP:
+            operations = float(rows * operations_per_row(node, self._plan))
+            num_bytes = shared_bytes = self._share_of_experts(node, rows) * sum(
+                self._weight_bytes[name] for name in node.inputs[2:]
+            )
+            kind = "linear_float" if self._scheme.weight_bits is None else "linear_a8"
         else:
             sizes = [prod(resolve(tensors[name].shape, symbols)) for name in node.outputs]
             operations = float(sum(sizes))
@@ -148,6 +159,15 @@ class ModelledWork:
             kind = "other"
         cost = processor.operators[kind]
         return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes
+
+    def _state_elements(self, node: Node, symbols: dict[str, int]) -> int:
+        tensors = [self._plan.tensors[name] for name in node.inputs if name]
+        return sum(prod(resolve(tensor.shape, symbols)) for tensor in tensors if tensor.kind == "state")
+
+    def _share_of_experts(self, node: Node, rows: int) -> float:
+        """That is read for so many rows, if each picks its own evenly: 1 - (1 - picked / all) ** rows."""
+        num_experts, _, _ = resolve(self._plan.tensors[node.inputs[2]].shape, {})
+        return 1.0 - float(1 - cast(int, node.attributes["top_k"]) / num_experts) ** rows
 
     def _crossing(self, subgraph: Subgraph) -> list[str]:
         """The values that a subgraph takes from the other device, or gives to it."""

@@ -2,8 +2,8 @@
 
 One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
 linear's weight is stored packed for the CPU kernels (`weights/layout.py`) under its own name; `linear` unpacks it for
-the others, `experts` those of a mixture, or `blocks` one of 4 bits in blocks. Beside it, under its name and a suffix, is
-what else the scheme needs: see the suffixes below.
+the others, `experts` those of a mixture, or `blocks` one of 4 bits in blocks. Beside it, under its name and a suffix,
+is what else the scheme needs: see the suffixes below.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class WeightStore:
                 yield suffix, self._arrays[name + suffix]
 
     def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """A quantised linear's packed int8 weight and its scales float32 [N]; of experts each with an axis [E] before."""
+        """A quantised linear's packed int8 weight and its scales float32 [N]; of experts with an axis [E] before."""
         return self._arrays[name], self._arrays[name + SCALE_SUFFIX]
 
     def linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
