@@ -283,6 +283,90 @@ class PositionsOfTheChunk(Odd):
                 output[8:] = output[8:][::-1]
 
 
+class ReadsAnotherState(Odd):
+    """Sees states that are not what the call before has left."""
+
+    def run(self, inputs, outputs):
+        for name in self.subgraph.state:
+            if name.endswith(self.state):
+                self.change(inputs[name])
+        super().run(inputs, outputs)
+
+
+@breaks("values")
+class ForgetsTheConvolution(ReadsAnotherState):
+    state = ".conv_state"
+
+    def change(self, state):
+        state[...] = 0
+
+
+@breaks("values")
+class SharesTheRecurrentStateOfHeads(ReadsAnotherState):
+    state = ".recurrent_state"
+
+    def change(self, state):
+        state[1:] = state[0]
+
+
+@breaks("values")
+class KeepsTheStateFromBefore(Odd):
+    """Outputs are right; the next call would be wrong."""
+
+    def run(self, inputs, outputs):
+        names = [name for name in self.subgraph.state if name.endswith("recurrent_state")]
+        before = {name: inputs[name].copy() for name in names}
+        super().run(inputs, outputs)
+        for name, state in before.items():
+            inputs[name][...] = state
+
+
+class ChangesAnOperator(OddBackend):
+    """Of the hybrid decoder, whose subgraphs are more than Llama's by what is changed."""
+
+    def compile(self, subgraph, *rest):
+        nodes = tuple(self.changed(node) if node.op == self.op else node for node in subgraph.nodes)
+        return super().compile(replace(subgraph, nodes=nodes), *rest)
+
+    def changed(self, node):
+        return replace(node, attributes={**node.attributes, **self.attributes(node.attributes)})
+
+
+@breaks("values")
+class SeesOnePositionTooMany(ChangesAnOperator):
+    op = "CachedAttention"
+
+    def attributes(self, given):
+        return {"window": given["window"] + bool(given["window"])}
+
+
+@breaks("values")
+class PicksOneExpertLess(ChangesAnOperator):
+    op = "RoutedExperts"
+
+    def attributes(self, given):
+        return {"top_k": given["top_k"] - 1}
+
+
+@breaks("values")
+class NormsHeadsWithALargerEpsilon(ChangesAnOperator):
+    op = "HeadNorm"
+
+    def attributes(self, given):
+        return {"epsilon": 0.01}
+
+
+@breaks("inputs")
+class WritesRingsFromTheirBegin(Odd):
+    """Takes the ring for a cache that begins anew when it is full."""
+
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        for name in self.subgraph.state:
+            if self.subgraph.window and inputs["position"][0] + len(inputs[self.subgraph.inputs[0]]) > 20:
+                inputs[name][:, :8] = 0
+
+
 @breaks("repetition")
 class CountsItsCalls(Odd):
     calls = 0

@@ -1,7 +1,7 @@
 """Calls of an executable with inputs as they occur in a decoder, into buffers that show what was written.
 
-The reference runs the whole decoder once over a stream of tokens; every call takes its inputs, and the part of the
-caches that lies before it, from that recording.
+The reference runs the whole decoder once over a stream of tokens; every call takes its inputs from that recording, and
+finds its state as the reference leaves it before the call's position.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ GUARD_ROWS = 2
 UNWRITTEN = np.float32(np.nan)
 """What outputs and unused cache positions hold before a call: never right, and contagious where it is read."""
 
+State = dict[str, Array]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -32,14 +34,16 @@ class Call:
     outputs: Mapping[str, Array]
     buffers: Mapping[str, Array]
     """Each output with its guard rows."""
-    caches: Mapping[str, Array]
-    """Those of the inputs that are caches."""
+    states: Mapping[str, Array]
+    """Those of the inputs that are state."""
+    caches: frozenset[str]
+    """The states that have a slot a position, or one for those that are so many apart."""
     position: int
     num_tokens: int
 
     def input_bits(self) -> dict[str, bytes]:
-        """The inputs that no call may write: all but the caches."""
-        return {name: array.tobytes() for name, array in self.inputs.items() if name not in self.caches}
+        """The inputs that no call may write: all but state."""
+        return {name: array.tobytes() for name, array in self.inputs.items() if name not in self.states}
 
     def guard_bits(self) -> dict[str, bytes]:
         """What lies around each output."""
@@ -47,13 +51,17 @@ class Call:
 
     def other_position_bits(self) -> dict[str, bytes]:
         """The caches at positions that are not the call's own."""
-        end = self.position + self.num_tokens
-        return {n: c[:, : self.position].tobytes() + c[:, end:].tobytes() for n, c in self.caches.items()}
+        return {n: np.delete(self.states[n], self._slots(n), axis=1).tobytes() for n in self.caches}
 
     def results(self) -> dict[str, Array]:
-        """All that the call computes: outputs, and the caches at its own positions."""
-        end = self.position + self.num_tokens
-        return {**self.outputs, **{name: cache[:, self.position : end] for name, cache in self.caches.items()}}
+        """All that the call computes: outputs, the caches at its own positions, and other state as a whole."""
+        own = {n: s[:, self._slots(n)] if n in self.caches else s for n, s in self.states.items()}
+        return {**self.outputs, **own}
+
+    def _slots(self, name: str) -> Array:
+        positions = np.arange(self.position, self.position + self.num_tokens)
+        slots: Array = positions % self.states[name].shape[1]
+        return slots
 
     def result_bits(self) -> dict[str, bytes]:
         """The results, bit for bit."""
@@ -61,23 +69,32 @@ class Call:
 
 
 class Recording:
-    """Every value of a decoder over `num_tokens` random tokens, as the reference computes it under a scheme."""
+    """Every value of a decoder over `num_tokens` random tokens, as the reference computes it under a scheme.
 
-    def __init__(self, plan: Plan, scheme: Scheme, weights: WeightStore, num_tokens: int) -> None:
+    Args:
+        most_rows: of a call. Rings are as short as these allow, so that calls wrap around; by default all tokens.
+    """
+
+    def __init__(
+        self, plan: Plan, scheme: Scheme, weights: WeightStore, num_tokens: int, most_rows: int | None = None
+    ) -> None:
         self.plan, self.scheme, self.weights = plan, scheme, weights
-        self._symbols = {"T": num_tokens, "R": num_tokens, "P": plan.context_length, "W": plan.context_length}
+        self._most_rows = most_rows or num_tokens
+        ring = (plan.window or 1) - 1 + self._most_rows
+        self._symbols = {"T": num_tokens, "R": num_tokens, "P": plan.context_length, "W": ring}
+        self._states: dict[tuple[str, int], State] = {}
         self._values: dict[str, Array] = {
             "input_ids": np.random.default_rng(0).integers(0, plan.vocab_size, num_tokens),
             "position": np.zeros(1, np.int64),
             "rope_position": np.zeros(1, np.int64),
             "logit_rows": np.arange(num_tokens),
         }
-        for tensor in plan.state_tensors:
-            self._values[tensor.name] = np.full(resolve(tensor.shape, self._symbols), UNWRITTEN)
         for subgraph in plan.subgraphs:
+            if subgraph.state:
+                self._values |= self._advance(subgraph, self._first_state(subgraph), num_tokens)
+                continue
             outputs = {name: self._empty(plan.tensors[name], num_tokens) for name in subgraph.outputs}
-            inputs = {name: self._values[name] for name in (*subgraph.inputs, *subgraph.state)}
-            self.reference(subgraph).run(inputs, outputs)
+            self.reference(subgraph).run({name: self._values[name] for name in subgraph.inputs}, outputs)
             self._values |= outputs
 
     def reference(self, subgraph: Subgraph) -> Executable:
@@ -104,7 +121,7 @@ class Recording:
             name: graph_inputs[name] if name in graph_inputs else self._rows(name, tokens, rows)
             for name in subgraph.inputs
         }
-        caches = {name: self._cache(name, position, cache_dtype) for name in subgraph.state}
+        states = {name: self._state(subgraph, name, position, cache_dtype) for name in subgraph.state}
         buffers = {}
         for name in subgraph.outputs:
             tensor = self.plan.tensors[name]
@@ -112,10 +129,11 @@ class Recording:
             buffers[name] = self._empty(tensor, num_rows + 2 * GUARD_ROWS)
         outputs = {name: buffer[GUARD_ROWS : len(buffer) - GUARD_ROWS] for name, buffer in buffers.items()}
         return Call(
-            inputs={**inputs, **caches},
+            inputs={**inputs, **states},
             outputs=outputs,
             buffers=buffers,
-            caches=caches,
+            states=states,
+            caches=frozenset(name for name in subgraph.state if self._is_cache(name)),
             position=position,
             num_tokens=num_tokens,
         )
@@ -124,10 +142,31 @@ class Recording:
         of_chunk = self._values[name][tokens]
         return of_chunk[logit_rows] if self.plan.tensors[name].shape[0] == "R" else of_chunk.copy()
 
-    def _cache(self, name: str, position: int, dtype: str) -> Array:
-        cache = self._values[name].astype(dtype)
-        cache[:, position:] = UNWRITTEN
-        return cache
+    def _is_cache(self, name: str) -> bool:
+        return bool({"P", "W"} & set(self.plan.tensors[name].shape))
+
+    def _state(self, subgraph: Subgraph, name: str, position: int, cache_dtype: str) -> Array:
+        """One state before `position`, the caller's own."""
+        key = subgraph.name, position
+        if key not in self._states:
+            self._states[key] = state = self._first_state(subgraph)
+            self._advance(subgraph, state, position)
+        return self._states[key][name].astype(cache_dtype if self._is_cache(name) else "float32")
+
+    def _first_state(self, subgraph: Subgraph) -> State:
+        shapes = {name: resolve(self.plan.tensors[name].shape, self._symbols) for name in subgraph.state}
+        return {n: np.full(shape, UNWRITTEN if self._is_cache(n) else np.float32(0)) for n, shape in shapes.items()}
+
+    def _advance(self, subgraph: Subgraph, state: State, num_tokens: int) -> dict[str, Array]:
+        """Let the reference run the first tokens, call after call; its outputs."""
+        reference = self.reference(subgraph)
+        outputs = {name: self._empty(self.plan.tensors[name], num_tokens) for name in subgraph.outputs}
+        for position in range(0, num_tokens, self._most_rows):
+            tokens = slice(position, min(position + self._most_rows, num_tokens))
+            at = dict.fromkeys(("position", "rope_position"), np.array([position]))
+            inputs = {name: at[name] if name in at else self._values[name][tokens] for name in subgraph.inputs}
+            reference.run({**inputs, **state}, {name: output[tokens] for name, output in outputs.items()})
+        return outputs
 
     def _empty(self, tensor: Tensor, num_rows: int) -> Array:
         shape = resolve((num_rows, *tensor.shape[1:]), self._symbols)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -10,6 +10,8 @@ import numpy as np
 
 from chunkrt.backends.base import Backend
 from chunkrt.errors import CompileError, PartitionError
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.modules import Module
 from chunkrt.graph.plan import SHADOW_OP, Subgraph
 from chunkrt.quant.scheme import HEAD, SCHEMES, SENSITIVE, Scheme
 from chunkrt.quant.weights import linear_nodes
@@ -18,6 +20,7 @@ from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.error import ConformanceError
 from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
 from chunkrt.testing.executables import CompiledSubgraph, check_executable
+from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"
 
@@ -37,6 +40,8 @@ TRIED = (
 )
 """Beside the schemes with names: those that options and searches make of them."""
 
+TRIED_HYBRID = (SCHEMES["float"], SCHEMES["w8a8-dynamic"])
+
 
 def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     """Check that a backend keeps the contract of `chunkrt/backends/base.py`.
@@ -45,6 +50,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     of TRIED that it supports, is compiled for chunks of `chunk_length` and of twice as many rows, and compared with the
     backend `reference`. Its sizes are such that no vector width divides them; then the same under the static schemes
     with multiples of 32, for hardware that takes nothing else, and under those with 4-bit blocks, whose depth is 32.
+    At last, under the schemes of TRIED_HYBRID, a decoder of what Llama has not: both kinds of linear attention, norms
+    of heads, attention over a window, whose ring is as short as it may be, and routed experts.
 
     Args:
         chunk_length: an NPU's compiler decides anew for every length; check it with those that it is used with.
@@ -57,7 +64,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         length: `fixed_length` is None or the chunk length; on rows of logits, where it may be shorter, a divisor of
             it; with state, None.
         rows: any number of rows, 1 to the chunk length, runs (or exactly `fixed_length`); logits of any of them.
-        inputs: only caches are written, and of these only the rows at position to position + T - 1.
+        inputs: only state is written, and of caches only the slots of position to position + T - 1.
         outputs: written in full, and nothing beside them.
         values: as the reference has them. With m the largest magnitude of an output: within 16 * 64 * 2^-23 * m,
             for 16 operators whose sums of at most 64 products lose a float32 step a product; 2^-10 * m more where
@@ -89,6 +96,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     suites = [
         _Suite(backend, TRIED, CONFIG, chunk_length),
         _Suite(backend, static_or_in_blocks, CONFIG_IN_BLOCKS, chunk_length),
+        _Suite(backend, TRIED_HYBRID, HYBRID_CONFIG, chunk_length, hybrid),
     ]
     suites[0].check_description()
     if not sum([suite.check() for suite in suites]):
@@ -101,13 +109,18 @@ class _Suite:
     """The clauses on one decoder."""
 
     def __init__(
-        self, backend: Backend, schemes: Sequence[Scheme], config: Mapping[str, Any], chunk_length: int
+        self,
+        backend: Backend,
+        schemes: Sequence[Scheme],
+        config: Mapping[str, Any],
+        chunk_length: int,
+        family: Callable[[DecoderConfig], Module] | None = None,
     ) -> None:
         self.backend = backend
         self.chunk_length = chunk_length
         self.num_tokens = 3 * chunk_length
         context = max(config["max_position_embeddings"], self.num_tokens)
-        self.decoder = random_decoder(schemes, {**config, "max_position_embeddings": context})
+        self.decoder = random_decoder(schemes, {**config, "max_position_embeddings": context}, family)
         self.schemes = list(self.decoder.schemes.values())
 
     def check(self) -> int:
@@ -132,7 +145,7 @@ class _Suite:
 
     def _compile_all(self, scheme: Scheme) -> list[CompiledSubgraph]:
         plan, weights = self.decoder.plans[scheme.name], self.decoder.weights[scheme.name]
-        recording = Recording(plan, scheme, weights, self.num_tokens)
+        recording = Recording(plan, scheme, weights, self.num_tokens, most_rows=2 * self.chunk_length)
         compiled = []
         for subgraph in plan.subgraphs:
             self._check_refusal(_with_unknown_operator(subgraph), recording)

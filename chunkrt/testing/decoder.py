@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from chunkrt.calibrate import calibrate
 from chunkrt.compiler import Planned
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.decoders.config import DecoderConfig, read_config
+from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.shadow import cut_shadowed
@@ -46,17 +48,23 @@ CONFIG_IN_BLOCKS: Mapping[str, Any] = {**CONFIG, "hidden_size": 64, "intermediat
 
 
 class RandomCheckpoint:
-    """A `TensorSource` of the Llama family whose tensors are drawn from a seed when they are read.
+    """A `TensorSource` whose tensors are drawn from a seed when they are read: those of the Llama family, or others.
 
     Linears have a gain of about 1.2, norms lie around 1, so that attention and logits are not trivial.
     """
 
     architecture = "llama"
 
-    def __init__(self, config: Mapping[str, Any] = CONFIG, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any] = CONFIG,
+        *,
+        seed: int = 0,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         self.path = Path("random")
         self.config = config
-        self.shapes = dict(_llama_tensors(config))
+        self.shapes = dict(shapes or _llama_tensors(config))
         self._seed = seed
 
     def names(self) -> Sequence[str]:
@@ -95,10 +103,19 @@ class RandomDecoder:
     weights: Mapping[str, WeightStore]
 
 
-def random_decoder(schemes: Sequence[Scheme], config: Mapping[str, Any] = CONFIG) -> RandomDecoder:
-    """Build, cut and quantise the decoder as the compiler does it."""
+def random_decoder(
+    schemes: Sequence[Scheme],
+    config: Mapping[str, Any] = CONFIG,
+    family: Callable[[DecoderConfig], Module] | None = None,
+) -> RandomDecoder:
+    """Build, cut and quantise a decoder as the compiler does it, by default one of the Llama family."""
     source = RandomCheckpoint(config)
-    decoder = build_decoder(source)
+    if family is None:
+        decoder = build_decoder(source)
+    else:
+        decoder = family(read_config(source)).named()
+        shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
+        source = RandomCheckpoint(config, shapes=shapes)
     plan = partition(trace(decoder), family=source.architecture)
     planned = Planned(source=source, decoder=decoder, plan=plan)
     settled = {scheme.name: planned.settle(scheme) for scheme in schemes}

@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable
-from chunkrt.graph.plan import Subgraph
+from chunkrt.graph.plan import EXPERTS_OP, Subgraph
 from chunkrt.testing.calls import Call, Recording
 from chunkrt.testing.error import ConformanceError
+
+Results = dict[str, NDArray[np.float64]]
 
 START = 5
 """A position at which no chunk begins by itself."""
@@ -45,12 +47,13 @@ class CompiledSubgraph:
     @property
     def cache_dtypes(self) -> Sequence[str]:
         """The dtypes that its caches may have."""
-        return ("float32", "float16") if self.subgraph.state else ("float32",)
+        return ("float32", "float16") if self.calls()[0].caches else ("float32",)
 
     @property
     def has_quantized_linears(self) -> bool:
         """Whether values pass through steps of integers."""
-        return self.recording.scheme.weight_bits is not None and any(n.op == "MatMul" for n in self.subgraph.nodes)
+        has_products = any(node.op in ("MatMul", EXPERTS_OP) for node in self.subgraph.nodes)
+        return self.recording.scheme.weight_bits is not None and has_products
 
     @property
     def quantized_tolerance(self) -> float:
@@ -118,31 +121,32 @@ def _check_values(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
     for call, by_reference in zip(found, expected, strict=True):
         _run(subgraph, subgraph.executable, call)
         reference.run(by_reference.inputs, by_reference.outputs)
-    _compare("values", subgraph, found, expected, cache_dtype)
+    _compare("values", subgraph, _all_results(found), _all_results(expected), cache_dtype)
 
 
 def _check_chunks(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
     if subgraph.subgraph.rows == "R":
         return
     length = subgraph.chunk_length
-    whole = _in_parts(subgraph, [2 * length], cache_dtype)
+    whole = _stream_results(_in_parts(subgraph, [2 * length], cache_dtype))
     splits = [[length, length]]
     if subgraph.of_two_chunks.fixed_length is None:
         splits.append([1, 2 * length - 1])
     for split in splits:
-        _compare("chunks", subgraph, _in_parts(subgraph, split, cache_dtype), whole, cache_dtype)
+        parts = _stream_results(_in_parts(subgraph, split, cache_dtype))
+        _compare("chunks", subgraph, parts, whole, cache_dtype)
 
 
 def _in_parts(subgraph: CompiledSubgraph, lengths: Sequence[int], cache_dtype: str) -> list[Call]:
-    """Consecutive calls, each of which finds the caches as the one before has left them."""
+    """Consecutive calls, each of which finds the state as the one before has left it."""
     executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
     calls: list[Call] = []
     position = START
     for length in lengths:
         call = subgraph.recording.call(subgraph.subgraph, position, length, cache_dtype=cache_dtype)
         if calls:
-            for name, cache in call.caches.items():
-                cache[...] = calls[-1].caches[name]
+            for name, state in call.states.items():
+                state[...] = calls[-1].states[name]
         _run(subgraph, executable, call)
         calls.append(call)
         position += length
@@ -187,12 +191,9 @@ def _run(subgraph: CompiledSubgraph, executable: Executable, call: Call) -> None
             subgraph.fail("outputs", f"{where}: {count} of {result.size} values of {name!r} are unwritten, or NaN")
 
 
-def _compare(
-    clause: str, subgraph: CompiledSubgraph, found: Sequence[Call], expected: Sequence[Call], cache_dtype: str
-) -> None:
-    for name in expected[0].results():
-        x, y = (np.concatenate([_by_row(call.results()[name]) for call in calls]) for calls in (found, expected))
-        difference = np.abs(x - y)
+def _compare(clause: str, subgraph: CompiledSubgraph, found: Results, expected: Results, cache_dtype: str) -> None:
+    for name, y in expected.items():
+        difference = np.abs(found[name] - y)
         if subgraph.has_quantized_linears:
             kind, off = "by the root mean square", np.sqrt(np.mean(difference**2))
             allowed = subgraph.quantized_tolerance * np.sqrt(np.mean(y**2))
@@ -208,8 +209,19 @@ def _expect_same_bits(clause: str, subgraph: CompiledSubgraph, first: Call, seco
         subgraph.fail(clause, f"{changed!r} has other bits than the same call gave before")
 
 
+def _all_results(calls: Sequence[Call]) -> Results:
+    """Of calls that have nothing to do with each other."""
+    return {name: np.concatenate([_by_row(call.results()[name]) for call in calls]) for name in calls[0].results()}
+
+
+def _stream_results(calls: Sequence[Call]) -> Results:
+    """Of consecutive calls: their rows, and state that has none as the last has left it."""
+    recurrent = calls[0].states.keys() - calls[0].caches
+    return _all_results(calls) | {name: _by_row(calls[-1].results()[name]) for name in recurrent}
+
+
 def _by_row(result: Array) -> NDArray[np.float64]:
-    """Rows first: outputs are [rows, N], caches [kv_heads, rows, D]."""
+    """Rows first: outputs are [rows, N], caches [kv_heads, rows, D]; of other state any axis."""
     return (result if result.ndim == 2 else result.swapaxes(0, 1)).astype(np.float64)
 
 
