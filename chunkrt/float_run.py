@@ -33,7 +33,13 @@ def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Flo
     symbols = {"P": num_tokens, "W": num_tokens}
     caches = {name: np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32) for name in subgraph.state}
     table_row = {"rope_position": np.array([plan.rope_offset(num_tokens)])}
-    values: dict[str, Any] = {**live, **table_row, **{name: weights[name] for name in subgraph.weights}, **caches}
+    values: dict[str, Any] = {
+        "": None,
+        **live,
+        **table_row,
+        **{name: weights[name] for name in subgraph.weights},
+        **caches,
+    }
     for node in subgraph.nodes:
         results = run(node, values)
         values.update(zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True))

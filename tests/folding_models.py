@@ -41,7 +41,12 @@ class Model:
         """The logits [T, V], and the largest magnitude of every channel of every value."""
         load = load or self.load
         plan, peaks, tokens = self.plan, {}, tokens % self.plan.vocab_size
-        values = {"input_ids": tokens, "position": np.zeros(1, np.int64), "logit_rows": np.arange(len(tokens))}
+        values = {
+            "": None,
+            "input_ids": tokens,
+            "position": np.zeros(1, np.int64),
+            "logit_rows": np.arange(len(tokens)),
+        }
         values["rope_position"] = np.array([plan.rope_offset(len(tokens))])
         for subgraph in plan.subgraphs:
             values |= {name: load(name) for name in subgraph.weights}

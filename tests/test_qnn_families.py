@@ -20,10 +20,13 @@ TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
 """Of an output, by the root mean square: twice what ten roundings to float16 do, each up to 2^-11 of a value."""
 OPERATORS_OF = {
     "gemma3_scaled": {"Gelu"},
+    "lfm2": {"Sigmoid"},
     "mistral_window_5": {"Sigmoid"},
     "phi3_window_5": {"Sigmoid"},
     "qwen2": {"Sigmoid"},
     "qwen3": {"Sigmoid"},
+    "qwen3_5": {"Sigmoid"},
+    "qwen3_next": {"Sigmoid"},
 }
 
 

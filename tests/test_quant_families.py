@@ -26,6 +26,8 @@ FAMILIES = (
     "qwen2",
     "qwen3",
 )
+RECURRENT = ("lfm2", "qwen3_5", "qwen3_next", "qwen3_next_experts")
+"""What foldings do to these is in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
 """Of logits against float, by the root mean square; weights of 8 bits alone, drawn evenly, make up 0.02 of this."""
 MOST_DIFFERENCE = 0.01
@@ -42,7 +44,7 @@ def logits_of(name, **options):
 
 
 @pytest.mark.parametrize("scheme", MOST_ERROR)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + RECURRENT)
 def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     options = {"scheme": scheme}

@@ -27,11 +27,13 @@ class OnnxRuntimeBackend:
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is standard ONNX or has an expansion."""
+        from chunkrt.graph.export import overload
         from chunkrt.graph.functions import has_expansion
 
         for node in subgraph.nodes:
-            if node.domain and not has_expansion(node.domain, node.op):
-                reason = f"{qualified(node.domain, node.op)} is not standard ONNX and has no expansion into it"
+            if node.domain and not has_expansion(node.domain, node.op, overload(node)):
+                kind = f" of attn_type {overload(node)!r}" if overload(node) else ""
+                reason = f"{qualified(node.domain, node.op)}{kind} is not standard ONNX and has no expansion into it"
                 return Support(ok=False, node=node.name, reason=reason)
         return Support(ok=True)
 
@@ -100,7 +102,7 @@ class OnnxRuntimeExecutable:
         from chunkrt.graph.export import PRESENT_SUFFIX
 
         feeds = dict(inputs)
-        start = int(inputs["position"][0]) if self._state else 0
+        start = int(inputs["position"][0]) if self._caches else 0
         for name in self._state:
             feeds[name] = self._past(name, inputs[name], start)
         try:

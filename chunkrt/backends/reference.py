@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.linear_attention import linear_attention, missing_kind
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
@@ -35,7 +36,8 @@ class ReferenceBackend:
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known."""
-        return operators.supports(subgraph.nodes)
+        support = operators.supports(subgraph.nodes)
+        return support and missing_kind(subgraph.nodes)
 
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
@@ -66,7 +68,7 @@ class ReferenceExecutable:
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """See `Executable.run`."""
-        values: dict[str, Any] = {**self._constants, **inputs}
+        values: dict[str, Any] = {"": None, **self._constants, **inputs}
         for node, operator in self._steps:
             results = operator(*(values[name] for name in node.inputs), **node.attributes)
             results = results if isinstance(results, tuple) else (results,)
@@ -226,6 +228,9 @@ def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
     return heads.reshape(x.shape)
 
 
+operators.register("LinearAttention", "chunkrt")(linear_attention)
+
+
 @operators.register("Split")
 def _split(x: Float32, *, axis: int, num_outputs: int) -> tuple[Float32, ...]:
     return tuple(np.split(x, num_outputs, axis=axis))
@@ -242,6 +247,24 @@ def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axis, keepdims=True)
     normalised: Float32 = ((x / np.sqrt(mean_square + epsilon)) * weight).astype(np.float32)
     return normalised
+
+
+@operators.register("RoutedExperts", "chunkrt")
+def _routed_experts(
+    hidden: Float32, router_logits: Float32, gate_up: Float32, down: Float32, *, top_k: int, norm_topk_prob: int
+) -> Float32:
+    scores = np.exp(router_logits - router_logits.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    picked = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores, picked, axis=-1)
+    if norm_topk_prob:
+        weights /= weights.sum(axis=-1, keepdims=True)
+    output = np.zeros_like(hidden)
+    for expert in np.unique(picked):
+        rows, places = np.nonzero(picked == expert)
+        gate, up = np.split(hidden[rows] @ gate_up[expert], 2, axis=-1)
+        output[rows] += weights[rows, places, None] * ((gate * _sigmoid(gate) * up) @ down[expert])
+    return output
 
 
 def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:

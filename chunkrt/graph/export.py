@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from chunkrt.graph.functions import DOMAIN, expansion
+from chunkrt.graph.functions import DOMAIN, expansions
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph, Tensor
 from chunkrt.graph.tracing import IR_VERSION, OPSET
 
@@ -19,6 +20,9 @@ layer with a window holds all positions here, not a ring."""
 
 PRESENT_SUFFIX = ".present"
 """Added to a cache's name where it is an output."""
+
+_CONV_BIAS = 4
+"""Where LinearAttention's inputs have the bias of its convolution."""
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int64": ir.DataType.INT64}
 
@@ -45,14 +49,18 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
             present = [_present(plan.tensors[n]) for n in node.inputs if _is_state(plan, n)]
             state_outputs += present
             outputs += present
-        nodes.append(_node(node, [value(n) if n else None for n in node.inputs], outputs))
+        inputs = [value(n) if n else None for n in node.inputs]
+        if node.op == LINEAR_ATTENTION_OP and inputs[_CONV_BIAS] is None:
+            nodes.append(_zero(f"{node.name}.conv_bias"))
+            inputs[_CONV_BIAS] = nodes[-1].outputs[0]
+        nodes.append(_node(node, inputs, outputs))
 
     made = {n for subgraph in subgraphs for n in subgraph.outputs}
     later = plan.subgraphs[plan.subgraphs.index(subgraphs[-1]) + 1 :]
     wanted = {plan.output, *(n for subgraph in later for n in subgraph.inputs)}
-    inputs = dict.fromkeys(n for s in subgraphs for n in (*s.inputs, *s.state) if n not in made)
+    read = dict.fromkeys(n for s in subgraphs for n in (*s.inputs, *s.state) if n not in made)
     graph = ir.Graph(
-        [value(n) for n in sorted(inputs, key=lambda n: _is_state(plan, n))],
+        [value(n) for n in sorted(read, key=lambda n: _is_state(plan, n))],
         [*(value(n) for s in subgraphs for n in s.outputs if n in wanted), *state_outputs],
         nodes=nodes,
         opset_imports={"": OPSET, DOMAIN: 1},
@@ -60,9 +68,13 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
     )
     for weight in dict.fromkeys(n for subgraph in subgraphs for n in subgraph.weights):
         graph.initializers[weight] = value(weight)
-    used = dict.fromkeys(node.op for s in subgraphs for node in s.nodes if node.domain == DOMAIN)
-    functions = [expansion(op) for op in used]
-    return ir.Model(graph, ir_version=IR_VERSION, producer_name="chunkrt", functions=functions)
+    used = dict.fromkeys((node.op, overload(node)) for s in subgraphs for node in s.nodes if node.domain == DOMAIN)
+    return ir.Model(graph, ir_version=IR_VERSION, producer_name="chunkrt", functions=expansions(used))
+
+
+def overload(node: Node) -> str:
+    """Which of several functions of one name defines a node's operator: that of its kind of linear attention."""
+    return str(node.attributes["attn_type"]) if (node.domain, node.op) == (DOMAIN, LINEAR_ATTENTION_OP) else ""
 
 
 def _is_state(plan: Plan, name: str) -> bool:
@@ -82,7 +94,13 @@ def _present(cache: Tensor) -> ir.Value:
 
 def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value]) -> ir.Node:
     attributes = [_attribute(name, value) for name, value in node.attributes.items()]
-    return ir.Node(node.domain, node.op, inputs, attributes, outputs=outputs, name=node.name)
+    return ir.Node(node.domain, node.op, inputs, attributes, overload=overload(node), outputs=outputs, name=node.name)
+
+
+def _zero(name: str) -> ir.Node:
+    """What stands for a bias that is absent: a function cannot ask whether an input is there."""
+    output = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
+    return ir.Node("", "Constant", [], [ir.AttrFloat32s("value_floats", [0.0])], outputs=[output], name=name)
 
 
 def _attribute(name: str, value: Attribute) -> ir.Attr:

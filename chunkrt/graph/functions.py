@@ -6,9 +6,13 @@ open the operator up. RotaryEmbedding and Attention are standard since opset 23.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import onnx_ir as ir
+
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP, find_variant
 
 DOMAIN = "chunkrt"
 
@@ -163,6 +167,70 @@ HeadNorm <epsilon> (x, weight) => (output)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
+CausalConvolution (x, weight, bias, state) => (y, new_state)
+{
+    # x [T, C], weight [C, 1, K]; the state [C, K - 1] is what came before row 0
+    columns = Transpose <perm = [1, 0]> (x)
+    window = Concat <axis = 1> (state, columns)
+
+    # row t sees columns t .. t + K - 1
+    zero = Constant <value_int = 0> ()
+    step = Constant <value_int = 1> ()
+    two = Constant <value_int = 2> ()
+    one = Constant <value_ints = [1]> ()
+    last = Constant <value_ints = [-1]> ()
+    x_shape = Shape (x)
+    weight_shape = Shape (weight)
+    num_rows = Gather (x_shape, zero)
+    num_taps = Gather (weight_shape, two)
+    rows_flat = Range (zero, num_rows, step)
+    rows = Unsqueeze (rows_flat, one)
+    taps = Range (zero, num_taps, step)
+    places = Add (rows, taps)
+    seen = Gather <axis = 1> (window, places)
+    products = Mul (seen, weight)
+    sums = ReduceSum <keepdims = 0> (products, last)
+    by_row = Transpose <perm = [1, 0]> (sums)
+    y = Add (by_row, bias)
+    first_kept = Unsqueeze (num_rows, zero)
+    end = Constant <value_ints = [9223372036854775807]> ()
+    new_state = Slice (window, first_kept, end, one)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => (output)
+{
+    # every row's weights of all experts [T, E]: the softmax of the picked ones, 0 of the others
+    one = Constant <value_ints = [1]> ()
+    zero = Constant <value_ints = [0]> ()
+    last = Constant <value_ints = [-1]> ()
+    probabilities = Softmax <axis = -1> (router_logits)
+    count_scalar = Constant <value_int: int = @top_k> ()
+    count = Reshape (count_scalar, one)
+    picked, indices = TopK <axis = -1> (probabilities, count)
+    sums = ReduceSum (picked, last)
+    normalised = Div (picked, sums)
+    is_normalised_int = Constant <value_int: int = @norm_topk_prob> ()
+    is_normalised = Cast <to = 9> (is_normalised_int)
+    values = Where (is_normalised, normalised, picked)
+    nothing = Sub (probabilities, probabilities)
+    weights = ScatterElements <axis = -1> (nothing, indices, values)
+
+    # all experts of all rows [E, T, H]
+    rows = Unsqueeze (hidden, zero)
+    both = MatMul (rows, gate_up)
+    gate, up = Split <axis = -1, num_outputs = 2> (both)
+    squashed = Sigmoid (gate)
+    active = Mul (gate, squashed)
+    gated = Mul (active, up)
+    results = MatMul (gated, down)
+    by_expert = Transpose <perm = [1, 0]> (weights)
+    weight_columns = Unsqueeze (by_expert, last)
+    weighted = Mul (results, weight_columns)
+    output = ReduceSum <keepdims = 0> (weighted, zero)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
 QuantizeRows (x) => (q, row_scale)
 {
     # int8 a row: q = round(x * 127 / max|x|); a row of zeros stays zero
@@ -250,16 +318,60 @@ ShadowLinear (x, weight, step, weight_scale) => (y)
 """
 
 
+_LINEAR_ATTENTION = """
+<ir_version: 10, opset_import: ["": 23]>
+placeholder (float[1] x) => (float[1] y) {{ y = Identity(x) }}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "{attn_type}">
+LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm>
+    (qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state) => ({outputs})
+{body}
+"""
+"""Its kinds are overloads of one function, which share a name."""
+
+
 @cache
 def _functions() -> dict[str, ir.Function]:
     return {f.name: f for f in ir.from_onnx_text(_TEXT).functions.values()}
 
 
-def has_expansion(domain: str, op: str) -> bool:
-    """Whether an operator is one of those that are defined here."""
-    return domain == DOMAIN and op in _functions()
+@cache
+def _linear_attention(attn_type: str) -> ir.Function:
+    variant = find_variant(attn_type)
+    if not variant.expansion:
+        raise KeyError(attn_type)
+    outputs = ["output", "new_conv_state", "new_recurrent_state"][: 3 if variant.is_recurrent else 2]
+    text = _LINEAR_ATTENTION.format(attn_type=attn_type, outputs=", ".join(outputs), body=variant.expansion)
+    (function,) = ir.from_onnx_text(text).functions.values()
+    return function
 
 
-def expansion(op: str) -> ir.Function:
+def has_expansion(domain: str, op: str, overload: str = "") -> bool:
+    """Whether an operator is one of those that are defined here.
+
+    Args:
+        overload: of LinearAttention its attn_type.
+    """
+    if (domain, op) != (DOMAIN, LINEAR_ATTENTION_OP):
+        return domain == DOMAIN and op in _functions()
+    try:
+        return bool(find_variant(overload).expansion)
+    except UnsupportedModelError:
+        return False
+
+
+def expansion(op: str, overload: str = "") -> ir.Function:
     """A fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
-    return _functions()[op].clone()
+    return (_linear_attention(overload) if op == LINEAR_ATTENTION_OP else _functions()[op]).clone()
+
+
+def expansions(ops: Iterable[tuple[str, str]]) -> list[ir.Function]:
+    """Fresh copies of the functions that define operators, given as (op, overload), and of those that these use."""
+    found: dict[tuple[str, str], ir.Function] = {}
+    pending = list(ops)
+    while pending:
+        op, overload = pending.pop()
+        if (op, overload) not in found:
+            function = found[op, overload] = expansion(op, overload)
+            pending += [(node.op_type, node.overload) for node in function if node.domain == DOMAIN]
+    return list(found.values())

@@ -1,8 +1,8 @@
 """The kinds of linear attention: what sets one `attn_type` of `chunkrt::LinearAttention` apart.
 
 All share one operator: a causal convolution over each channel, whose last inputs are state, and for some a recurrence
-whose matrix a head is state too. A new kind is a row here, an expansion into standard ONNX, and what it computes on
-each backend that shall run it; nothing of the shared code knows its name.
+whose matrix a head is state too. A new kind is registered here with its expansion into standard ONNX, and with each
+backend that shall run it (`backends/linear_attention.py` for the reference); nothing of the shared code knows its name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from chunkrt.errors import ConfigError, UnsupportedModelError
 
+LINEAR_ATTENTION_OP = "LinearAttention"
+"""Of our domain."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -18,17 +21,113 @@ class Variant:
 
     `columns_per_channel`: how many columns of the operator's input a channel of the convolution takes (3 where it is
     multiplied by a gate before and after). `activation`: applied to the convolution's output, "" or "silu".
-    `is_recurrent`: whether there is a state matrix a head.
+    `is_recurrent`: whether there is a state matrix a head. `expansion`: the body of an ONNX function in ONNX's text
+    form, opset 23, in which `chunkrt.CausalConvolution` may be used. Its inputs are qkv, gate, beta, conv_weight,
+    conv_bias (a zero where the node has none), conv_state and recurrent_state, its attributes the operator's, its
+    outputs output, new_conv_state and, if it is recurrent, new_recurrent_state. Empty if there is none: `onnxrt` then
+    refuses the kind.
     """
 
     columns_per_channel: int
     activation: str
     is_recurrent: bool
+    expansion: str = ""
 
+
+_SHORT_CONV = """{
+    # three columns a channel: a gate before the convolution, one after it, and what is convolved
+    before, after, x = Split <axis = 1, num_outputs = 3> (qkv)
+    gated = Mul (before, x)
+    convolved, new_conv_state = chunkrt.CausalConvolution (gated, conv_weight, conv_bias, conv_state)
+    output = Mul (after, convolved)
+}"""
+
+_GATED_DELTA_RULE = """{
+    convolved, new_conv_state = chunkrt.CausalConvolution (qkv, conv_weight, conv_bias, conv_state)
+    squashed = Sigmoid (convolved)
+    active = Mul (convolved, squashed)
+
+    # columns q | k | v to heads [T, heads, dim]
+    one = Constant <value_ints = [1]> ()
+    minus_one = Constant <value_ints = [-1]> ()
+    num_k_scalar = Constant <value_int: int = @num_k_heads> ()
+    num_v_scalar = Constant <value_int: int = @num_v_heads> ()
+    k_dim_scalar = Constant <value_int: int = @head_k_dim> ()
+    v_dim_scalar = Constant <value_int: int = @head_v_dim> ()
+    num_k = Reshape (num_k_scalar, one)
+    num_v = Reshape (num_v_scalar, one)
+    k_dim = Reshape (k_dim_scalar, one)
+    v_dim = Reshape (v_dim_scalar, one)
+    all_k = Mul (num_k, k_dim)
+    all_v = Mul (num_v, v_dim)
+    widths = Concat <axis = 0> (all_k, all_k, all_v)
+    q_flat, k_flat, v_flat = Split <axis = 1> (active, widths)
+    k_heads = Concat <axis = 0> (minus_one, num_k, one, k_dim)
+    v_heads = Concat <axis = 0> (minus_one, num_v, v_dim)
+    q_of_k_heads = Reshape (q_flat, k_heads)
+    k_of_k_heads = Reshape (k_flat, k_heads)
+    v = Reshape (v_flat, v_heads)
+
+    # to unit length, if asked for
+    last = Constant <value_ints = [-1]> ()
+    tiny = Constant <value_float = 1e-6> ()
+    q_lengths2 = ReduceSumSquare <keepdims = 1> (q_of_k_heads, last)
+    k_lengths2 = ReduceSumSquare <keepdims = 1> (k_of_k_heads, last)
+    q_safe2 = Add (q_lengths2, tiny)
+    k_safe2 = Add (k_lengths2, tiny)
+    q_lengths = Sqrt (q_safe2)
+    k_lengths = Sqrt (k_safe2)
+    q_unit = Div (q_of_k_heads, q_lengths)
+    k_unit = Div (k_of_k_heads, k_lengths)
+    is_normed_int = Constant <value_int: int = @use_qk_l2norm> ()
+    is_normed = Cast <to = 9> (is_normed_int)
+    q_normed = Where (is_normed, q_unit, q_of_k_heads)
+    k_normed = Where (is_normed, k_unit, k_of_k_heads)
+    k_dim_float = CastLike (k_dim_scalar, qkv)
+    root = Sqrt (k_dim_float)
+    q_scaled = Div (q_normed, root)
+
+    # value head h goes with key head floor(h / (Hv / Hk))
+    num_shared = Div (num_v, num_k)
+    repeats = Concat <axis = 0> (one, one, num_shared, one)
+    q_repeated = Expand (q_scaled, repeats)
+    k_repeated = Expand (k_normed, repeats)
+    by_v_head = Concat <axis = 0> (minus_one, num_v, k_dim)
+    q = Reshape (q_repeated, by_v_head)
+    k = Reshape (k_repeated, by_v_head)
+
+    decay = Exp (gate)
+    new_recurrent_state, outputs = Scan <num_scan_inputs = 5, body = row
+        (float[h, m, n] s, float[h, m] q_t, float[h, m] k_t, float[h, n] v_t, float[h] decay_t, float[h] beta_t)
+        => (float[h, m, n] new_s, float[h, n] o_t)
+    {
+        first = Constant <value_ints = [1]> ()
+        second = Constant <value_ints = [2]> ()
+        both = Constant <value_ints = [1, 2]> ()
+        decay_b = Unsqueeze (decay_t, both)
+        decayed = Mul (s, decay_b)
+        k_row = Unsqueeze (k_t, first)
+        recalled = MatMul (k_row, decayed)
+        v_row = Unsqueeze (v_t, first)
+        difference = Sub (v_row, recalled)
+        beta_b = Unsqueeze (beta_t, both)
+        delta = Mul (difference, beta_b)
+        k_column = Unsqueeze (k_t, second)
+        written = MatMul (k_column, delta)
+        new_s = Add (decayed, written)
+        q_row = Unsqueeze (q_t, first)
+        read = MatMul (q_row, new_s)
+        o_t = Squeeze (read, first)
+    }> (recurrent_state, q, k, v, decay, beta)
+    flat = Concat <axis = 0> (minus_one, all_v)
+    output = Reshape (outputs, flat)
+}"""
 
 _variants = {
-    "short_conv": Variant(columns_per_channel=3, activation="", is_recurrent=False),
-    "gated_delta_rule": Variant(columns_per_channel=1, activation="silu", is_recurrent=True),
+    "short_conv": Variant(columns_per_channel=3, activation="", is_recurrent=False, expansion=_SHORT_CONV),
+    "gated_delta_rule": Variant(
+        columns_per_channel=1, activation="silu", is_recurrent=True, expansion=_GATED_DELTA_RULE
+    ),
 }
 
 

@@ -222,6 +222,23 @@ class HeadNorm(Module):
         return ops.head_norm(value, self.weight.value(), epsilon=self.epsilon, name="output")
 
 
+class DepthwiseWeights(Module):
+    """Weights of a convolution over each channel by itself: weight [channels, 1, taps] and, with a bias, [channels]."""
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.shape, self.has_bias = (channels, 1, taps), bias
+
+    def declare(self) -> None:
+        shapes: dict[str, tuple[int, ...]] = {"weight": self.shape, "bias": self.shape[:1]}
+        self.weight, self.bias = (
+            Parameter(shape=shape, checkpoint_tensors={f"{self.path}.{name}": shape}, combine=lambda tensor: tensor)
+            for name, shape in shapes.items()
+        )
+        if not self.has_bias:
+            del self.bias
+
+
 class Constant(Module):
     """Numbers that no checkpoint holds, float32."""
 

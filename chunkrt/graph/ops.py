@@ -202,6 +202,28 @@ def linear_attention(
     return output
 
 
+def routed_experts(
+    hidden: ir.Value,
+    router_logits: ir.Value,
+    gate_up: ir.Value,
+    down: ir.Value,
+    *,
+    top_k: int,
+    norm_topk_prob: bool,
+    name: str = "experts",
+) -> ir.Value:
+    """A sum of the feed-forwards that a router picks for each row, weighted by the softmax over all of them.
+
+    Args:
+        hidden: [T, H]. router_logits: [T, E].
+        gate_up: [E, H, 2 I], columns gate | up. down: [E, I, H].
+        norm_topk_prob: whether the weights of the picked ones are divided by their sum.
+    """
+    attributes = {"top_k": top_k, "norm_topk_prob": int(norm_topk_prob)}
+    inputs = [hidden, router_logits, gate_up, down]
+    return _one("RoutedExperts", inputs, shape_of(hidden), name, attributes=attributes, domain="chunkrt")
+
+
 def _one(
     op: str,
     inputs: Sequence[ir.Value],

@@ -17,7 +17,13 @@ from chunkrt.graph.functions import DOMAIN
 from chunkrt.graph.plan import DTYPE_BYTES, SHADOW_OP, Attribute, Device, Node, Plan, Subgraph, Tensor
 from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY
 
-DYNAMIC_OPS = {(DOMAIN, "CachedAttention"), (DOMAIN, "LinearAttention"), (DOMAIN, SHADOW_OP), ("", "Gather")}
+DYNAMIC_OPS = {
+    (DOMAIN, "CachedAttention"),
+    (DOMAIN, "LinearAttention"),
+    (DOMAIN, "RoutedExperts"),
+    (DOMAIN, SHADOW_OP),
+    ("", "Gather"),
+}
 """What depends on position, state, run-time indices or on which values are large; without a place of its own it goes to
 the CPU."""
 

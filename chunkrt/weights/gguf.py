@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from gguf.quants import dequantize
@@ -14,11 +15,10 @@ from numpy.typing import NDArray
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 from chunkrt.weights.gguf_header import GgufTensor, read_header
 from chunkrt.weights.gguf_keys import Keys
-from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
+from chunkrt.weights.gguf_layout import Layout
+from chunkrt.weights.gguf_names import EACH, find_architecture, translate_config, translate_name
 from chunkrt.weights.mapping import map_file
 from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, TensorInfo
-
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 Q4_0_ZERO = 8
 """Q4_0 has no minima: w = (integer - 8) * scale."""
@@ -55,21 +55,14 @@ class GgufSource:
             architecture = find_architecture(self.metadata.get("general.architecture"))
             keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
             self.config = translate_config(architecture, keys)
-            names = [translate_name(architecture, name) for name in shapes]
+            self._tensors: dict[str, tuple[GgufTensor, Layout]] = {}
+            for tensor in header.tensors.values():
+                name, layout = translate_name(architecture, self.config, tensor)
+                for part_name, part in _parts(name, tensor):
+                    self._tensors[part_name] = (part, layout)
         except ModelError as error:
             raise type(error)(f"{self.path}: {error}") from error
         self.architecture = architecture.model_type
-        self._tensors: dict[str, tuple[GgufTensor, int | None]] = {}
-        for tensor, (name, heads_key) in zip(header.tensors.values(), names, strict=True):
-            if not name:
-                continue
-            num_heads = self.config[heads_key] if heads_key else None
-            if num_heads and tensor.shape[0] % (2 * num_heads):
-                raise ModelError(
-                    f"{self.path}: {tensor.name} has {tensor.shape[0]} rows, which {num_heads} heads "
-                    "of an even length cannot share"
-                )
-            self._tensors[name] = (tensor, num_heads)
 
     def names(self) -> Sequence[str]:
         """Every tensor, in the order of the file's table."""
@@ -77,8 +70,8 @@ class GgufSource:
 
     def info(self, name: str) -> TensorInfo:
         """Shape in Hugging Face's layout and GGUF's type, as in "Q4_K". Raises ModelError as `read` does."""
-        tensor, _ = self._find(name)
-        return TensorInfo(shape=tensor.shape, stored_as=tensor.type.name)
+        tensor, layout = self._find(name)
+        return TensorInfo(shape=layout.shape(tensor.shape), stored_as=tensor.type.name)
 
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor, dequantised; a view of the file (read-only) where it is stored as float32.
@@ -87,18 +80,18 @@ class GgufSource:
             ModelError: there is no tensor of that name.
             UnsupportedModelError: the `gguf` package does not dequantise its type.
         """
-        tensor, permuted_heads = self._find(name)
-        values = self._values(tensor)
-        return np.require(_unpermute(values, permuted_heads) if permuted_heads else values, requirements=["C"])
+        tensor, layout = self._find(name)
+        return np.require(layout.restore(self._values(tensor)), requirements=["C"])
 
     def read_blocks(self, name: str) -> BlockTensor | None:
         """A tensor of Q4_0 or Q4_1 as it is stored; None for one of another type.
 
         Raises:
             ModelError: there is no tensor of that name.
-            QuantizationError: a scale or a minimum is not finite; Q4_0's minimum is -8 times its scale.
+            QuantizationError: a scale or a minimum is not finite; Q4_0's minimum is -8 times its scale. Or the file's
+                order of columns is another one, and tears blocks apart.
         """
-        tensor, permuted_heads = self._find(name)
+        tensor, layout = self._find(name)
         if tensor.type.name not in BLOCK_TYPES:
             return None
         num_floats = 2 if tensor.type.name == "Q4_1" else 1
@@ -115,9 +108,10 @@ class GgufSource:
                 f"{self.path}: tensor {tensor.name} has scales or minima that float16 cannot hold; "
                 "is the checkpoint damaged? if not, use the scheme 'w8a8-dynamic'"
             )
-        if permuted_heads:
-            integers, scales, minima = (_unpermute(rows, permuted_heads) for rows in (integers, scales, minima))
-        return BlockTensor(integers=integers, scales=scales, minima=minima)
+        try:
+            return layout.restore_blocks(BlockTensor(integers=integers, scales=scales, minima=minima))
+        except QuantizationError as error:
+            raise QuantizationError(f"{self.path}: tensor {tensor.name}: {error}") from error
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
         """Dequantised, in the file's order of rows."""
@@ -135,13 +129,20 @@ class GgufSource:
         stored = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
         return stored.reshape(*tensor.shape[:-1], -1)
 
-    def _find(self, name: str) -> tuple[GgufTensor, int | None]:
+    def _find(self, name: str) -> tuple[GgufTensor, Layout]:
         if name not in self._tensors:
             raise ModelError(f"{self.path} has no tensor {name}")
         return self._tensors[name]
 
 
-def _unpermute(rows: NDArray[Scalar], num_heads: int) -> NDArray[Scalar]:
-    """Rows ordered for interleaved RoPE (pairs adjacent) back to Hugging Face's rotate-half order."""
-    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """A tensor under its name; or each of those that it stacks up, whose number goes where the name has EACH."""
+    if name and EACH not in name:
+        yield name, tensor
+    elif name:
+        num_parts, *shape = tensor.shape
+        num_bytes = tensor.num_bytes // num_parts
+        for index in range(num_parts):
+            start = tensor.start + index * num_bytes
+            part = replace(tensor, shape=tuple(shape), start=start, num_bytes=num_bytes)
+            yield name.replace(EACH, str(index)), part

@@ -1,8 +1,9 @@
 """Tiny random decoders with the logits that Hugging Face Transformers computes for them.
 
 Each folder under fixtures/ holds a checkpoint (config.json and model.safetensors, or model.gguf) and
-expected.npz: `input_ids` int64 [T] and `logits` float32 [T, V], computed by Transformers in float32 with
-eager attention in one shot. The configurations are written as published checkpoints write them.
+expected.npz: `input_ids` int64 [T] and `logits` float32 [T, V], computed by Transformers with eager attention in
+one shot: in float32, or in float64 for decoders with recurrences. The configurations are written as published
+checkpoints write them.
 
     python make_fixtures.py           remake every fixture
     python make_fixtures.py --check   remake elsewhere and compare with the committed files
@@ -17,10 +18,12 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import recurrent_fixtures
 from gguf_twins import write_gguf
 from numpy.typing import NDArray
 
@@ -157,6 +160,8 @@ GGUF_OF = {
     "phi3_gguf": "phi3_window_5",
     "phi3_longrope_gguf": "phi3_longrope_long",
 }
+RECURRENT = recurrent_fixtures.CONFIGS
+GGUF_OF |= recurrent_fixtures.GGUF_OF
 
 
 def main() -> int:
@@ -167,13 +172,15 @@ def main() -> int:
     mode.add_argument("--live", action="store_true", help="compare chunkrt's logits with the committed ones")
     arguments = parser.parse_args()
     if arguments.live:
-        return _report({name: _live_difference(FIXTURES / name) for name in [*CONFIGS, *GGUF_OF]})
+        return _report({name: _live_difference(FIXTURES / name) for name in [*CONFIGS, *RECURRENT, *GGUF_OF]})
     if not arguments.check:
         make(FIXTURES)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))
-        return _report({name: _difference(FIXTURES / name, Path(folder) / name) for name in [*CONFIGS, *GGUF_OF]})
+        return _report(
+            {name: _difference(FIXTURES / name, Path(folder) / name) for name in [*CONFIGS, *RECURRENT, *GGUF_OF]}
+        )
 
 
 def make(folder: Path) -> None:
@@ -185,11 +192,24 @@ def make(folder: Path) -> None:
             0, config["vocab_size"], NUM_TOKENS.get(name, MOST_TOKENS), np.int64
         )
         _write_checkpoint(folder / name, config, weights)
-        _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids))
-        for gguf_name in [g for g, source in GGUF_OF.items() if source == name]:
-            (folder / gguf_name).mkdir(parents=True, exist_ok=True)
-            write_gguf(folder / gguf_name / "model.gguf", config, weights)
-            (folder / gguf_name / "expected.npz").write_bytes((folder / name / "expected.npz").read_bytes())
+        _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids, "float32"))
+        _write_gguf_twins(folder, name, config, weights, write_gguf)
+    for seed, (name, config) in enumerate(RECURRENT.items(), 2000):
+        rng = np.random.default_rng(seed)
+        weights = recurrent_fixtures.random_weights(config, rng)
+        input_ids = rng.integers(0, config["vocab_size"], recurrent_fixtures.NUM_TOKENS, np.int64)
+        _write_checkpoint(folder / name, config, weights)
+        _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids, "float64"))
+        _write_gguf_twins(folder, name, config, weights, recurrent_fixtures.write_gguf)
+
+
+def _write_gguf_twins(
+    folder: Path, name: str, config: dict[str, Any], weights: Weights, write: Callable[..., None]
+) -> None:
+    for gguf_name in [g for g, source in GGUF_OF.items() if source == name]:
+        (folder / gguf_name).mkdir(parents=True, exist_ok=True)
+        write(folder / gguf_name / "model.gguf", config, weights)
+        (folder / gguf_name / "expected.npz").write_bytes((folder / name / "expected.npz").read_bytes())
 
 
 def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
@@ -240,20 +260,25 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
     return weights
 
 
-def transformers_logits(folder: Path, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Logits float32 [T, V] of the checkpoint in `folder`; every weight must have found its place."""
+def transformers_logits(folder: Path, input_ids: NDArray[np.int64], dtype: str) -> NDArray[np.float32]:
+    """Logits [T, V] of the checkpoint in `folder`, computed in `dtype`; every weight must have found its place."""
     import torch
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
     model, loading = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
     )
     unplaced = {key: names for key, names in loading.items() if names}
     if unplaced:
         raise SystemExit(f"{folder.name}: Transformers did not load it wholly: {unplaced}")
     with torch.inference_mode():
-        return np.asarray(model(torch.from_numpy(input_ids)[None]).logits[0].numpy())
+        logits = model(torch.from_numpy(input_ids)[None], use_cache=False).logits[0]
+        return np.asarray(logits.float().numpy())
 
 
 def _write_checkpoint(folder: Path, config: dict[str, Any], weights: Weights) -> None:

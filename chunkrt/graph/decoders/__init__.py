@@ -7,24 +7,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.graph.decoders import gemma3, llama, phi3, qwen2, qwen3
+from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
 from chunkrt.weights.source import TensorSource
 
 FAMILIES: dict[str, Callable[[DecoderConfig], Module]] = {
     "gemma3_text": gemma3.gemma3,
+    "lfm2": lfm2.lfm2,
     "llama": llama.llama,
     "mistral": llama.mistral,
     "phi3": phi3.phi3,
     "qwen2": qwen2.qwen2,
     "qwen3": qwen3.qwen3,
+    "qwen3_5_text": qwen3_next.qwen3_5,
+    "qwen3_next": qwen3_next.qwen3_next,
 }
 DEFAULTS: dict[str, Mapping[str, Any]] = {
     "gemma3_text": gemma3.DEFAULTS,
+    "lfm2": lfm2.DEFAULTS,
     "mistral": llama.MISTRAL_DEFAULTS,
     "phi3": phi3.DEFAULTS,
     "qwen3": qwen3.DEFAULTS,
+    "qwen3_5_text": qwen3_next.DEFAULTS,
+    "qwen3_next": qwen3_next.DEFAULTS,
 }
 """What Transformers takes for keys that a config leaves out, where most families have no value or another."""
 

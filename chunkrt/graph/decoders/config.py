@@ -136,7 +136,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     context = _context_length(config, where)
     return DecoderConfig(
         hidden_size=hidden,
-        intermediate_size=_count(config, where, "intermediate_size"),
+        intermediate_size=_count(config, where, "intermediate_size", default=config.get("block_ff_dim")),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -10,6 +10,7 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Embedding, HeadNorm, Linear, MergedLinear, Module, QKVLinear, RMSNorm
 from chunkrt.graph.rope import RotaryTables
+from chunkrt.graph.tracing import current_trace
 
 
 class Attention(Module):
@@ -38,7 +39,7 @@ class Attention(Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = qkv or QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias[0])
         self.qk_norm = norm
-        self.o_proj = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
+        self.o_proj: MergedLinear = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
         self._config, self._rotary = config, (rotary,)
         self._scale, self._window = head_dim**-0.5 if scale is None else scale, window
 
@@ -70,7 +71,7 @@ class FeedForward(Module):
         width = config.intermediate_size
         parts = {"gate_proj": width, "up_proj": width}
         self.gate_up_proj = gate_up or MergedLinear(config.hidden_size, parts, bias=bias)
-        self.down_proj = Linear(width, config.hidden_size, bias=bias)
+        self.down_proj: MergedLinear = Linear(width, config.hidden_size, bias=bias)
         self._activation = config.activation
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -137,9 +138,11 @@ class CausalDecoder(Module):
         super().__init__()
         self.model = body
         (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
+        self._context_length = config.context_length
         tied_to = embedding if config.tie_word_embeddings else None
         self.lm_head = Linear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
 
     def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
+        current_trace().set_context(self._context_length, None)
         hidden = ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
         return self.lm_head(hidden)

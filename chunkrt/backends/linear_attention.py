@@ -1,0 +1,140 @@
+"""Linear attention in NumPy, one function a kind: the reference backend's part of `chunkrt::LinearAttention`.
+
+A kind that is not known here is added from outside with `register`, beside its row in `graph/linear_attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends.base import Support
+from chunkrt.errors import ConfigError
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.plan import Node
+
+Float32 = NDArray[np.float32]
+Convolve = Callable[[Float32], Float32]
+"""x float32 [T, C] to the same shape: the node's causal convolution, which also moves its state on. Call it once."""
+
+Kind = Callable[..., Float32]
+"""(qkv [T, columns], gate [T, Hv] or None, beta [T, Hv] or None, convolve, recurrent_state [Hv, dk, dv] or None, and by
+name num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm) to the output [T, Hv * dv]; all float32. The
+recurrent state is updated in place."""
+
+_kinds: dict[str, Kind] = {}
+
+
+def register(attn_type: str) -> Callable[[Kind], Kind]:
+    """Decorator: what a kind of linear attention computes. Raises ConfigError if the kind has a function already."""
+
+    def add(kind: Kind) -> Kind:
+        if attn_type in _kinds:
+            raise ConfigError(f"the attn_type {attn_type!r} is registered with the reference already")
+        _kinds[attn_type] = kind
+        return kind
+
+    return add
+
+
+def missing_kind(nodes: Iterable[Node]) -> Support:
+    """Yes, if every LinearAttention among the nodes is of a kind that is registered; if not, the first that is not."""
+    for node in nodes:
+        if node.op == LINEAR_ATTENTION_OP and (attn_type := str(node.attributes["attn_type"])) not in _kinds:
+            known = ", ".join(sorted(_kinds))
+            reason = f"reference has no linear attention of attn_type {attn_type!r}; it has: {known}"
+            return Support(ok=False, node=node.name, reason=reason)
+    return Support(ok=True)
+
+
+def linear_attention(
+    qkv: Float32,
+    gate: Float32 | None,
+    beta: Float32 | None,
+    conv_weight: Float32,
+    conv_bias: Float32 | None,
+    conv_state: Float32,
+    recurrent_state: Float32 | None,
+    *,
+    attn_type: str,
+    **sizes: Any,
+) -> Float32:
+    """The operator, as `ops.linear_attention` describes it; both states are updated in place.
+
+    Raises:
+        KeyError: a kind that is not registered; ask `missing_kind` first.
+    """
+
+    def convolve(x: Float32) -> Float32:
+        return causal_convolution(x, conv_weight, conv_bias, conv_state)
+
+    return _kinds[attn_type](qkv, gate, beta, convolve, recurrent_state, **sizes)
+
+
+def causal_convolution(x: Float32, weight: Float32, bias: Float32 | None, state: Float32) -> Float32:
+    """Every channel by itself: y_t = bias + sum over j of weight_j z_(t+j), where z is the state, then x.
+
+    Args:
+        x: float32 [T, C].
+        weight: float32 [C, 1, K], the last tap for the row itself.
+        bias: float32 [C], or None.
+        state: float32 [C, K - 1], the columns before row 0; replaced by the last K - 1 columns.
+
+    Returns:
+        float32 [T, C].
+    """
+    window = np.concatenate([state, x.T], axis=1)
+    num_taps = weight.shape[-1]
+    seen = np.lib.stride_tricks.sliding_window_view(window, num_taps, axis=1)
+    sums = np.einsum("ctk,ck->tc", seen, weight[:, 0], dtype=np.float64)
+    state[...] = window[:, window.shape[1] - (num_taps - 1) :]
+    result: Float32 = (sums if bias is None else sums + bias).astype(np.float32)
+    return result
+
+
+@register("short_conv")
+def _short_conv(
+    qkv: Float32, gate: None, beta: None, convolve: Convolve, recurrent_state: None, **sizes: int
+) -> Float32:
+    """LFM2's gated short convolution: after * convolve(before * x). Source: Hugging Face's `Lfm2ShortConv`."""
+    before, after, x = np.split(qkv, 3, axis=1)
+    return after * convolve(before * x)
+
+
+@register("gated_delta_rule")
+def _gated_delta_rule(
+    qkv: Float32,
+    gate: Float32,
+    beta: Float32,
+    convolve: Convolve,
+    recurrent_state: Float32,
+    *,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    use_qk_l2norm: int,
+) -> Float32:
+    """S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q, row after row. Source: Yang et al., Gated Delta
+    Networks (2024), equation 10."""
+    mixed = convolve(qkv)
+    active = mixed / (1 + np.exp(-mixed.astype(np.float64)))
+    all_k = num_k_heads * head_k_dim
+    q, k = (part.reshape(len(qkv), num_k_heads, head_k_dim) for part in np.split(active[:, : 2 * all_k], 2, axis=1))
+    v = active[:, 2 * all_k :].reshape(len(qkv), num_v_heads, head_v_dim)
+    if use_qk_l2norm:
+        q, k = (x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (np.repeat(x, num_v_heads // num_k_heads, axis=1) for x in (q * head_k_dim**-0.5, k))
+    decay = np.exp(gate.astype(np.float64))
+    state, output = recurrent_state.astype(np.float64), np.empty_like(v)
+    for t in range(len(qkv)):
+        state *= decay[t, :, None, None]
+        delta = beta[t, :, None] * (v[t] - np.einsum("hmn,hm->hn", state, k[t]))
+        state += k[t, :, :, None] * delta[:, None, :]
+        output[t] = np.einsum("hmn,hm->hn", state, q[t])
+    recurrent_state[...] = state
+    rows: Float32 = output.reshape(len(qkv), -1).astype(np.float32)
+    return rows

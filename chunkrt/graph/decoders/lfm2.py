@@ -1,0 +1,117 @@
+"""LFM2: gated short convolutions, with a layer of grouped-query attention among them now and then.
+
+Every layer has a SwiGLU feed-forward; q and k have a norm of their own; the head shares the embedding's table.
+Source: Hugging Face's `Lfm2ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from chunkrt.graph import ops
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward
+from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Linear, MergedLinear, Module, RMSNorm
+from chunkrt.graph.rope import RotaryTables
+
+DEFAULTS = {"rope_theta": 1e6, "tie_word_embeddings": True}
+
+
+def lfm2(config: DecoderConfig) -> Module:
+    """Layers are "conv" or "full_attention", as `layer_types` or, in older configs, `full_attn_idxs` says."""
+    raw = config.raw
+    config = replace(
+        config,
+        intermediate_size=_feed_forward_size(config),
+        tie_word_embeddings=config.flag("tie_embedding", config.tie_word_embeddings),
+    )
+    attention_layers = raw.get("full_attn_idxs") or range(config.num_layers)
+    default = ["full_attention" if i in attention_layers else "conv" for i in range(config.num_layers)]
+    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    layers = [Layer(config, rope, kind) for kind in config.layer_types(default, ("conv", "full_attention"))]
+    return CausalDecoder(config, Body(config, rope, layers))
+
+
+def _feed_forward_size(config: DecoderConfig) -> int:
+    """The width between gate and down, which older configs give as it is before it is shrunk to 2/3 and rounded up."""
+    size = config.count("block_ff_dim", config.intermediate_size)
+    if not config.flag("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = config.count("block_multiple_of", 256)
+    return -(-int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+
+
+class ShortConvolution(Module):
+    """out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        has_bias = config.flag("conv_bias")
+        self.in_proj = Linear(config.hidden_size, 3 * config.hidden_size, bias=has_bias)
+        self.conv = DepthwiseWeights(config.hidden_size, config.count("conv_L_cache", 3), bias=has_bias)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=has_bias)
+        self._width = config.hidden_size
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        mixed = ops.linear_attention(
+            self.in_proj(hidden),
+            None,
+            None,
+            self.conv.weight.value(),
+            self.conv.bias.value() if self.conv.has_bias else None,
+            attn_type="short_conv",
+            num_k_heads=1,
+            num_v_heads=1,
+            head_k_dim=self._width,
+            head_v_dim=self._width,
+        )
+        return self.out_proj(mixed)
+
+
+class Layer(Module):
+    """Convolution or attention, then the feed-forward, each on a normalised input and added back."""
+
+    def __init__(self, config: DecoderConfig, rope: RotaryTables, kind: str) -> None:
+        super().__init__()
+        hidden, inner, epsilon = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        self.operator_norm = RMSNorm(hidden, epsilon)
+        if kind == "conv":
+            self.conv = ShortConvolution(config)
+        else:
+            self.self_attn = _attention(config, rope)
+        self.ffn_norm = RMSNorm(hidden, epsilon)
+        self.feed_forward = FeedForward(config, gate_up=MergedLinear(hidden, {"w1": inner, "w3": inner}))
+        self.feed_forward.down_proj = MergedLinear(inner, {"w2": hidden})
+        self._is_convolution = kind == "conv"
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        mix = self.conv if self._is_convolution else self.self_attn
+        hidden = ops.add(hidden, mix(self.operator_norm(hidden)), name="operator_residual")
+        return ops.add(hidden, self.feed_forward(self.ffn_norm(hidden)), name="output")
+
+
+def _attention(config: DecoderConfig, rope: RotaryTables) -> Attention:
+    heads = {"q_layernorm": config.num_heads, "k_layernorm": config.num_kv_heads}
+    attention = Attention(config, rope, norm=HeadNorm(heads, config.head_dim, config.rms_norm_eps))
+    attention.o_proj = MergedLinear(config.num_heads * config.head_dim, {"out_proj": config.hidden_size})
+    return attention
+
+
+class Body(Module):
+    """Embedding, the layers, the final norm, which is called `embedding_norm` here."""
+
+    def __init__(self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module]) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rope = rope
+        self.layers = list(layers)
+        self.embedding_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, token_ids: ir.Value) -> ir.Value:
+        hidden = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.embedding_norm(hidden)

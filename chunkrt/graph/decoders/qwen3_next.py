@@ -1,0 +1,220 @@
+"""Qwen3-Next and Qwen3.5's text half: three layers of the gated delta rule, then one of gated attention.
+
+Attention's heads have a gate on their results, and RoPE on a quarter of their dimensions; norms multiply by 1 + w.
+Source: Yang et al., Gated Delta Networks (2024); Hugging Face's `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.errors import ModelError
+from chunkrt.graph import ops
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.experts import SparseMixture
+from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm, norm
+from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Linear, MergedLinear, Module, Parameter
+from chunkrt.graph.rope import RotaryTables
+
+DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
+
+
+def qwen3_next(config: DecoderConfig) -> Module:
+    """Projections of the delta rule are interleaved, key head by key head."""
+    return _decoder(config, has_grouped_projections=True)
+
+
+def qwen3_5(config: DecoderConfig) -> Module:
+    """Projections of the delta rule are tensors of their own."""
+    return _decoder(config, has_grouped_projections=False)
+
+
+def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
+    interval = config.count("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config.num_layers)]
+    kinds = config.layer_types(default, ("linear_attention", "full_attention"))
+    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    sizes = DeltaSizes.of(config)
+    layers: list[Module] = []
+    for index, kind in enumerate(kinds):
+        mlp = SparseMixture(config) if _has_experts(config, index) else FeedForward(config)
+        if kind == "full_attention":
+            layers.append(Layer(config, GatedAttention(config, rope), mlp))
+        else:
+            layers.append(DeltaLayer(config, GatedDeltaRule(config, sizes, is_grouped=has_grouped_projections), mlp))
+    return CausalDecoder(config, Body(config, rope, layers))
+
+
+def _has_experts(config: DecoderConfig, index: int) -> bool:
+    is_sparse = (index + 1) % config.count("decoder_sparse_step", 1) == 0
+    return is_sparse and bool(config.raw.get("num_experts")) and index not in (config.raw.get("mlp_only_layers") or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSizes:
+    """Heads of the delta rule: `k_heads` of keys and queries, which `v_heads` of values share; taps of the
+    convolution."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    taps: int
+
+    @staticmethod
+    def of(config: DecoderConfig) -> DeltaSizes:
+        """As the config says. Raises ModelError if values cannot share keys evenly."""
+        sizes = DeltaSizes(
+            k_heads=config.count("linear_num_key_heads", 16),
+            v_heads=config.count("linear_num_value_heads", 32),
+            k_dim=config.count("linear_key_head_dim", 128),
+            v_dim=config.count("linear_value_head_dim", 128),
+            taps=config.count("linear_conv_kernel_dim", 4),
+        )
+        if sizes.v_heads % sizes.k_heads:
+            raise ModelError(
+                f"{config.where}: {sizes.v_heads} value heads of linear attention cannot share {sizes.k_heads} key "
+                "heads evenly"
+            )
+        return sizes
+
+    @property
+    def all_k(self) -> int:
+        """Columns of all keys."""
+        return self.k_heads * self.k_dim
+
+    @property
+    def all_v(self) -> int:
+        """Columns of all values."""
+        return self.v_heads * self.v_dim
+
+
+class GatedDeltaRule(Module):
+    """The gated delta rule with its projections, its gates, and the norm of its heads' results.
+
+    Args:
+        is_grouped: whether the checkpoint has the rows of q, k, v and z by key head in one tensor (unless its config
+            says that z and the others have one each), and those of b and a in another.
+    """
+
+    def __init__(self, config: DecoderConfig, sizes: DeltaSizes, *, is_grouped: bool) -> None:
+        super().__init__()
+        hidden, all_k, all_v, v_heads = config.hidden_size, sizes.all_k, sizes.all_v, sizes.v_heads
+        share = v_heads // sizes.k_heads
+        if is_grouped and not config.flag("has_qkv_and_z_apart"):
+            widths = [sizes.k_dim, sizes.k_dim, share * sizes.v_dim, share * sizes.v_dim]
+            *qkv, z = _by_kind(sizes.k_heads, widths)
+            qkvz = {"in_proj_qkvz": 2 * all_k + 2 * all_v}
+            self.qkv_proj = MergedLinear(hidden, qkvz, rows=np.concatenate(qkv))
+            self.z_proj = MergedLinear(hidden, qkvz, rows=z)
+        else:
+            self.qkv_proj = MergedLinear(hidden, {"in_proj_qkv": 2 * all_k + all_v})
+            self.z_proj = MergedLinear(hidden, {"in_proj_z": all_v})
+        if is_grouped:
+            rows = np.concatenate(_by_kind(sizes.k_heads, [share, share]))
+            self.ba_proj = MergedLinear(hidden, {"in_proj_ba": 2 * v_heads}, rows=rows)
+        else:
+            self.ba_proj = MergedLinear(hidden, {"in_proj_b": v_heads, "in_proj_a": v_heads})
+        self.step = Step()
+        self.decay = Decay(v_heads)
+        self.conv1d = DepthwiseWeights(2 * all_k + all_v, sizes.taps)
+        self.head_norm = HeadNorm({"norm": v_heads}, sizes.v_dim, config.rms_norm_eps)
+        self.out_proj = Linear(all_v, hidden)
+        self._sizes = sizes
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        qkv, z = self.qkv_proj(hidden), self.z_proj(hidden)
+        b, a = ops.split_columns(self.ba_proj(hidden), names=["b", "a"])
+        attended = ops.linear_attention(
+            qkv,
+            self.decay(a),
+            self.step(b),
+            self.conv1d.weight.value(),
+            attn_type="gated_delta_rule",
+            num_k_heads=self._sizes.k_heads,
+            num_v_heads=self._sizes.v_heads,
+            head_k_dim=self._sizes.k_dim,
+            head_v_dim=self._sizes.v_dim,
+            use_qk_l2norm=True,
+        )
+        return self.out_proj(ops.mul(self.head_norm(attended), ops.silu(z), name="gated"))
+
+
+class Decay(Module):
+    """-exp(A_log) * softplus(a + dt_bias): the logarithm of the state's decay. Runs on the CPU unless placed."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.device = "cpu"
+        self._shape: tuple[int, ...] = (num_heads,)
+
+    def declare(self) -> None:
+        self.dt_bias = self._of("dt_bias", lambda bias: bias)
+        self.rate = self._of("A_log", _negative_exp)
+
+    def _of(self, name: str, combine: Callable[[Float32], Float32]) -> Parameter:
+        return Parameter(shape=self._shape, checkpoint_tensors={self.sibling(name): self._shape}, combine=combine)
+
+    def forward(self, a: ir.Value) -> ir.Value:
+        return ops.mul(ops.softplus(ops.add(a, self.dt_bias.value(), name="biased")), self.rate.value(), name="output")
+
+
+def _negative_exp(a_log: Float32) -> Float32:
+    rate: Float32 = -np.exp(a_log)
+    return rate
+
+
+class Step(Module):
+    """sigmoid(b): how much of what the state recalls wrongly is put right. Runs on the CPU unless placed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = "cpu"
+
+    def forward(self, b: ir.Value) -> ir.Value:
+        return ops.sigmoid(b, name="output")
+
+
+class GatedAttention(Attention):
+    """Attention whose results are multiplied by the sigmoid of a gate. q_proj yields it too, head by head q | gate."""
+
+    def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_and_gate = {"q_proj": 2 * heads * dim}
+        parts = {**q_and_gate, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        q_rows, gate_rows = _by_kind(heads, [dim, dim])
+        kv_rows = np.arange(2 * heads * dim, sum(parts.values()))
+        has_bias = config.flag("attention_bias")
+        qkv = MergedLinear(config.hidden_size, parts, bias=has_bias, rows=np.concatenate([q_rows, kv_rows]))
+        super().__init__(config, rope, qkv=qkv, norm=head_norm(config), bias=(has_bias, has_bias))
+        self.gate_proj = MergedLinear(config.hidden_size, q_and_gate, bias=has_bias, rows=gate_rows)
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        gate = self.gate_proj(hidden)
+        return self.o_proj(ops.mul(self.attend(hidden), ops.sigmoid(gate), name="gated"))
+
+
+class DeltaLayer(Module):
+    """The delta rule and a feed-forward, each on a normalised input and added back to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config)
+        self.linear_attn = mixer
+        self.post_attention_layernorm = norm(config)
+        self.mlp = mlp
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        hidden = ops.add(hidden, self.linear_attn(self.input_layernorm(hidden)), name="attention_residual")
+        return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
+
+
+def _by_kind(num_groups: int, widths: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Rows that are stored group by group, in each group kind by kind: those of each kind, group by group."""
+    rows = np.arange(num_groups * sum(widths)).reshape(num_groups, -1)
+    return [part.ravel() for part in np.split(rows, np.cumsum(widths)[:-1], axis=1)]

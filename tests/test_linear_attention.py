@@ -1,0 +1,326 @@
+"""Linear attention: the reference and the standard-ONNX form of each kind agree with ONNX Runtime's own operators.
+
+And a kind that is made up here joins both without any shared code knowing of it.
+"""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+from safetensors.numpy import save_file
+
+import chunkrt
+from chunkrt.backends.linear_attention import register
+from chunkrt.backends.onnxrt import OnnxRuntimeBackend
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.errors import ConfigError, UnsupportedModelError
+from chunkrt.graph import decoders, ops
+from chunkrt.graph.decoders.parts import CausalDecoder
+from chunkrt.graph.functions import has_expansion
+from chunkrt.graph.linear_attention import Variant, find_variant, register_variant
+from chunkrt.graph.modules import Constant, DepthwiseWeights, Embedding, Linear, Module
+from chunkrt.graph.partition import partition
+from chunkrt.graph.tracing import current_trace, trace
+from chunkrt.quant.scheme import SCHEMES
+
+LENGTHS = [1, 2, 31, 32, 33, 95]
+K_HEADS, V_HEADS, K_DIM, V_DIM, TAPS = 2, 6, 8, 5, 4
+CHANNELS = {"short_conv": V_HEADS * V_DIM, "gated_delta_rule": 2 * K_HEADS * K_DIM + V_HEADS * V_DIM}
+COLUMNS = {"short_conv": 3 * CHANNELS["short_conv"], "gated_delta_rule": CHANNELS["gated_delta_rule"]}
+BACKENDS = {"reference": ReferenceBackend, "onnxrt": OnnxRuntimeBackend}
+
+
+class Case:
+    """One operator alone in a plan, its weights, and inputs for the longest of LENGTHS."""
+
+    def __init__(self, attn_type, *, has_bias=False, l2norm=True, seed=0):
+        rng = np.random.default_rng(seed)
+        channels, columns = CHANNELS[attn_type], COLUMNS[attn_type]
+
+        def draw(*shape):
+            return rng.standard_normal(shape).astype(np.float32)
+
+        self.is_recurrent = find_variant(attn_type).is_recurrent
+        self.l2norm = l2norm
+        self.weights = {"conv_weight": draw(channels, 1, TAPS), "conv_bias": draw(channels)}
+        self.qkv = draw(max(LENGTHS), columns)
+        self.gate, self.beta = rng.random((2, max(LENGTHS), V_HEADS), np.float32)
+        self.gate = -self.gate
+        self.states = {"conv_state": draw(channels, TAPS - 1)}
+        if self.is_recurrent:
+            self.states["recurrent_state"] = draw(V_HEADS, K_DIM, V_DIM)
+        self.has_bias = has_bias
+
+        def decoder(token_ids, logit_rows):
+            record = current_trace()
+            tables = {"qkv": columns, "gate": V_HEADS, "beta": V_HEADS}
+            qkv, gate, beta = (
+                ops.gather_rows(record.weight(name, (max(LENGTHS), width)), token_ids, name=f"{name}_rows")
+                for name, width in tables.items()
+            )
+            bias = record.weight("conv_bias", (channels,)) if has_bias else None
+            output = ops.linear_attention(
+                qkv,
+                gate if self.is_recurrent else None,
+                beta if self.is_recurrent else None,
+                record.weight("conv_weight", (channels, 1, TAPS)),
+                bias,
+                attn_type=attn_type,
+                num_k_heads=K_HEADS,
+                num_v_heads=V_HEADS,
+                head_k_dim=K_DIM,
+                head_v_dim=V_DIM,
+                use_qk_l2norm=l2norm,
+            )
+            return ops.gather_rows(output, logit_rows, name="logits")
+
+        plan = partition(trace(decoder), family="operator")
+        (self.subgraph,) = (s for s in plan.subgraphs if s.state)
+        self.plan = plan
+        tables = {"qkv": self.qkv, "gate": self.gate, "beta": self.beta}
+        self.store = SimpleNamespace(array=(tables | self.weights).__getitem__)
+
+    def run(self, backend, lengths):
+        """The output of consecutive calls, and the states that they leave."""
+        executable = BACKENDS[backend]().compile(self.subgraph, self.plan, max(LENGTHS), SCHEMES["float"], self.store)
+        states = {name: state.copy() for name, state in self.states.items()}
+        outputs, start = [], 0
+        for length in lengths:
+            (name,) = self.subgraph.outputs
+            outputs.append(np.empty((length, V_HEADS * V_DIM), np.float32))
+            rows = np.arange(start, start + length)
+            executable.run({"input_ids": rows, **states}, {name: outputs[-1]})
+            start += length
+        return np.concatenate(outputs), states
+
+    def by_contrib(self, length):
+        """The same by ONNX Runtime's operators of the domain com.microsoft."""
+        qkv = self.qkv[:length]
+        before, after, x = np.split(qkv, 3, axis=1) if not self.is_recurrent else (None, None, qkv)
+        conv_input = x if before is None else before * x
+        bias = [self.weights["conv_bias"]] if self.has_bias else [None]
+        activation = "silu" if self.is_recurrent else "none"
+        inputs = [conv_input.T[None], self.weights["conv_weight"], *bias, self.states["conv_state"][None]]
+        convolved, conv_state = contrib("CausalConvWithState", inputs, 2, activation=activation)
+        convolved, states = convolved[0].T, {"conv_state": conv_state[0]}
+        if not self.is_recurrent:
+            return after * convolved, states
+        all_k = K_HEADS * K_DIM
+        q, k, v = np.split(convolved, [all_k, 2 * all_k], axis=1)
+        q, k = (np.repeat(part.reshape(length, K_HEADS, K_DIM), V_HEADS // K_HEADS, axis=1) for part in (q, k))
+        if self.l2norm:
+            q, k = (part / np.sqrt(np.square(part).sum(axis=-1, keepdims=True) + 1e-6) for part in (q, k))
+        inputs = [q.reshape(length, -1), k.reshape(length, -1), v]
+        inputs += [self.states["recurrent_state"], self.gate[:length], self.beta[:length]]
+        output, state = contrib(
+            "LinearAttention",
+            [value[None] for value in inputs],
+            2,
+            q_num_heads=V_HEADS,
+            kv_num_heads=V_HEADS,
+            update_rule="gated_delta",
+        )
+        return output[0], states | {"recurrent_state": state[0]}
+
+
+def contrib(op, inputs, num_outputs, **attributes):
+    names = [f"i{index}" if value is not None else "" for index, value in enumerate(inputs)]
+    outputs = [f"o{index}" for index in range(num_outputs)]
+    node = helper.make_node(op, names, outputs, domain="com.microsoft", **attributes)
+    feeds = {name: np.ascontiguousarray(value, np.float32) for name, value in zip(names, inputs, strict=True) if name}
+    described = [helper.make_tensor_value_info(n, TensorProto.FLOAT, v.shape) for n, v in feeds.items()]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    graph = helper.make_graph([node], "contrib", described, results)
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    return ort.InferenceSession(model.SerializeToString()).run(None, feeds)
+
+
+KINDS = [
+    ("short_conv", {}),
+    ("short_conv", {"has_bias": True}),
+    ("gated_delta_rule", {}),
+    ("gated_delta_rule", {"has_bias": True}),
+    ("gated_delta_rule", {"l2norm": False}),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("attn_type", "options"), KINDS)
+def test_every_kind_is_what_onnx_runtimes_own_operators_compute(attn_type, options, length, backend):
+    case = Case(attn_type, **options)
+    output, states = case.run(backend, [length])
+    expected, expected_states = case.by_contrib(length)
+    assert_close(output, expected)
+    for name, state in states.items():
+        assert_close(state, expected_states[name])
+
+
+def assert_close(found, expected):
+    """Sums over the state's rows, of which each step rounds a few times; without unit keys it grows."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=128 * 2.0**-23 * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("split", [[1] * 33, [8, 8, 8, 8, 1], [32, 1], [1, 32], [2, 31]])
+@pytest.mark.parametrize("attn_type", CHANNELS)
+def test_chunks_are_the_whole(attn_type, split, backend):
+    case = Case(attn_type)
+    output, states = case.run(backend, split)
+    at_once, states_at_once = case.run(backend, [33])
+    assert_close(output, at_once)
+    for name, state in states.items():
+        assert_close(state, states_at_once[name])
+
+
+def test_a_kind_that_nobody_knows_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="attn_type 'wkv' is not known; there are: gated_delta_rule, sh"):
+        find_variant("wkv")
+    assert not has_expansion("chunkrt", "LinearAttention", "wkv")
+    with pytest.raises(ConfigError, match="'short_conv' is registered already"):
+        register_variant("short_conv", find_variant("short_conv"))
+    with pytest.raises(ConfigError, match="'short_conv' is registered with the reference already"):
+        register("short_conv")(None)
+
+
+def test_a_kind_without_an_implementation_is_named_by_each_backend(monkeypatch):
+    register_variant("bare", Variant(columns_per_channel=1, activation="", is_recurrent=False))
+    monkeypatch.setitem(CHANNELS, "bare", V_HEADS * V_DIM)
+    monkeypatch.setitem(COLUMNS, "bare", V_HEADS * V_DIM)
+    case = Case("bare")
+    for name, message in {"reference": "has no linear attention of", "onnxrt": "chunkrt::LinearAttention of"}.items():
+        support = BACKENDS[name]().supports(case.subgraph, case.plan, SCHEMES["float"])
+        assert not support
+        assert support.node == "linear_attention"
+        assert f"{message} attn_type 'bare'" in support.reason
+
+
+# Retention (Sun et al., 2023, equation 6): S <- gamma S + k v^T, o = S^T q, with one decay a head.
+HEADS, DIM, HIDDEN, VOCAB, CONTEXT = 2, 4, 12, 29, 64
+RETENTION = """{
+    convolved, new_conv_state = chunkrt.CausalConvolution (qkv, conv_weight, conv_bias, conv_state)
+    q_flat, k_flat, v_flat = Split <axis = 1, num_outputs = 3> (convolved)
+    one = Constant <value_ints = [1]> ()
+    minus_one = Constant <value_ints = [-1]> ()
+    num_scalar = Constant <value_int: int = @num_v_heads> ()
+    num = Reshape (num_scalar, one)
+    dim_scalar = Constant <value_int: int = @head_v_dim> ()
+    dim = Reshape (dim_scalar, one)
+    by_head = Concat <axis = 0> (minus_one, num, dim)
+    q = Reshape (q_flat, by_head)
+    k = Reshape (k_flat, by_head)
+    v = Reshape (v_flat, by_head)
+    decay = Exp (gate)
+    new_recurrent_state, outputs = Scan <num_scan_inputs = 4, body = row
+        (float[h, m, n] s, float[h, m] q_t, float[h, m] k_t, float[h, n] v_t, float[h] decay_t)
+        => (float[h, m, n] new_s, float[h, n] o_t)
+    {
+        first = Constant <value_ints = [1]> ()
+        second = Constant <value_ints = [2]> ()
+        both = Constant <value_ints = [1, 2]> ()
+        decay_b = Unsqueeze (decay_t, both)
+        decayed = Mul (s, decay_b)
+        k_column = Unsqueeze (k_t, second)
+        v_row = Unsqueeze (v_t, first)
+        written = MatMul (k_column, v_row)
+        new_s = Add (decayed, written)
+        q_row = Unsqueeze (q_t, first)
+        read = MatMul (q_row, new_s)
+        o_t = Squeeze (read, first)
+    }> (recurrent_state, q, k, v, decay)
+    flat = Constant <value_ints = [0, -1]> ()
+    output = Reshape (outputs, flat)
+}"""
+
+
+class RetentionBody(Module):
+    """Embedding, and one layer of retention added to it; decays come from the hidden rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = Embedding(VOCAB, HIDDEN)
+        self.qkv_proj = Linear(HIDDEN, 3 * HEADS * DIM)
+        self.decay_proj = Linear(HIDDEN, HEADS)
+        self.minus_one = Constant(np.full(HEADS, -1, np.float32))
+        self.conv = DepthwiseWeights(3 * HEADS * DIM, 2)
+        self.out_proj = Linear(HEADS * DIM, HIDDEN)
+
+    def forward(self, token_ids):
+        hidden = self.embed_tokens(token_ids)
+        mixed = ops.linear_attention(
+            self.qkv_proj(hidden),
+            ops.mul(ops.softplus(self.decay_proj(hidden)), self.minus_one(), name="gate"),
+            None,
+            self.conv.weight.value(),
+            attn_type="retention",
+            num_k_heads=HEADS,
+            num_v_heads=HEADS,
+            head_k_dim=DIM,
+            head_v_dim=DIM,
+        )
+        return ops.add(hidden, self.out_proj(mixed), name="residual")
+
+
+@pytest.fixture(scope="module")
+def retention(tmp_path_factory):
+    """The kind, registered as a package from outside would do it, and a checkpoint of a decoder with it."""
+    register_variant("retention", Variant(columns_per_channel=1, activation="", is_recurrent=True, expansion=RETENTION))
+
+    @register("retention")
+    def _retention(qkv, gate, beta, convolve, recurrent_state, **sizes):
+        q, k, v = (part.reshape(len(qkv), HEADS, DIM) for part in np.split(convolve(qkv), 3, axis=1))
+        output = np.empty_like(v)
+        for t in range(len(qkv)):
+            recurrent_state *= np.exp(gate[t])[:, None, None]
+            recurrent_state += k[t, :, :, None] * v[t, :, None, :]
+            output[t] = np.einsum("hmn,hm->hn", recurrent_state, q[t])
+        return output.reshape(len(qkv), -1)
+
+    folder = tmp_path_factory.mktemp("retention") / "tiny"
+    folder.mkdir()
+    config = {"model_type": "retention", "hidden_size": HIDDEN, "intermediate_size": 1, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": HEADS, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    rng = np.random.default_rng(0)
+    shapes = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "qkv_proj.weight": (3 * HEADS * DIM, HIDDEN),
+        "decay_proj.weight": (HEADS, HIDDEN),
+        "conv.weight": (3 * HEADS * DIM, 1, 2),
+        "out_proj.weight": (HIDDEN, HEADS * DIM),
+    }
+    weights = {f"model.{name}": rng.standard_normal(s).astype(np.float32) / 2 for name, s in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(decoders.FAMILIES, "retention", lambda config: CausalDecoder(config, RetentionBody()))
+        yield folder, {name.removeprefix("model."): weight.astype(np.float64) for name, weight in weights.items()}
+
+
+def retention_logits(weights, tokens):
+    """In closed form, without a state: every row weighs all rows before it by their decays in between."""
+    hidden = weights["embed_tokens.weight"][tokens]
+    projected = hidden @ weights["qkv_proj.weight"].T
+    taps = weights["conv.weight"][:, 0].T
+    convolved = np.vstack([np.zeros_like(projected[:1]), projected[:-1]]) * taps[0] + projected * taps[1]
+    q, k, v = (part.reshape(len(tokens), HEADS, DIM) for part in np.split(convolved, 3, axis=1))
+    log_decay = np.cumsum(-np.logaddexp(hidden @ weights["decay_proj.weight"].T, 0), axis=0).T
+    between = np.exp(np.minimum(log_decay[:, :, None] - log_decay[:, None, :], 0)) * np.tri(len(tokens))
+    mixed = np.einsum("thm,shm,hts,shn->thn", q, k, between, v).reshape(len(tokens), -1)
+    return (hidden + mixed @ weights["out_proj.weight"].T) @ weights["embed_tokens.weight"].T
+
+
+@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+@pytest.mark.parametrize("chunk_length", [1, 8, 64])
+def test_a_kind_from_outside_runs_in_a_decoder(retention, chunk_length, npu):
+    folder, weights = retention
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 33)
+    expected = retention_logits(weights, tokens)
+    with chunkrt.load(folder, npu=npu, scheme="float", chunk_length=chunk_length) as engine:
+        session = engine.session()
+        found = [session.prefill(tokens[:30].tolist(), logits="all").logits]
+        found += [session.prefill([token]).logits[None] for token in tokens[30:].tolist()]
+    np.testing.assert_allclose(np.vstack(found), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
