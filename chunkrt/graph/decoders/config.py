@@ -89,7 +89,9 @@ class DecoderConfig:
                 f"{self.where}: layer_types is {types!r}, expected a word for each of {self.num_layers} layers"
             )
         if unknown := [kind for kind in types if kind not in known]:
-            raise UnsupportedModelError(f"{self.where}: a layer is {unknown[0]!r}; supported are: {', '.join(known)}")
+            raise UnsupportedModelError(
+                f"{self.where}: a layer is {unknown[0]!r}; supported are: {', '.join(known)}", feature="layer_types"
+            )
         return types
 
     def sliding_layers(self, rule: Callable[[int], bool]) -> list[bool]:
@@ -106,7 +108,9 @@ class DecoderConfig:
         """Refuse what the config asks for and the family does not have. Raises UnsupportedModelError."""
         if asked := [name for name, is_asked in settings.items() if is_asked]:
             value = self.raw.get(asked[0])
-            raise UnsupportedModelError(f"{self.where}: {asked[0]} = {value!r} is not supported in this family")
+            raise UnsupportedModelError(
+                f"{self.where}: {asked[0]} = {value!r} is not supported in this family", feature=asked[0]
+            )
 
 
 def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None) -> DecoderConfig:
@@ -122,7 +126,8 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     config, where = {**(defaults or {}), **source.config}, source.path.name
     if config.get("quantization_config"):
         raise UnsupportedModelError(
-            f"{where}: the checkpoint is quantised by another library; use the float checkpoint or a GGUF"
+            f"{where}: the checkpoint is quantised by another library; use the float checkpoint or a GGUF",
+            feature="quantization_config",
         )
     hidden, heads = _count(config, where, "hidden_size"), _count(config, where, "num_attention_heads")
     kv_heads = _count(config, where, "num_key_value_heads", default=heads)
@@ -182,10 +187,11 @@ def _context_length(config: Mapping[str, Any], where: str) -> int:
 
 
 def _activation(config: Mapping[str, Any], where: str) -> str:
-    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    name = config.get(key) or "silu"
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{where}: hidden_act {name!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
+            f"{where}: hidden_act {name!r} is not supported; there are: {', '.join(ACTIVATIONS)}", feature=key
         )
     return ACTIVATIONS[name]
 

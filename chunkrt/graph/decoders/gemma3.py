@@ -108,7 +108,9 @@ def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
     sections = config.raw.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(sections, Mapping) or not sections.keys() <= set(kinds):
-        raise UnsupportedModelError(f"{config.where}: rope_parameters = {sections!r}, expected a section for {kinds}")
+        raise UnsupportedModelError(
+            f"{config.where}: rope_parameters = {sections!r}, expected a section for {kinds}", feature="rope_parameters"
+        )
     full = {"rope_theta": config.number("rope_theta"), **(config.raw.get("rope_scaling") or {})}
     sliding = {"rope_theta": config.number("rope_local_base_freq")}
 
