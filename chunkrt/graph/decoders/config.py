@@ -19,6 +19,8 @@ from chunkrt.graph.rope import inverse_frequencies
 from chunkrt.weights.source import TensorSource
 
 LONGEST_CONTEXT = 2**24
+LARGEST_SIZE = 2**24
+"""Of anything that a config counts: beyond, it is damaged. No array may be made for what it claims."""
 ROPE_DIVISOR = "rope_freqs.weight"
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -75,6 +77,15 @@ class DecoderConfig:
         """A switch."""
         value = self.raw.get(key)
         return default if value is None else bool(value)
+
+    def layer_indices(self, key: str) -> Sequence[int]:
+        """Some layers, by their indices; none if the config does not say. Raises ModelError if it is no list of them."""
+        indices = self.raw.get(key)
+        if indices is None:
+            return ()
+        if not isinstance(indices, Sequence) or any(type(index) is not int for index in indices):
+            raise ModelError(f"{self.where}: {key} is {indices!r}, expected a list of layers' indices")
+        return indices
 
     def layer_types(self, default: Sequence[str], known: Collection[str]) -> Sequence[str]:
         """What each layer is, as the config's `layer_types` says it.
@@ -134,6 +145,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     head_dim = _count(config, where, "head_dim", default=hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+    check_size(heads * head_dim, where, "num_attention_heads * head_dim")
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim is {head_dim}; RoPE needs an even one")
     if (layers := _count(config, where, "num_hidden_layers")) > len(source.names()):
@@ -152,7 +164,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         activation=_activation(config, where),
         sliding_window=_sliding_window(config, where, context),
-        norm_offset=float(config.get("norm_offset", 0)),
+        norm_offset=_norm_offset(config, where),
         rope_divisor=ROPE_DIVISOR if ROPE_DIVISOR in source.names() else None,
         raw=config,
         where=where,
@@ -166,7 +178,14 @@ def _count(config: Mapping[str, Any], where: str, key: str, default: int | None 
         raise ModelError(f"{where}: the config does not give {key!r}")
     if type(value) is not int or value < least:
         raise ModelError(f"{where}: {key} is {value!r}, expected a {'positive ' if least else ''}whole number")
+    check_size(value, where, key)
     return value
+
+
+def check_size(size: int, where: str, what: str) -> None:
+    """Raise ModelError if it is beyond what any model has."""
+    if size > LARGEST_SIZE:
+        raise ModelError(f"{where}: {what} is {size}; at most {LARGEST_SIZE} is believed")
 
 
 def _epsilon(config: Mapping[str, Any], where: str) -> float:
@@ -176,14 +195,22 @@ def _epsilon(config: Mapping[str, Any], where: str) -> float:
     return float(value)
 
 
+def _norm_offset(config: Mapping[str, Any], where: str) -> float:
+    value = config.get("norm_offset", 0)
+    if value not in (0, 1):
+        raise ModelError(f"{where}: norm_offset is {value!r}, expected 0 or 1")
+    return float(value)
+
+
 def _context_length(config: Mapping[str, Any], where: str) -> int:
     """The context, refused where it is beyond any model's: RoPE tables of that length will be allocated."""
-    length = _count(config, where, "max_position_embeddings")
-    if length > LONGEST_CONTEXT:
+    key = "max_position_embeddings"
+    length = config.get(key)
+    if type(length) is int and length > LONGEST_CONTEXT:
         raise ModelError(
             f"{where}: the config claims a context of {length} tokens; at most {LONGEST_CONTEXT} is believed"
         )
-    return length
+    return _count(config, where, key)
 
 
 def _activation(config: Mapping[str, Any], where: str) -> str:

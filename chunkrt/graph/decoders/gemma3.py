@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from chunkrt.errors import UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, head_norm, norm
@@ -111,7 +111,10 @@ def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
         raise UnsupportedModelError(
             f"{config.where}: rope_parameters = {sections!r}, expected a section for {kinds}", feature="rope_parameters"
         )
-    full = {"rope_theta": config.number("rope_theta"), **(config.raw.get("rope_scaling") or {})}
+    scaling = config.raw.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelError(f"{config.where}: rope_scaling is {scaling!r}, expected a table of numbers")
+    full = {"rope_theta": config.number("rope_theta"), **scaling}
     sliding = {"rope_theta": config.number("rope_local_base_freq")}
 
     def tables(parameters: Mapping[str, Any], kind: str) -> RotaryTables:
