@@ -55,7 +55,7 @@ def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkey
     assert 0 < relative_error(logits_of(name, **options), logits_of(name, scheme="float")) < MOST_ERROR[scheme]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + RECURRENT)
 def test_the_native_backend_computes_what_the_reference_does(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     scheme, plan = find_scheme("w8a8-dynamic"), plan_checkpoint(checkpoint(name), {}).plan

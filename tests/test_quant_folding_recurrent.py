@@ -7,6 +7,7 @@ from folding_models import Model, assert_same, both, equalised, rotated
 
 from chunkrt.calibrate import calibrate
 from chunkrt.compiler import plan_checkpoint
+from chunkrt.errors import QuantizationError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.quant.weights import linear_nodes, linear_weights
 from chunkrt.weights.checkpoint import open_checkpoint
@@ -33,6 +34,17 @@ def model(name):
 def test_a_folding_changes_no_logits(model, fold):
     folding = fold(model)
     assert_same(model.run(model.folded(folding))[0], model.run()[0])
+
+
+def test_a_mixture_of_experts_is_equalised_but_not_rotated():
+    source = open_checkpoint(checkpoint("qwen3_next_experts"))
+    model = Model(build_decoder(source), source)
+    folding = equalised(model)
+    assert_same(model.run(model.folded(folding))[0], model.run()[0])
+    experts = {name for name in folding.rows if ".mlp.gate." in name}
+    assert not experts, "their router reads what they read"
+    with pytest.raises(QuantizationError, match=r"post_attention_layernorm.* that only linears can take over"):
+        rotated(model)
 
 
 def test_equalisation_leaves_alone_what_linear_attention_reads_and_writes(model, name):

@@ -83,7 +83,7 @@ class GemmaDecoder(CausalDecoder):
     def __init__(self, config: DecoderConfig, body: GemmaBody) -> None:
         super().__init__(config, body)
         has_cap = config.raw.get("final_logit_softcapping") is not None
-        self.soft_cap = SoftCap(config.number("final_logit_softcapping")) if has_cap else None
+        self.soft_cap = SoftCap(config.vocab_size, config.number("final_logit_softcapping")) if has_cap else None
 
     def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
         logits = super().forward(token_ids, logit_rows)
@@ -93,10 +93,10 @@ class GemmaDecoder(CausalDecoder):
 class SoftCap(Module):
     """cap * tanh(logits / cap). Runs on the CPU unless placed."""
 
-    def __init__(self, cap: float) -> None:
+    def __init__(self, width: int, cap: float) -> None:
         super().__init__()
         self.device = "cpu"
-        self.cap, self.inverse = (Constant(np.full(1, factor, np.float32)) for factor in (cap, 1 / cap))
+        self.cap, self.inverse = (Constant(np.full(width, factor, np.float32)) for factor in (cap, 1 / cap))
 
     def forward(self, logits: ir.Value) -> ir.Value:
         bounded = ops.tanh(ops.mul(logits, self.inverse(), name="scaled"), name="bounded")

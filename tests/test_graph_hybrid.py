@@ -1,0 +1,52 @@
+"""Decoders with linear attention: what a config says of their layers, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.weights.checkpoint import open_checkpoint
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A fixture under another config: `...` takes a key away."""
+
+    def change(name, changes):
+        folder = shutil.copytree(checkpoint(name), tmp_path / name)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+        return open_checkpoint(folder)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "message"),
+    [
+        ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, UnsupportedModelError, "a layer is 'mamba'"),
+        ("lfm2", {"layer_types": ["conv"]}, ModelError, "expected a word for each of 4 layers"),
+        ("lfm2", {"full_attn_idxs": [0, 1]}, ModelError, "layers.0.self_attn.q_proj.weight is missing"),
+        ("lfm2", {"block_ff_dim": ...}, ModelError, "the config does not give 'intermediate_size'"),
+        ("qwen3_5", {"linear_num_value_heads": 3}, ModelError, "3 value heads .* cannot share 2 key heads evenly"),
+        ("qwen3_5", {"linear_num_key_heads": "2"}, ModelError, "linear_num_key_heads is '2'"),
+        ("qwen3_next", {"full_attention_interval": 2}, ModelError, r"layers\.1\.self_attn\.q_proj\.weight is missing"),
+        ("qwen3_next_experts", {"num_experts": 1}, ModelError, "2 of 1 experts cannot be picked"),
+        ("qwen3_next_experts", {"num_experts": 4}, ModelError, r"experts\.4\.\S+ is in the checkpoint, but no part"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(changed, name, changes, error, message):
+    if "intermediate_size" in message:
+        changes = changes | {"intermediate_size": ...}
+    with pytest.raises(error, match=message):
+        build_decoder(changed(name, changes))
+
+
+def test_a_convolution_of_another_width_is_named_when_it_is_read(changed):
+    source = changed("lfm2", {"conv_L_cache": 5})
+    (weight,) = (p for p in build_decoder(source).parameters() if p.name == "model.layers.0.conv.conv.weight")
+    with pytest.raises(ModelError, match=r"conv\.conv\.weight is \[32, 1, 3\], expected \[32, 1, 5\]"):
+        weight.load(source)
