@@ -278,7 +278,7 @@ def _refused(refusal: UnsupportedModelError, source: TensorSource, metadata: Map
 def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]) -> Tensors:
     names = source.names()
     info = {name: source.info(name) for name in names}
-    types = Counter(each.stored_as for each in info.values())
+    types = dict(Counter(each.stored_as for each in info.values()))
     unreadable = sorted({each.stored_as for each in info.values() if not each.is_readable})
     if draft is None:
         unread = [*unmapped, *(name for name in names if not is_known_name(name))]

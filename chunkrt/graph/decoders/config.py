@@ -79,11 +79,11 @@ class DecoderConfig:
         return default if value is None else bool(value)
 
     def layer_indices(self, key: str) -> Sequence[int]:
-        """Some layers, by their indices; none if the config does not say. Raises ModelError if it is no list of them."""
+        """Some layers, by their indices; none if the config does not say. Raises ModelError if it is no list."""
         indices = self.raw.get(key)
         if indices is None:
             return ()
-        if not isinstance(indices, Sequence) or any(type(index) is not int for index in indices):
+        if not isinstance(indices, list | tuple) or any(type(index) is not int for index in indices):
             raise ModelError(f"{self.where}: {key} is {indices!r}, expected a list of layers' indices")
         return indices
 
