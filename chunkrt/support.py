@@ -168,7 +168,7 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         model_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
     keys = metadata or {}
     unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]
-    refusals = [refusal for refusal in refusals if refusal.feature in keys]
+    refusals = [refusal for refusal in refusals if refusal.feature in keys or (model_type and not refusal.feature)]
     draft = _draft(source, refusals) if model_type and source.config else None
     available, unavailable = _backends() if backends is None and draft else (backends or (), {})
     return SupportReport(

@@ -233,6 +233,15 @@ def test_all_refused_keys_of_a_gguf_are_named_at_once(tmp_path):
     assert report.operators
 
 
+def test_a_gguf_whose_config_cannot_be_told_is_not_whole(tmp_path):
+    factors = {f"rope_factors_{kind}.weight": np.ones(HIDDEN // HEADS // 2, np.int32) for kind in ("long", "short")}
+    report = check_support(write_gguf(tmp_path / "m.gguf", "phi3", tensors=LLAMA_TENSORS | factors))
+    assert report.module
+    assert "rope_factors_long.weight is stored as I32" in refused(report)["config"]
+    assert report.gaps[0] == "feature config"
+    assert (report.tensors.num_needed, report.operators) == (None, ())
+
+
 @pytest.mark.parametrize(
     ("name", "config", "names"),
     [
