@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from native_isas import isa_parameters
 
 from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.backends.native import NativeBackend
@@ -184,10 +185,12 @@ def test_native_computes_what_the_reference_does(norm_topk_prob, tmp_path):
     assert np.isnan(together[NOT_A_NUMBER]).all()
 
 
-def test_threads_and_chunks_do_not_show_in_native_s_results(tmp_path):
+@pytest.mark.parametrize("isa", isa_parameters())
+def test_threads_chunks_and_instruction_sets_do_not_show_in_native_s_results(isa, tmp_path, monkeypatch):
     plan, scheme = plan_of(norm_topk_prob=True, rows=40, **WIDE), SCHEMES["w8a8-dynamic"]
     store, subgraph = store_of(plan, scheme, draw_wide(), tmp_path), experts_of(plan)
     expected = run(NativeBackend(threads=1).compile(subgraph, plan, 40, scheme, store), subgraph, range(40), 200)
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     for threads, chunk in ((1, 1), (2, 7), (4, 40), (3, 33)):
         executable = NativeBackend(threads=threads).compile(subgraph, plan, chunk, scheme, store)
         parts = [run(executable, subgraph, range(40)[at : at + chunk], 200) for at in range(0, 40, chunk)]
