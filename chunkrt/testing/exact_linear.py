@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
+from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import LEVELS, Scheme
 from chunkrt.weights.source import BLOCK_DEPTH
 from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
@@ -128,9 +129,10 @@ def exact_shadow(shadow: Node, plan: Plan, weights: WeightStore, num_rows: int) 
 
 
 def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, values: Float64) -> ExactLinear:
-    """The second digit, where the scheme has one, is left a half wherever the first rounded: it is exact as well."""
+    """Outliers are multiplied as they are."""
     name = linear.inputs[1]
-    taken = values if scheme.num_digits(name) == 2 else np.rint(values)
+    outliers, rest = take_outliers(values.astype(np.float32))
+    taken = outliers + np.rint(rest).astype(np.float64)
     if scheme.has_blocks(name):
         blocks = weights.blocks(name)
         integers = blocks.integers.T.astype(np.float64)
