@@ -69,7 +69,7 @@ void test_take(TakeOutliersFunction* function) {
       }
       check(found.counts[row] == count, where + " has " + std::to_string(found.counts[row]) +
                                             " outliers, expected " + std::to_string(count));
-      if (row == 1 && width >= 13) check(count > 0, where + ": this test has no outliers");
+      if (row == 1 && width >= 17) check(count > 0, where + ": this test has no outliers");
     }
   }
 }
