@@ -198,8 +198,9 @@ def test_multiply_adds_are_sizes_of_weights():
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != "float"])
 @pytest.mark.parametrize("weight", [QKV, DOWN, "lm_head.weight"])
 def test_rounded_linears_are_the_reference_operators(name, weight):
-    """Bit for bit where sums of integers stay below 2^24 and rows have no outliers, else to 2^-22 or within a step of the
-    output's grid; blocks to 2^-16.
+    """Bit for bit where sums of integers stay below 2^24, else within a step of the output's grid.
+
+    What rounds in another order is near: rows with outliers to 2^-22, blocks to 2^-16.
     """
     scheme = find_scheme(name)
     tiny = Tiny(scheme)
