@@ -80,11 +80,11 @@ def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore
     rng, is_odd = np.random.default_rng(0), np.arange(num_rows)[:, None] % 2 == 1
     if not scheme.is_static:
         values = rng.integers(-253, 254, shape) / 2
-        channels = rng.permuted(np.tile(np.arange(shape[1]), (num_rows, 1)), axis=1)[:, :3]
-        np.put_along_axis(values, channels[:, :1], LEVELS[8], axis=1)
-        np.put_along_axis(
-            values[::2], channels[::2, 1:], DYNAMIC_OUTLIER * rng.choice([-1, 1], (num_rows, 2))[::2], axis=1
-        )
+        for index, row in enumerate(values):
+            largest, *outliers = rng.choice(len(row), 3, replace=False)
+            row[largest] = LEVELS[8]
+            if index % 2 == 0:
+                row[outliers] = rng.choice([-1, 1], 2) * DYNAMIC_OUTLIER
         values[-1] = 0
         return [_dynamic(linear, plan, scheme, weights, values)]
     bits = scheme.activation_bits_of(name)
