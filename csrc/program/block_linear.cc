@@ -48,7 +48,8 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
   std::vector<Quantized> digits = digits_of(input, 1, {});
   for (Quantized& digit : digits) digit.sums = block_sums_of(symbol, digit);
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
-  std::vector<ValueId> uses = {packed, block_scales, out, outliers.counts, outliers.channels, outliers.values};
+  std::vector<ValueId> uses = {packed,          block_scales,      out,
+                               outliers.counts, outliers.channels, outliers.values};
   for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);

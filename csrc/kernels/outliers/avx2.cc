@@ -52,7 +52,8 @@ void add_to_row(const AddOutliersArgs& args, std::size_t row, std::size_t block)
     // The wanted byte of every column goes to the top, and comes down with its sign.
     const __m128i to_top = _mm_cvtsi32_si128(static_cast<int>(24 - 8 * (k % kGemmDepthPerGroup)));
     const __m256 value = _mm256_set1_ps(values[i]);
-    const auto* group = reinterpret_cast<const __m256i*>(packed + k / kGemmDepthPerGroup * kGemmBytesPerGroup);
+    const auto* group =
+        reinterpret_cast<const __m256i*>(packed + k / kGemmDepthPerGroup * kGemmBytesPerGroup);
     for (std::size_t half = 0; half < 2; ++half) {
       const __m256i bytes = _mm256_sll_epi32(_mm256_loadu_si256(group + half), to_top);
       sums[half] = _mm256_fmadd_ps(value, _mm256_cvtepi32_ps(_mm256_srai_epi32(bytes, 24)), sums[half]);

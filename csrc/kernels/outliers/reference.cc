@@ -69,8 +69,8 @@ void add_outliers_f32_u4block_reference(const AddBlockOutliersArgs& args, std::s
       for (std::int32_t i = 0; i < args.outliers.counts[row]; ++i) {
         const std::size_t k = static_cast<std::size_t>(channels[i]), column = n % kBlockColumns;
         const std::size_t depth_block = n / kBlockColumns * args.depth_blocks + k / kBlockDepth;
-        const std::uint8_t both =
-            args.right[depth_block * kBlockBytes + (k % kBlockDepth / 8 * kBlockColumns + column) * 4 + k % 4];
+        const std::uint8_t both = args.right[depth_block * kBlockBytes +
+                                             (k % kBlockDepth / 8 * kBlockColumns + column) * 4 + k % 4];
         const float q = static_cast<float>(k % 8 < 4 ? both & 15 : both >> 4);
         const std::uint16_t* scales = args.right_scales + depth_block * 2 * kBlockColumns;
         float scale = 0.0f, minimum = 0.0f;
