@@ -63,7 +63,6 @@ class ProgramBuilder:
         columns: int,
         bias: int | None = None,
         residual: int | None = None,
-        num_digits: int = 1,
     ) -> int: ...
     def shadow_linear(self, input: int, packed: int, scales: int, input_step: float, hot_channels: int) -> int: ...
     def routed_experts(

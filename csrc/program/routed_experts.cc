@@ -53,6 +53,13 @@ void group(const std::int32_t* picked, std::size_t count, std::size_t top_k, std
   }
 }
 
+RowOutliers from_slot(const RowOutliers& outliers, std::size_t slot) {
+  return {.counts = outliers.counts + slot,
+          .channels = outliers.channels + slot * outliers.capacity,
+          .values = outliers.values + slot * outliers.capacity,
+          .capacity = outliers.capacity};
+}
+
 }  // namespace
 
 ProgramBuilder::Routing ProgramBuilder::route(ValueId router_logits, std::size_t top_k, bool norm_topk_prob) {
@@ -94,33 +101,46 @@ ProgramBuilder::Routing ProgramBuilder::route(ValueId router_logits, std::size_t
 }
 
 // `row_of` gives the float row of a slot, and may build it in the scratch that it is handed.
-ProgramBuilder::Quantized ProgramBuilder::quantize_slots(const Routing& routing, std::size_t width,
-                                                         std::vector<ValueId> uses, RowOfSlot row_of) {
+ProgramBuilder::SlotRows ProgramBuilder::quantize_slots(const Routing& routing, std::size_t width,
+                                                        std::vector<ValueId> uses, RowOfSlot row_of) {
   const std::size_t padded = ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup;
   const Shape of_slots = {rows_dimension(routing.symbol), fixed(routing.top_k)};
+  const std::size_t capacity = most_outliers(width);
   const Quantized out = {.values = temporary(Dtype::int8, {of_slots[0], of_slots[1], fixed(padded)}),
                          .scales = temporary(Dtype::float32, of_slots),
                          .sums = temporary(Dtype::int32, of_slots)};
-  uses.insert(uses.end(), {out.values, out.scales, out.sums});
+  const Outliers outliers = {.rest = temporary(Dtype::float32, {of_slots[0], of_slots[1], fixed(width)}),
+                             .counts = temporary(Dtype::int32, of_slots),
+                             .channels = temporary(Dtype::int32, {of_slots[0], of_slots[1], fixed(capacity)}),
+                             .values = temporary(Dtype::float32, {of_slots[0], of_slots[1], fixed(capacity)}),
+                             .capacity = capacity};
+  uses.insert(uses.end(), {out.values, out.scales, out.sums, outliers.rest, outliers.counts,
+                           outliers.channels, outliers.values});
   definition_.scratch_floats = std::max(definition_.scratch_floats, width);
+  TakeOutliersFunction* take = select_kernel(take_outliers_f32_f32_table()).function;
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
   add_stage([=](const Frame& frame) { return frame.size_of(routing.symbol) * routing.top_k; }, 1, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
               for (std::size_t slot = begin; slot < end; ++slot) {
-                kernel({.input = row_of(frame, slot, scratch),
+                float* rest = frame.get<float>(outliers.rest) + slot * width;
+                take({.input = row_of(frame, slot, scratch),
+                      .rest = rest,
+                      .outliers = from_slot(outliers.in(frame), slot),
+                      .width = width},
+                     0, 1);
+                kernel({.input = rest,
                         .values = frame.get<std::int8_t>(out.values) + slot * padded,
                         .scales = frame.get<float>(out.scales) + slot,
                         .sums = frame.get<std::int32_t>(out.sums) + slot,
-                        .remainder = nullptr,
                         .width = width,
                         .padded_width = padded},
                        0, 1);
               }
             });
-  return out;
+  return {.quantized = out, .outliers = outliers};
 }
 
-ValueId ProgramBuilder::multiply_slots(const Routing& routing, const Quantized& left, std::size_t depth,
+ValueId ProgramBuilder::multiply_slots(const Routing& routing, const SlotRows& left, std::size_t depth,
                                        ValueId packed, ValueId scales) {
   const std::size_t columns = value(scales).shape.back().size;
   const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
@@ -137,33 +157,46 @@ ValueId ProgramBuilder::multiply_slots(const Routing& routing, const Quantized& 
   const ValueId out =
       temporary(Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
   GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
+  AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col_table()).function;
   // A piece is some columns of all experts: it is as much work whatever the router picks.
-  add_stage(
-      [blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
-      {left.values, left.scales, left.sums, routing.begins, packed, scales, out},
-      [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-        const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
-        for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
-          const auto first = static_cast<std::size_t>(begins[expert]);
-          const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
-          if (num_rows == 0) continue;
-          kernel(
-              {.left = frame.get<const std::int8_t>(left.values) + first * groups * kGemmDepthPerGroup,
-               .left_scales = frame.get<const float>(left.scales) + first,
-               .left_sums = frame.get<const std::int32_t>(left.sums) + first,
-               .right = frame.get<const std::int8_t>(packed) + expert * blocks * groups * kGemmBytesPerGroup,
-               .right_scales = frame.get<const float>(scales) + expert * columns,
-               .bias = nullptr,
-               .residual = nullptr,
-               .out = frame.get<float>(out) + first * columns,
-               .rows = num_rows,
-               .columns = columns,
-               .groups = groups,
-               .residual_stride = columns,
-               .out_stride = columns},
-              begin, end);
-        }
-      });
+  add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
+            {left.quantized.values, left.quantized.scales, left.quantized.sums, left.outliers.counts,
+             left.outliers.channels, left.outliers.values, routing.begins, packed, scales, out},
+            [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+              const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
+              for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
+                const auto first = static_cast<std::size_t>(begins[expert]);
+                const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
+                if (num_rows == 0) continue;
+                const std::int8_t* right =
+                    frame.get<const std::int8_t>(packed) + expert * blocks * groups * kGemmBytesPerGroup;
+                const float* right_scales = frame.get<const float>(scales) + expert * columns;
+                float* results = frame.get<float>(out) + first * columns;
+                kernel({.left = frame.get<const std::int8_t>(left.quantized.values) +
+                                first * groups * kGemmDepthPerGroup,
+                        .left_scales = frame.get<const float>(left.quantized.scales) + first,
+                        .left_sums = frame.get<const std::int32_t>(left.quantized.sums) + first,
+                        .right = right,
+                        .right_scales = right_scales,
+                        .bias = nullptr,
+                        .residual = nullptr,
+                        .out = results,
+                        .rows = num_rows,
+                        .columns = columns,
+                        .groups = groups,
+                        .residual_stride = columns,
+                        .out_stride = columns},
+                       begin, end);
+                add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
+                              .packed = right,
+                              .scales = right_scales,
+                              .out = results,
+                              .rows = num_rows,
+                              .columns = columns,
+                              .groups = groups},
+                             begin, end);
+              }
+            });
   return out;
 }
 
@@ -184,14 +217,14 @@ ValueId ProgramBuilder::routed_experts(ValueId hidden, ValueId router_logits, Va
               " of down, got " + std::to_string(both) + " and " + std::to_string(width_of(down_scales)));
 
   const Routing routing = route(router_logits, top_k, norm_topk_prob);
-  const Quantized rows = quantize_slots(
+  const SlotRows rows = quantize_slots(
       routing, width, {hidden, routing.rows}, [=](const Frame& frame, std::size_t slot, float*) {
         const auto row = static_cast<std::size_t>(frame.get<const std::int32_t>(routing.rows)[slot]);
         return frame.get<const float>(hidden) + row * width;
       });
   const ValueId gates_and_ups = multiply_slots(routing, rows, width, gate_up, gate_up_scales);
   SiluMulFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32_table()).function;
-  const Quantized activated = quantize_slots(
+  const SlotRows activated = quantize_slots(
       routing, inner, {gates_and_ups}, [=](const Frame& frame, std::size_t slot, float* scratch) {
         const float* gate = frame.get<const float>(gates_and_ups) + slot * both;
         silu_mul(gate, gate + inner, scratch, inner);
