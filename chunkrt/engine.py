@@ -76,9 +76,11 @@ class Engine:
         self.folder = folder
         self.options = options
         self.manifest = read_manifest(folder)
-        self.plan: Plan = read_plan(folder)
+        plan = read_plan(folder)
+        self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
         self.scheme: Scheme = self.manifest.scheme
         self.context_length = _context_length(self.plan, options)
+        _check_shift(self.context_length, options)
         chunk_length = options.chunk_length or compiled_chunk_length(self.manifest)
         self.chunk_length = _chunk_length(self.context_length, chunk_length)
         self.weights = open_weights(folder)
@@ -101,7 +103,7 @@ class Engine:
         """
         self._check_open()
         dtype = self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
-        return Session(self, State(self.plan, self.context_length, dtype))
+        return Session(self, State(self.plan, self.context_length, dtype, chunk_length=self.chunk_length))
 
     def run(
         self,
@@ -231,6 +233,14 @@ def _context_length(plan: Plan, options: EngineOptions) -> int:
     if wanted > plan.context_length:
         raise ConfigError(f"context_length is {wanted}, but the model takes at most {plan.context_length}")
     return wanted
+
+
+def _check_shift(context_length: int, options: EngineOptions) -> None:
+    if options.context_shift and options.context_keep > context_length - 2:
+        raise ConfigError(
+            f"context_keep is {options.context_keep}, but of a context of {context_length} two tokens at least have to "
+            "move; keep fewer"
+        )
 
 
 def _chunk_length(context_length: int, wanted: int) -> int:

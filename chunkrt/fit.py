@@ -150,7 +150,8 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         Processor(name="cpu", devices=frozenset(("cpu",)), workers=soc.num_cores),
     )
     rings = ((chunk_length, ring_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
-    cache_shapes = (resolve(tensor.shape, {"P": context_length}) for tensor in plan.state_tensors)
+    slots = plan.slots(context_length, chunk_length)
+    cache_shapes = (resolve(tensor.shape, slots) for tensor in plan.state_tensors)
     return Fit(
         soc=soc,
         scheme=scheme.name,

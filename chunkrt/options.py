@@ -20,6 +20,7 @@ from chunkrt.runtime.state import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
+DEFAULT_CONTEXT_KEEP = 4
 MOST_THREADS = 256
 
 Outputs = Literal["grid", "float"]
@@ -46,6 +47,10 @@ class EngineOptions:
     affinity: the CPUs that the threads run on: "none" (the system chooses), "big" (the fast cores), or a list such as
         "0,2,4-7". Only on Linux.
     context_length: positions a session can hold; by default the model's.
+    context_shift: whether tokens may outgrow the context: then the oldest half of them is dropped, except for the first
+        `context_keep`, and the others move down. Keys are then cached before RoPE, which costs time at every use. By
+        default a prompt that does not fit is refused, and a generation ends.
+    context_keep: the first tokens, which a shift leaves where they are; 0 to the context length less 2.
     cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere. The native backend has
         int8 as well, with a scale for each position of a head.
     placement: devices by patterns of module paths, or a TOML file of them; see `graph/placement.py`.
@@ -76,6 +81,8 @@ class EngineOptions:
     threads: int | None = None
     affinity: str = NO_AFFINITY
     context_length: int | None = None
+    context_shift: bool = False
+    context_keep: int = DEFAULT_CONTEXT_KEEP
     cache_dtype: CacheDtype | None = None
     placement: Path | Placement | None = None
     calibration: Path | None = None
@@ -116,8 +123,11 @@ class EngineOptions:
             raise unknown_name("answer to an NPU's failure", self.on_npu_failure, ON_NPU_FAILURE)
         if self.outputs is not None and self.outputs not in OUTPUTS:
             raise unknown_name("kind of outputs", self.outputs, OUTPUTS)
-        if not isinstance(self.rotation, bool):
-            raise ConfigError(f"rotation is {self.rotation!r}, expected true or false")
+        for name in ("rotation", "context_shift"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected true or false")
+        if isinstance(self.context_keep, bool) or not isinstance(self.context_keep, Integral) or self.context_keep < 0:
+            raise ConfigError(f"context_keep is {self.context_keep!r}, expected a whole number, 0 or more")
         if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
             raise ConfigError(f"budget is {self.budget!r}, expected a number of nats above 0")
         if self.equalisation not in (None, "off") and not (

@@ -1,4 +1,8 @@
-"""A session: one conversation with an engine. It owns the state, the tokens behind it, and the next logits."""
+"""A session: one conversation with an engine. It owns the state, the tokens behind it, and the next logits.
+
+The state may lag behind the tokens: after a generation, whose last token was not run, or where it could not go back as
+far as was asked and no further. The tokens between are run with whatever comes next.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,8 @@ class Piece:
     """A step of generation: text that is now certain (perhaps none), and why it ended if this is the last.
 
     `finish_reason`: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" when
-    the context is full; None before the last piece. `token_id` is None on a closing piece that no token made.
+    the context is full and does not shift; None before the last piece. `token_id` is None on a closing piece that no
+    token made.
     """
 
     text: str
@@ -61,6 +66,8 @@ class Session:
         self._engine = engine
         self._state = state
         self._tokens = list(tokens)
+        self._dropped: list[int] = []
+        """What shifts of the context took away, from behind the tokens that stay for good."""
         self._logits: Float32 | None = None
         self._follows_text = False
         self._is_closed = False
@@ -70,12 +77,23 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Every token so far, prompt and generated."""
+        """The tokens in the context, prompt and generated: all so far, unless the context has been shifted."""
         return tuple(self._tokens)
 
     @property
+    def history(self) -> tuple[int, ...]:
+        """Every token so far, with those that shifts of the context have dropped."""
+        keep = self.num_kept
+        return (*self._tokens[:keep], *self._dropped, *self._tokens[keep:])
+
+    @property
+    def num_kept(self) -> int:
+        """The first tokens of the context, which shifts leave where they are."""
+        return self._engine.options.context_keep
+
+    @property
     def position(self) -> int:
-        """How many tokens there are; the position of the next."""
+        """How many tokens there are in the context; the position of the next."""
         return len(self._tokens)
 
     @property
@@ -85,6 +103,10 @@ class Session:
 
     def prefill(self, prompt: str | Sequence[int], *, logits: Literal["last", "all", "none"] = "last") -> PrefillResult:
         """Stream a prompt through the decoder in chunks.
+
+        If the engine shifts its context (`EngineOptions.context_shift`), a prompt may be of any length: what does not
+        fit is taken in parts, and between them the oldest half of what is in the context is dropped, except for its
+        first tokens.
 
         Args:
             prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
@@ -99,18 +121,18 @@ class Session:
         self._check_open()
         self._cancel.clear()
         new = self._encode(prompt)
-        pending = self._tokens[self._state.position :]
         available = self.context_length - len(self._tokens)
-        if len(new) > available:
+        if len(new) <= available:
+            result = self._extend(new, logits)
+        elif self._engine.options.context_shift:
+            result = self._extend_in_parts(new, logits)
+        else:
             raise ConfigError(
                 f"the prompt has {len(new)} tokens, but the context of {self.context_length} has room for "
-                f"{available}; shorten the prompt or load the model with a longer context"
+                f"{available}; shorten the prompt, load the model with a longer context, or let the context shift"
             )
-        result = self._run([*pending, *new], logits)
-        self._tokens += new
+        self._state.keep_snapshot()
         self._follows_text = isinstance(prompt, str)
-        if logits == "all" and result.logits is not None and pending:
-            return PrefillResult(**{**vars(result), "logits": result.logits[len(pending) :]})
         return result
 
     def generate(
@@ -146,6 +168,9 @@ class Session:
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.
 
+        A state that cannot go back there (its rings or recurrent tensors have moved on) goes back further, and what
+        lies between is run again with the next prefill or generation.
+
         Raises:
             ConfigError: the position is outside 0..the present one.
         """
@@ -155,12 +180,15 @@ class Session:
         self._state.rewind(min(position, self._state.position))
         if position < len(self._tokens):
             self._logits = None
+        if position <= self.num_kept:
+            self._dropped.clear()
         del self._tokens[position:]
 
     def fork(self) -> Session:
         """A session of its own that has seen the same tokens."""
         self._check_open()
         copy = Session(self._engine, self._state.fork(), self._tokens)
+        copy._dropped = self._dropped.copy()
         copy._logits = self._logits
         copy._follows_text = self._follows_text
         return copy
@@ -193,7 +221,7 @@ class Session:
                 yield Piece(text=_rest(decoder, stops), token_id=token_id, finish_reason="stop")
                 return
             text, is_stopped = stops.push(decoder.push(token_id)) if decoder else ("", False)
-            is_full = len(self._tokens) == self.context_length
+            is_full = len(self._tokens) == self.context_length and not self._engine.options.context_shift
             if not is_full:
                 self._accept(token_id)
             if is_stopped:
@@ -206,9 +234,20 @@ class Session:
             yield Piece(text=text, token_id=token_id)
 
     def _accept(self, token_id: int) -> None:
+        if len(self._tokens) == self.context_length and self._engine.options.context_shift:
+            self._shift()
         if len(self._tokens) < self.context_length:
             self._tokens.append(token_id)
             self._logits = None
+
+    def _shift(self) -> None:
+        """Drop the oldest half of the tokens, except for the first few."""
+        keep = self.num_kept
+        dropped = slice(keep, keep + (len(self._tokens) - keep) // 2)
+        self._state.shift(keep, dropped.stop - keep)
+        self._dropped += self._tokens[dropped]
+        del self._tokens[dropped]
+        self._logits = None
 
     def _next_logits(self) -> Float32:
         """Logits after the last token; those of a token that was generated but not yet run are computed now."""
@@ -216,9 +255,49 @@ class Session:
             self._check_open()
             if self._state.position == len(self._tokens):
                 self._state.rewind(self._state.position - 1)
-            self._run(self._tokens[self._state.position :], "last")
+            self._run(self._pending(len(self._tokens)), "last")
         assert self._logits is not None
         return self._logits
+
+    def _extend(self, new: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
+        """Run new tokens for which there is room, after those that the state has not seen yet."""
+        pending = self._pending(len(self._tokens) + len(new))
+        result = self._run([*pending, *new], logits)
+        self._tokens += new
+        if logits == "all" and result.logits is not None and pending:
+            return PrefillResult(**{**vars(result), "logits": result.logits[len(pending) :]})
+        return result
+
+    def _extend_in_parts(self, new: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
+        """Run new tokens for which there is no room: as many as fit, then a shift, and so on."""
+        tokens, dropped, last_logits = self._tokens.copy(), self._dropped.copy(), self._logits
+        state, results = self._state.snapshot(), list[PrefillResult]()
+        try:
+            while new:
+                if len(self._tokens) == self.context_length:
+                    self._shift()
+                room = self.context_length - len(self._tokens)
+                part, new = new[:room], new[room:]
+                results.append(self._extend(part, "none" if new and logits == "last" else logits))
+        except BaseException:
+            self._tokens, self._dropped, self._logits = tokens, dropped, last_logits
+            self._state.restore(state)
+            raise
+        rows = [result.logits for result in results if result.logits is not None]
+        return PrefillResult(
+            logits=np.concatenate(rows) if logits == "all" else results[-1].logits,
+            num_tokens=sum(result.num_tokens for result in results),
+            num_chunks=sum(result.num_chunks for result in results),
+            seconds=sum(result.seconds for result in results),
+            events=[event for result in results for event in result.events],
+        )
+
+    def _pending(self, num_tokens: int) -> list[int]:
+        """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
+        rope_offset = self._engine.plan.rope_offset(num_tokens)
+        if rope_offset != self._state.rope_offset:
+            self._state.reset(rope_offset)
+        return self._tokens[self._state.position :]
 
     def _run(self, token_ids: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
         start = time.perf_counter()

@@ -2,8 +2,8 @@
 
 Rows are float32 [tag, a, b, c]. The tag is the token id and travels along untouched, so a task can be
 recognised by what it reads; the rest is arithmetic modulo 97, exact in float32. A dynamic subgraph appends
-to its cache and sums it up, so a chunk out of turn, a padding row in the cache or an overwritten buffer
-changes the logits.
+to its cache and sums it up, all of it or a window, or keeps a running value; so a chunk out of turn, a padding row in
+the state or an overwritten buffer changes the logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.graph.plan import Device, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import Device, Node, Plan, Subgraph, Tensor, resolve
 from chunkrt.runtime.schedule import Processor
 
 Array = NDArray[Any]
@@ -27,18 +27,30 @@ WIDTH = 4
 CONTEXT = 128
 VOCABULARY = 160
 MODULUS = 97
+WINDOW = 5
+STATE_SHAPES = {"cache": (1, "P", WIDTH - 1), "ring": (1, "W", WIDTH - 1), "recurrent": (1, WIDTH - 1)}
 HEAD_WEIGHT = (np.arange(WIDTH * VOCABULARY).reshape(WIDTH, VOCABULARY) * 7 % MODULUS).astype(np.float32)
 STATIC_KINDS = ("static", "linear", "shadow", "join")
 TIMEOUT = 60.0
 """Seconds after which a test that waits has deadlocked."""
 
 
-def make_plan(layers: int = 2, *, split_head: bool = False, shadowed: int = 0) -> Plan:
+def make_plan(
+    layers: int = 2,
+    *,
+    split_head: bool = False,
+    shadowed: int = 0,
+    kinds: Sequence[str] = ("cache",),
+    long_context_from: int | None = None,
+) -> Plan:
     """embedding, static.0, dynamic.0, ..., static.layers, head; `split_head` makes the head two subgraphs.
 
     The first `shadowed` static subgraphs, up to layers + 1, fork and join: after static.i come linear.i on the NPU and
-    shadow.i on the CPU, which read the same, and join.i, which reads both.
+    shadow.i on the CPU, which read the same, and join.i, which reads both. The layers have state of the `kinds` in
+    turn, keys of STATE_SHAPES, whose tensors are called by the kind. With `long_context_from` what is cached depends on
+    the row in the rotary tables.
     """
+    places = ("position",) if long_context_from is None else ("position", "rope_position")
     rows = [value("hidden.embedding")]
     subgraphs = [subgraph("embedding", "cpu", ["input_ids"], ["hidden.embedding"])]
     hidden = "hidden.embedding"
@@ -58,11 +70,16 @@ def make_plan(layers: int = 2, *, split_head: bool = False, shadowed: int = 0) -
             subgraphs.append(subgraph(f"static.{i}", "npu", inputs, outputs))
         hidden = f"hidden.{i}"
         if i < layers:
-            reads = [f"qkv.{i}", "position"]
-            subgraphs.append(subgraph(f"dynamic.{i}", "cpu", reads, [f"attention.{i}"], state=[f"cache.{i}"]))
+            reads, kind = (f"qkv.{i}", *places), kinds[i % len(kinds)]
+            part = subgraph(f"dynamic.{i}", "cpu", reads, [f"attention.{i}"], state=[f"{kind}.{i}"])
+            if kind == "ring":
+                part = replace(part, nodes=(_windowed(reads, f"attention.{i}"),))
+            subgraphs.append(part)
             rows.append(value(f"attention.{i}"))
-    caches = [
-        Tensor(name=f"cache.{i}", dtype="float32", shape=(1, "P", WIDTH - 1), kind="state") for i in range(layers)
+    states = [
+        Tensor(name=name, dtype="float32", shape=STATE_SHAPES[name.partition(".")[0]], kind="state")
+        for part in subgraphs
+        for name in part.state
     ]
     if split_head:
         subgraphs.append(subgraph("gather", "cpu", [hidden, "logit_rows"], ["wanted"], rows="R"))
@@ -71,21 +88,22 @@ def make_plan(layers: int = 2, *, split_head: bool = False, shadowed: int = 0) -
         subgraphs.append(subgraph("head", "cpu", [hidden, "logit_rows"], ["logits"], rows="R"))
     tensors = [
         Tensor(name="input_ids", dtype="int64", shape=("T",)),
-        Tensor(name="position", dtype="int64", shape=(1,)),
+        *(Tensor(name=name, dtype="int64", shape=(1,)) for name in places),
         Tensor(name="logit_rows", dtype="int64", shape=("R",)),
         Tensor(name="wanted", dtype="float32", shape=("R", WIDTH)),
         Tensor(name="logits", dtype="float32", shape=("R", VOCABULARY)),
         *rows,
-        *caches,
+        *states,
     ]
     return Plan(
         family="toy",
         subgraphs=tuple(subgraphs),
         tensors={tensor.name: tensor for tensor in tensors},
-        inputs=("input_ids", "position", "logit_rows"),
+        inputs=("input_ids", *places, "logit_rows"),
         output="logits",
         vocab_size=VOCABULARY,
         context_length=CONTEXT,
+        long_context_from=long_context_from,
     )
 
 
@@ -96,6 +114,12 @@ def with_second_start(plan: Plan, reader: int) -> Plan:
     part = replace(part, inputs=(*part.inputs, "hidden.again"))
     subgraphs = (*plan.subgraphs[:reader], again, part, *plan.subgraphs[reader + 1 :])
     return replace(plan, subgraphs=subgraphs, tensors={**plan.tensors, "hidden.again": value("hidden.again")})
+
+
+def _windowed(inputs: tuple[str, ...], output: str) -> Node:
+    """What tells the plan its window."""
+    attributes = {"window": WINDOW}
+    return Node(name=output, op="CachedAttention", domain="", inputs=inputs, outputs=(output,), attributes=attributes)
 
 
 def value(name: str) -> Tensor:
@@ -136,12 +160,10 @@ def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[st
             outputs[name][:] = (np.roll(total, 1 + number, axis=1) * 3 + 5 + number) % MODULUS
             outputs[name][:, 0] = inputs[subgraph.inputs[0]][:, 0]
     elif kind == "dynamic":
-        (qkv,) = (inputs[name] for name in subgraph.inputs if name != "position")
-        cache = inputs[subgraph.state[0]]
-        start, end = int(inputs["position"][0]), int(inputs["position"][0]) + len(qkv)
-        cache[0, start:end] = qkv[:, 1:]
-        sums = np.cumsum(cache[0, :end].astype(np.float64), axis=0)[start:]
-        outputs[subgraph.outputs[0]][:, 1:] = sums % MODULUS
+        (qkv,) = (inputs[name] for name in subgraph.inputs if not name.endswith("position"))
+        start = int(inputs["position"][0])
+        rows = (qkv[:, 1:] + int(inputs.get("rope_position", [start])[0]) - start) % MODULUS
+        outputs[subgraph.outputs[0]][:, 1:] = update(subgraph.state[0], inputs[subgraph.state[0]], rows, start)
         outputs[subgraph.outputs[0]][:, 0] = qkv[:, 0]
     elif kind == "gather":
         outputs["wanted"][:] = inputs[subgraph.inputs[0]][inputs["logit_rows"]]
@@ -150,16 +172,32 @@ def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[st
         outputs["logits"][:] = (rows[inputs["logit_rows"]] if "logit_rows" in inputs else rows) @ HEAD_WEIGHT
 
 
+def update(name: str, state: Array, rows: Array, start: int) -> Array:
+    """Take rows from position `start` on into a state, in place; what each row makes of it."""
+    kind, end = name.partition(".")[0], start + len(rows)
+    if kind == "recurrent":
+        made = np.empty_like(rows)
+        for row, result in zip(rows, made, strict=True):
+            state[0] = result[:] = (state[0] * 3 + row) % MODULUS
+        return made
+    state[0, np.arange(start, end) % state.shape[1]] = rows
+    if kind == "ring":
+        seen = [np.arange(max(0, p - WINDOW + 1), p + 1) % state.shape[1] for p in range(start, end)]
+        return np.stack([state[0, slots].sum(axis=0) for slots in seen]) % MODULUS
+    return np.cumsum(state[0, :end].astype(np.float64), axis=0)[start:] % MODULUS
+
+
 def expected_logits(plan: Plan, token_ids: Array) -> Array:
     """The truth: every subgraph once over all tokens, no chunks, no executor. float32 [n, V]."""
     num_tokens = len(token_ids)
     values: dict[str, Array] = {
         "input_ids": token_ids,
         "position": np.zeros(1, np.int64),
+        "rope_position": np.full(1, plan.rope_offset(num_tokens)),
         "logit_rows": np.arange(num_tokens),
     }
     for tensor in plan.state_tensors:
-        values[tensor.name] = np.zeros((1, num_tokens, WIDTH - 1), np.float32)
+        values[tensor.name] = np.zeros(resolve(tensor.shape, {"P": num_tokens, "W": num_tokens}), np.float32)
     for part in plan.subgraphs:
         for name in part.outputs:
             width = plan.tensors[name].shape[1]

@@ -40,11 +40,12 @@ class Model:
     def run(self, load=None, tokens=TOKENS):
         """The logits [T, V], and the largest magnitude of every channel of every value."""
         load = load or self.load
-        plan, peaks = self.plan, {}
+        plan, peaks, tokens = self.plan, {}, tokens % self.plan.vocab_size
         values = {"input_ids": tokens, "position": np.zeros(1, np.int64), "logit_rows": np.arange(len(tokens))}
+        values["rope_position"] = np.array([plan.rope_offset(len(tokens))])
         for subgraph in plan.subgraphs:
             values |= {name: load(name) for name in subgraph.weights}
-            symbols = {"P": len(tokens)}
+            symbols = dict.fromkeys("PW", len(tokens))
             values |= {n: np.zeros(resolve(plan.tensors[n].shape, symbols), np.float32) for n in subgraph.state}
             for node in subgraph.nodes:
                 results = operators.find(node)(*(values[name] for name in node.inputs), **node.attributes)

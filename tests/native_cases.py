@@ -22,13 +22,13 @@ def tensor(name: str, *shape: int | str, kind: Any = "value", dtype: str = "floa
 
 
 def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> Node:
-    """Names separated by blanks; the node is named after its first output."""
+    """Names separated by blanks, "-" for an absent input; the node is named after its first output."""
     names = outputs.split()
     return Node(
         name=names[0],
         op=op,
         domain=domain,
-        inputs=tuple(inputs.split()),
+        inputs=tuple(name.replace("-", "") for name in inputs.split()),
         outputs=tuple(names),
         attributes=attributes,
     )
@@ -40,7 +40,7 @@ def make_case(
     """One subgraph with random weights; its inputs are what is read and not made."""
     by_name = {t.name: t for t in tensors}
     made = {name for n in nodes for name in n.outputs}
-    read = list(dict.fromkeys(name for n in nodes for name in n.inputs if name not in made))
+    read = list(dict.fromkeys(name for n in nodes for name in n.inputs if name and name not in made))
     subgraph = Subgraph(
         name="static.0",
         device="npu",

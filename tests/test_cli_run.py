@@ -164,6 +164,19 @@ def test_a_turn_that_does_not_fit_is_dropped_and_the_chat_goes_on(command, chat_
     assert "/reset begins anew" in finished.err
 
 
+def test_a_conversation_that_outgrows_the_context_shifts_if_it_may(command, chat_model):
+    arguments = ("chat", chat_model, "--npu", "reference", "--context", 96, "--chunk", 8, "-n", 8)
+    turns = "tell me more of it\n" * 8
+    refused, shifted = command(*arguments, stdin=turns), command(*arguments, "--context-shift", stdin=turns)
+    assert refused.status == shifted.status == 0
+    assert "/reset begins anew" in refused.err
+    assert "/reset begins anew" not in shifted.err
+    assert shifted.err.count("decode 8 tokens") == 8
+    prompts = [int(line.split()[1]) for line in shifted.err.splitlines() if line.startswith("[prompt ")]
+    assert sum(prompts) > 2 * 96
+    assert max(prompts) < 96  # what was dropped is not prefilled again
+
+
 def test_only_new_tokens_of_a_conversation_are_prefilled(command, chat_model):
     """The second turn's prompt is its own text and what the tokens of the first answer did not cover."""
     finished = command("chat", chat_model, "-n", 4, stdin="hi\nmore\n")

@@ -51,6 +51,18 @@ def mlp_case(outputs: str = "y") -> Case:
     )
 
 
+def gelu_case(outputs: str = "y") -> Case:
+    return make_case(
+        [
+            node("Split", "x", "gate up", axis=-1, num_outputs=2),
+            node("Gelu", "gate", "gelu", approximate="tanh"),
+            node("Mul", "gelu up", "y"),
+        ],
+        [tensor("x", "T", 2 * INNER), *(tensor(name, "T", INNER) for name in ("gate", "up", "gelu", "y"))],
+        outputs,
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 31, 32, 33])
 def test_linear_equals_numpy_exactly(rows: int) -> None:
     case = linear_case()
@@ -66,7 +78,8 @@ def test_linear_equals_numpy_exactly(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "op", "inner"), [(linear_case, "Linear", "product biased"), (mlp_case, "SiluMul", "sigmoid silu")]
+    ("make", "op", "inner"),
+    [(linear_case, "Linear", "product biased"), (mlp_case, "SiluMul", "sigmoid silu"), (gelu_case, "GeluMul", "gelu")],
 )
 def test_fusion_changes_no_bit(make: Callable[[str], Case], op: str, inner: str) -> None:
     fused, unfused = make("y"), make(f"{inner} y")  # what somebody wants to see cannot be fused away
@@ -83,6 +96,23 @@ def test_silu_against_numpy() -> None:
     found = run(NativeBackend(1), mlp_case(), {"x": x}, 3)["y"]
     # The sigmoid's 2.5 units in the last place and one half for each of two products.
     np.testing.assert_allclose(found, gate / (1 + np.exp(-gate)) * up, rtol=3.5 * 2.0**-23)
+
+
+def test_gelu_against_numpy() -> None:
+    x = random_rows(3, 2 * INNER)
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    found = run(NativeBackend(1), gelu_case(), {"x": x}, 3)["y"]
+    truth = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    np.testing.assert_allclose(found, truth, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "truth"), [("Tanh", np.tanh), ("Softplus", lambda x: np.log1p(np.exp(x.astype(np.float64))))]
+)
+def test_functions_against_numpy(op: str, truth: Callable[[np.ndarray], np.ndarray]) -> None:
+    case = make_case([node(op, "x", "y")], [tensor("x", "T", INNER), tensor("y", "T", INNER)], "y")
+    x = random_rows(3, INNER) * np.float32(5)
+    np.testing.assert_allclose(run(NativeBackend(1), case, {"x": x}, 3)["y"], truth(x), rtol=4 * 2.0**-23)
 
 
 def test_two_products_that_one_add_joins() -> None:
@@ -197,8 +227,9 @@ def test_refusals_name_the_node_and_the_way_out() -> None:
     assert "use a quantised scheme such as 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'" in reason
 
     values = [tensor("x", "T", 8), tensor("y", "T", 8), tensor("z", "T", 4)]
-    assert "native has no operator Tanh; it has: Add, Gather" in refusal(
-        make_case([node("Tanh", "x", "y")], values, "y")
+    assert "native has no operator Erf; it has: Add, Gather" in refusal(make_case([node("Erf", "x", "y")], values, "y"))
+    assert "native has Gelu approximated by tanh only, not by 'none'" in refusal(
+        make_case([node("Gelu", "x", "y")], values, "y")
     )
     assert "over the last axis only, not over axis 0 of 2" in refusal(
         make_case([node("Split", "x", "y z", axis=0)], values, "y")

@@ -1,49 +1,132 @@
 """Logits are those of Hugging Face Transformers, whatever the chunk length, and without chunks at all."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from fixture_checkpoints import NAMES, checkpoint, expected_logits, input_ids
 
 import chunkrt
 from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
+from chunkrt.graph.decoders import FAMILIES
 from chunkrt.runtime.state import State
 
 TOLERANCE = 1e-4
 """Float32 throughout: a few layers of sums over at most 96 products, on logits of up to about 7."""
+SPLIT_TOLERANCE = 1e-5
+"""The same sums in another order, of the largest logit."""
+CHUNK_LENGTHS = (1, 8, 32, 64)
+LENGTHS = (1, 31, 32, 33, 95)
+ONE_CHUNK = 128
+FAMILY_NAMES = ("llama_gqa", "mistral_window_5", "qwen2", "qwen3_layer_types", "gemma3_scaled", "phi3_window_5")
+LONGROPE = "phi3_longrope_long"
 
 
-@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
-@pytest.mark.parametrize("chunk_length", [1, 8, 32])
+def load(name, **options):
+    return chunkrt.load(checkpoint(name), scheme="float", **({"npu": "reference"} | options))
+
+
+def logits_of(engine, tokens):
+    return engine.session().prefill(tokens, logits="all").logits
+
+
+@cache
+def in_one_chunk(name, num_tokens):
+    with load(name, chunk_length=ONE_CHUNK) as engine:
+        return logits_of(engine, input_ids(name)[:num_tokens])
+
+
+def assert_same_but_for_order(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=SPLIT_TOLERANCE * np.abs(expected).max())
+
+
+def test_every_family_has_fixtures():
+    architectures = set()
+    for name in NAMES:
+        with load(name) as engine:
+            architectures.add(engine.plan.family)
+    assert architectures == set(FAMILIES)
+
+
+@pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_chunked_logits_are_those_of_transformers(name, chunk_length, npu):
-    with chunkrt.load(checkpoint(name), npu=npu, scheme="float", chunk_length=chunk_length) as engine:
-        result = engine.session().prefill(input_ids(name), logits="all")
-    np.testing.assert_allclose(result.logits, expected_logits(name), rtol=0, atol=TOLERANCE)
+def test_chunked_logits_are_those_of_transformers(name, chunk_length):
+    with load(name, chunk_length=chunk_length) as engine:
+        found = logits_of(engine, input_ids(name))
+    np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_so_are_those_of_a_backend_that_shares_no_code(name):
+    with load(name, npu="onnxrt", chunk_length=8) as engine:
+        found = logits_of(engine, input_ids(name))
+    np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(name):
     """In one call, with empty caches: no chunk, no executor, no kernel of ours."""
     tokens = np.array(input_ids(name), np.int64)
-    with chunkrt.load(checkpoint(name), npu="onnxrt", scheme="float") as engine:
+    with load(name, npu="onnxrt") as engine:
         decoder = OnnxRuntimeExecutable(engine.plan.subgraphs, engine.plan, engine.scheme, engine.weights)
         state = State(engine.plan, tokens.size)
         logits = np.empty((tokens.size, engine.plan.vocab_size), np.float32)
-        inputs = {"input_ids": tokens, "position": np.zeros(1, np.int64), "logit_rows": np.arange(tokens.size)}
+        given = {
+            "input_ids": tokens,
+            "position": np.zeros(1, np.int64),
+            "rope_position": np.array([engine.plan.rope_offset(tokens.size)]),
+            "logit_rows": np.arange(tokens.size),
+        }
+        inputs = {input_name: given[input_name] for input_name in engine.plan.inputs}
         decoder.run({**inputs, **state.tensors}, {engine.plan.output: logits})
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
-def test_decoding_token_by_token_gives_the_logits_of_transformers():
-    name = "llama_gqa"
-    with chunkrt.load(checkpoint(name), npu="onnxrt", scheme="float") as engine:
+@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+@pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_prompt_of_any_length_is_what_it_is_in_one_chunk(name, chunk_length, npu):
+    with load(name, npu=npu, chunk_length=chunk_length) as engine:
+        for num_tokens in LENGTHS:
+            tokens = input_ids(name)[:num_tokens]
+            assert_same_but_for_order(logits_of(engine, tokens), in_one_chunk(name, num_tokens))
+
+
+@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+@pytest.mark.parametrize(("num_prefilled", "num_decoded"), [(1, 12), (31, 2), (33, 9)])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_decoding_goes_on_where_a_prompt_ends(name, num_prefilled, num_decoded, npu):
+    tokens = input_ids(name)[: num_prefilled + num_decoded]
+    with load(name, npu=npu, chunk_length=8) as engine:
         session = engine.session()
-        logits = [session.prefill([token]).logits for token in input_ids(name)]
-    np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=TOLERANCE)
+        session.prefill(tokens[:num_prefilled])
+        found = [session.prefill([token]).logits for token in tokens[num_prefilled:]]
+    assert_same_but_for_order(np.array(found), in_one_chunk(name, len(tokens))[num_prefilled:])
+
+
+def test_a_prompt_takes_the_rotary_tables_of_its_whole_length():
+    """Of Phi-3's two: a first chunk alone does not know which."""
+    tokens = input_ids(LONGROPE)
+    with load(LONGROPE, chunk_length=32) as engine:
+        assert engine.plan.long_context_from == 64
+        short, long = logits_of(engine, tokens[:64]), logits_of(engine, tokens)
+    np.testing.assert_allclose(short, expected_logits("phi3_longrope_short"), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(long, expected_logits(LONGROPE), rtol=0, atol=TOLERANCE)
+    assert np.abs(long[:64] - short).max() > 0.01
+
+
+def test_a_context_that_outgrows_the_first_tables_takes_the_second():
+    tokens = input_ids(LONGROPE)
+    with load(LONGROPE, chunk_length=8) as engine:
+        session = engine.session()
+        session.prefill(tokens[:62])
+        found = [session.prefill([token]).logits for token in tokens[62:70]]
+    assert_same_but_for_order(found[:2], in_one_chunk(LONGROPE, 64)[62:])
+    assert_same_but_for_order(found[2:], in_one_chunk(LONGROPE, 70)[64:])
 
 
 def test_the_last_logits_are_those_of_the_last_token():
     name = "llama_tied"
-    with chunkrt.load(checkpoint(name), npu="reference", scheme="float") as engine:
+    with load(name) as engine:
         result = engine.session().prefill(input_ids(name))
     np.testing.assert_allclose(result.logits, expected_logits(name)[-1], rtol=0, atol=TOLERANCE)

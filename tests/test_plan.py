@@ -132,3 +132,10 @@ def test_reading_a_plan_needs_no_onnx():
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert loaded == ["numpy"]
+
+
+def test_raw_keys_switch_attention_and_nothing_else(plan: Plan) -> None:
+    raw = plan.with_raw_keys()
+    assert (plan.has_raw_keys, raw.has_raw_keys) == (False, True)
+    assert Plan.from_json(raw.to_json()) == raw.with_raw_keys() == raw
+    assert raw.to_json().replace("RawKeyAttention", "CachedAttention") == plan.to_json()

@@ -64,7 +64,7 @@ def test_static_subgraphs_under_static_schemes_are_taken(plan, scheme):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("attention.0", ["no chunkrt::CachedAttention of float32, int64, float32", "place it on the CPU", "RMSNorm"]),
+        ("attention.0", ["no chunkrt::CachedAttention of float32, int64, int64, float32", "place it on the CPU", "RMSNorm"]),
         ("embedding", ["no Gather of float32, int64", "place it on the CPU"]),
     ],
 )

@@ -50,10 +50,16 @@ def test_logits_stay_as_they_are(shape, fold):
     assert touched >= linear_nodes(model.plan).keys()
 
 
+NOT_ROTATED = ("gemma3_text",)
+"""They have norms behind linears, whose weights no linear takes over."""
+
+
 @pytest.mark.parametrize("fold", [equalised, rotated, both])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_stay_those_of_transformers(name, fold):
     source = open_checkpoint(checkpoint(name))
+    if source.architecture in NOT_ROTATED and fold is not equalised:
+        pytest.skip(f"{source.architecture} cannot be rotated: see tests/test_quant_families.py")
     model = Model(build_decoder(source), source)
     logits, _ = model.run(model.folded(fold(model)), np.array(input_ids(name)))
     assert_same(logits, expected_logits(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from fake_backend import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import BackendError, ClosedError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import ChunkBuffers
 from chunkrt.runtime.executor import Executor, Logits
@@ -93,6 +94,96 @@ def test_a_prompt_continues_where_the_state_stands() -> None:
     state.rewind(13)
     again = finish(lambda: executor.run(tokens(27, 13), state, logits="all"))
     np.testing.assert_array_equal(again.logits, truth[13:])
+
+
+ALL_KINDS = ("cache", "ring", "recurrent")
+
+
+@pytest.mark.parametrize("chunk_length", [1, 8, 32])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_kind_of_state_goes_on_over_chunks_and_runs(kind: str, chunk_length: int) -> None:
+    """Past the 64 slots of a ring."""
+    plan = make_plan(kinds=(kind,))
+    truth = expected_logits(plan, tokens(120))
+    executor = make_executor(plan, chunk_length=chunk_length)
+    state = State(plan, CONTEXT, chunk_length=chunk_length)
+    position = 0
+    for num_tokens in (1, 63, 1, 40, 15):
+        result = finish(lambda n=num_tokens, p=position: executor.run(tokens(n, p), state, logits="all"))
+        np.testing.assert_array_equal(result.logits, truth[position : position + num_tokens])
+        position += num_tokens
+
+
+class _Stop(BaseException):
+    """As an interrupt is."""
+
+
+@given(
+    num_before=st.integers(0, 90),
+    num_tokens=st.integers(1, 30),
+    failing=st.integers(0, 29),
+    subgraph=st.sampled_from(["static.0", "dynamic.0", "dynamic.1", "dynamic.2", "static.3", "head"]),
+    error=st.sampled_from([ValueError, _Stop]),
+    is_sequential=st.booleans(),
+)
+def test_after_a_failure_every_kind_of_state_is_what_it_was(
+    num_before: int, num_tokens: int, failing: int, subgraph: str, error: type[BaseException], is_sequential: bool
+) -> None:
+    """Bit for bit, however far the other subgraphs had come; and the same tokens then run as if nothing had been."""
+    plan, fails = make_plan(3, kinds=ALL_KINDS), False
+
+    def fail(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if fails and name == subgraph and tag <= num_before + failing < tag + 8:
+            raise error
+
+    policy = find_policy("sequential" if is_sequential else "in_order")
+    executor = make_executor(plan, make_executables(plan, after=fail), policy=policy)
+    state = State(plan, CONTEXT, chunk_length=8)
+    if num_before:
+        finish(lambda: executor.run(tokens(num_before), state))
+    before = {name: array.copy() for name, array in state.tensors.items()}
+    fails = True
+    if failing < num_tokens and (subgraph not in ("static.3", "head") or failing >= (num_tokens - 1) // 8 * 8):
+        with pytest.raises((BackendError, _Stop)):
+            finish(lambda: executor.run(tokens(num_tokens, num_before), state))
+        assert state.position == num_before
+        for name, array in before.items():
+            seen = state.tensors[name]
+            if name.startswith("cache") or (name.startswith("ring") and num_before < 64):
+                seen, array = seen[:, :num_before], array[:, :num_before]  # what lies beyond is never read
+            np.testing.assert_array_equal(seen, array)
+    fails = False
+    result = finish(lambda: executor.run(tokens(num_tokens, num_before), state, logits="all"))
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_before + num_tokens))[num_before:])
+
+
+def test_a_cancelled_run_leaves_every_kind_of_state_as_it_was() -> None:
+    plan, cancel = make_plan(3, kinds=ALL_KINDS), Event()
+
+    def stop(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("dynamic.2", 78):
+            cancel.set()
+
+    executor = make_executor(plan, make_executables(plan, after=stop))
+    state = State(plan, CONTEXT, chunk_length=8)
+    finish(lambda: executor.run(tokens(70), state))
+    before = {name: array.copy() for name, array in state.tensors.items()}
+    with pytest.raises(ClosedError, match="cancelled"):
+        finish(lambda: executor.run(tokens(30, 70), state, cancel=cancel))
+    np.testing.assert_array_equal(state.tensors["ring.1"], before["ring.1"])
+    np.testing.assert_array_equal(state.tensors["recurrent.2"], before["recurrent.2"])
+    result = finish(lambda: executor.run(tokens(30, 70), state))
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(100))[-1:])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 21, 60])
+def test_the_row_in_the_rotary_tables_is_the_position_and_the_states_offset(num_tokens: int) -> None:
+    plan = make_plan(long_context_from=20)
+    state = State(plan, CONTEXT)
+    state.reset(plan.rope_offset(num_tokens))
+    assert state.rope_offset == (CONTEXT if num_tokens > 20 else 0)
+    result = finish(lambda: make_executor(plan).run(tokens(num_tokens), state, logits="all"))
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
 
 
 def test_two_states_share_an_executor() -> None:
@@ -327,6 +418,11 @@ def test_a_state_that_does_not_go_with_the_executor_is_refused() -> None:
         executor.run(tokens(4), State(make_plan(3), CONTEXT))
     with pytest.raises(ConfigError, match=r"chunk length 8 is outside 1\.\.4, the state's capacity"):
         executor.run(tokens(4), State(plan, 4))
+    windowed = make_plan(2, kinds=("ring",))
+    with pytest.raises(ConfigError, match="the state belongs to another decoder"):
+        make_executor(windowed.with_raw_keys()).run(tokens(4), State(windowed, CONTEXT))
+    with pytest.raises(ConfigError, match="chunks of 8 do not fit a state made for 4"):
+        make_executor(windowed).run(tokens(4), State(windowed, CONTEXT, chunk_length=4))
     finish(lambda: executor.run(tokens(4), State(make_plan(2), CONTEXT)))
 
 

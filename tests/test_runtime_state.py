@@ -76,7 +76,7 @@ def test_another_dtype_is_refused() -> None:
 def test_a_cache_of_another_form_is_refused() -> None:
     odd = Tensor(name="cache.0", dtype="float32", shape=("P", 3), kind="state")
     plan = replace(PLAN, tensors={**PLAN.tensors, "cache.0": odd})
-    with pytest.raises(ModelError, match=r"cache 'cache.0' has shape \('P', 3\)"):
+    with pytest.raises(ModelError, match=r"state 'cache.0' has shape \('P', 3\)"):
         State(plan, 8)
 
 
@@ -162,7 +162,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     filled(20).save(path)
     check_refused(filled(3, capacity=16), path, "holds 20 positions; the state has room for 16")
     check_refused(filled(3, dtype="float16"), path, r"float32 \(1, 20, 3\), not float16")
-    check_refused(State(make_plan(3), 32), path, "holds 3 tensors, not the 4 of this decoder .*cache.2")
+    check_refused(State(make_plan(3), 32), path, "holds 5 tensors, not the 6 of this decoder .*cache.2")
     wide = Tensor(name="cache.1", dtype="float32", shape=(2, "P", 3), kind="state")
     plan = replace(PLAN, tensors={**PLAN.tensors, "cache.1": wide})
     check_refused(State(plan, 32), path, r"'cache.1' is float32 \(1, 20, 3\), not float32 \(2, 20, 3\)")

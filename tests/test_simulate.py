@@ -126,6 +126,23 @@ def test_memory_grows_by_the_keys_and_values_of_a_longer_prompt(plan: Plan, devi
     assert long.peak_memory_bytes - short.peak_memory_bytes == 32 * 3 * 2 * 2 * 16 * 2
 
 
+def test_the_memory_of_windows_does_not_grow_with_a_prompt(plan: Plan, device: DeviceProfile) -> None:
+    parts = [
+        replace(part, nodes=tuple(replace(n, attributes={**n.attributes, "window": 64}) for n in part.nodes))
+        if part.state
+        else part
+        for part in plan.subgraphs
+    ]
+    rings = {t.name: replace(t, shape=(t.shape[0], "W", t.shape[2])) for t in plan.state_tensors}
+    windowed = replace(plan, subgraphs=tuple(parts), tensors={**plan.tensors, **rings})
+    options = {"chunk_length": 32, "policy": "in_order", "scheme": "w8a16", "chunks_in_flight": 1}
+    short, long, whole = (
+        simulate(p, device, prompt_length=n, **options) for p, n in ((windowed, 256), (windowed, 320), (plan, 320))
+    )
+    assert short.peak_memory_bytes == long.peak_memory_bytes
+    assert whole.peak_memory_bytes - long.peak_memory_bytes == (320 - 128) * 3 * 2 * 2 * 16 * 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

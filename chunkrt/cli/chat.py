@@ -21,7 +21,11 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 @generation_options
 @engine_options
 def chat(model: str, **options: Any) -> None:
-    """Talk with MODEL, one line a turn. What was said stays in the cache; only new tokens are prefilled."""
+    """Talk with MODEL, one line a turn. What was said stays in the cache; only new tokens are prefilled.
+
+    A turn that does not fit the context is refused, and an answer ends where the context is full, unless
+    --context-shift drops what was said first.
+    """
     settings, sampling, generation = split_options(options)
     system = generation.pop("system")
     opening = [{"role": "system", "content": system}] if system else []
@@ -65,14 +69,18 @@ def chat(model: str, **options: Any) -> None:
 
 
 def reuse_prefix(session: Session, tokens: list[int]) -> list[int]:
-    """Rewind a session to what it shares with the tokens of a whole conversation; return those still to prefill."""
+    """Rewind a session to what it shares with the tokens of a whole conversation; return those still to prefill.
+
+    Where they part among tokens that shifts of the context have dropped, all that came after the kept ones goes.
+    """
     shared = 0
-    for old, new in zip(session.tokens, tokens[:-1], strict=False):
+    for old, new in zip(session.history, tokens[:-1], strict=False):
         if old != new:
             break
         shared += 1
-    session.rewind(shared)
-    return tokens[shared:]
+    surplus = len(session.history) - shared
+    session.rewind(min(shared, max(session.position - surplus, session.num_kept)))
+    return tokens[len(session.history) :]
 
 
 def _read_line() -> str | None:

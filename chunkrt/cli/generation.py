@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from chunkrt.options import DEFAULT_CONTEXT_KEEP
 from chunkrt.sampling import SamplingOptions
 from chunkrt.session import FinishReason, Session
 
@@ -26,6 +27,19 @@ _OPTIONS = (
     click.option("--seed", type=int, help="Seed of the random numbers."),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system", help="A system message before the prompt."),
+    click.option(
+        "--context-shift/--no-context-shift",
+        default=False,
+        help="When the context is full, drop the older half of its tokens and go on.  [default: end there]",
+    ),
+    click.option(
+        "--keep",
+        "context_keep",
+        type=int,
+        default=DEFAULT_CONTEXT_KEEP,
+        show_default=True,
+        help="First tokens that --context-shift never drops.",
+    ),
 )
 _SAMPLING = tuple(SamplingOptions.__dataclass_fields__)
 
@@ -57,7 +71,10 @@ class Answer:
 
 
 def generation_options(command: Command) -> Command:
-    """Give a command the sampling options, -n, --stop and --system; they arrive as keyword arguments."""
+    """Give a command the sampling options, -n, --stop, --system, and those of a context that shifts.
+
+    They arrive as keyword arguments.
+    """
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

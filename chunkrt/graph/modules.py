@@ -150,17 +150,23 @@ class Module:
 
 
 class Embedding(Module):
-    """Rows of a table [num_rows, width], picked by token id. Runs on the CPU unless placed."""
+    """Rows of a table [num_rows, width], picked by token id. Runs on the CPU unless placed.
 
-    def __init__(self, num_rows: int, width: int) -> None:
+    `scale` multiplies the checkpoint's table; a head that is tied to it does not see that.
+    """
+
+    def __init__(self, num_rows: int, width: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.device = "cpu"
-        self.shape = (num_rows, width)
+        self.shape, self.scale = (num_rows, width), scale
 
     def declare(self) -> None:
         self.weight = Parameter(
-            shape=self.shape, checkpoint_tensors={f"{self.path}.weight": self.shape}, combine=_as_it_is
+            shape=self.shape, checkpoint_tensors={f"{self.path}.weight": self.shape}, combine=self._scaled
         )
+
+    def _scaled(self, table: Float32) -> Float32:
+        return table if self.scale == 1 else table * np.float32(self.scale)
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
         return ops.gather_rows(self.weight.value(), token_ids, name="output")
@@ -312,7 +318,3 @@ class QKVLinear(MergedLinear):
     ) -> None:
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
         super().__init__(in_features, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias)
-
-
-def _as_it_is(tensor: Float32) -> Float32:
-    return tensor

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal, get_args
@@ -32,6 +32,9 @@ SHADOW_OP = "ShadowLinear"
 
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
+
+RING_STEP = 64
+"""Slots: a ring has a multiple of them, or the capacity."""
 
 MAIN_SUFFIX = ".main"
 """Added to the name of a linear's output where a shadow is added to it under the name itself."""
@@ -125,6 +128,32 @@ class Plan:
         attention = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
         windows = (node.attributes["window"] for node in attention)
         return next((window for window in windows if isinstance(window, int) and window), None)
+
+    @cached_property
+    def has_raw_keys(self) -> bool:
+        """Whether keys are cached before RoPE, so that they can move to another position."""
+        return any(node.op == "RawKeyAttention" for s in self.subgraphs for node in s.nodes)
+
+    def with_raw_keys(self) -> Plan:
+        """The same decoder, with keys cached before RoPE and rotated whenever they are used."""
+
+        def switched(node: Node) -> Node:
+            return replace(node, op="RawKeyAttention") if node.op == "CachedAttention" else node
+
+        return replace(self, subgraphs=tuple(replace(s, nodes=tuple(map(switched, s.nodes))) for s in self.subgraphs))
+
+    def slots(self, capacity: int, chunk_length: int) -> dict[str, int]:
+        """What "P" and "W" stand for in the state of a session.
+
+        A ring has room for all that the rows of one chunk see, with the chunk itself: none of it is overwritten before
+        it has been used.
+
+        Args:
+            capacity: positions that the session can hold.
+            chunk_length: tokens of a chunk at most.
+        """
+        needed = (self.window or capacity) + chunk_length - 1
+        return {"P": capacity, "W": min(capacity, -(-needed // RING_STEP) * RING_STEP)}
 
     def rope_offset(self, num_tokens: int) -> int:
         """What is added to a position for its row in the rotary tables, in a context of so many tokens."""

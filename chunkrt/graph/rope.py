@@ -6,7 +6,7 @@ Source: Su et al., RoFormer (2021), section 3.2.2; Llama 3's scaling as in Huggi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import inf
+from math import inf, log, sqrt
 from typing import Any
 
 import numpy as np
@@ -19,33 +19,44 @@ Float64 = NDArray[np.float64]
 
 
 class RotaryTables(Module):
-    """cos and sin [context_length, rotary_dim / 2], one pair for all layers.
+    """cos and sin [context_length, rotary_dim / 2], one pair for all layers that share it.
 
-    A GGUF may divide the inverse frequencies by a tensor of its own (`rope_freqs.weight`); `divisor` names it.
-    `long_context_from`: set by a family whose tables are two, one behind the other; see `ops.cached_attention`.
+    Args:
+        divisor: a tensor that a GGUF divides the inverse frequencies by (`rope_freqs.weight`).
+        magnitude: what cos and sin are multiplied by.
+        long_frequencies, long_context_from: a second table follows the first, for contexts of more tokens than these;
+            see `ops.cached_attention`.
     """
 
-    long_context_from: int | None = None
-
-    def __init__(self, inverse_frequencies: Float64, context_length: int, *, divisor: str | None = None) -> None:
+    def __init__(
+        self,
+        inverse_frequencies: Float64,
+        context_length: int,
+        *,
+        divisor: str | None = None,
+        magnitude: float = 1.0,
+        long_frequencies: Float64 | None = None,
+        long_context_from: int | None = None,
+    ) -> None:
         super().__init__()
-        self._frequencies = inverse_frequencies
-        self._context_length = context_length
-        self._divisor = divisor
+        self.long_context_from = long_context_from
+        self._frequencies = [inverse_frequencies] + ([] if long_frequencies is None else [long_frequencies])
+        self._context_length, self._divisor, self._magnitude = context_length, divisor, magnitude
 
     def declare(self) -> None:
-        self.cos, self.sin = self._table(np.cos), self._table(np.sin)
+        self.cos, self.sin = self._tables(np.cos), self._tables(np.sin)
 
-    def _table(self, function: Callable[[Float64], Float64]) -> Parameter:
-        half = len(self._frequencies)
+    def _tables(self, function: Callable[[Float64], Float64]) -> Parameter:
+        half = len(self._frequencies[0])
 
         def build(*divisor: NDArray[np.float32]) -> NDArray[np.float32]:
-            frequencies = self._frequencies / divisor[0] if divisor else self._frequencies
             positions = np.arange(self._context_length, dtype=np.float64)
-            return function(np.outer(positions, frequencies)).astype(np.float32)
+            tables = (np.outer(positions, f / divisor[0] if divisor else f) for f in self._frequencies)
+            return np.concatenate([(self._magnitude * function(table)).astype(np.float32) for table in tables])
 
         tensors: dict[str, tuple[int, ...]] = {self._divisor: (half,)} if self._divisor else {}
-        return Parameter(shape=(self._context_length, half), checkpoint_tensors=tensors, combine=build)
+        shape = (len(self._frequencies) * self._context_length, half)
+        return Parameter(shape=shape, checkpoint_tensors=tensors, combine=build)
 
 
 def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
@@ -58,21 +69,12 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
         UnsupportedModelError: a scaling rule that is not implemented.
         ModelError: a rule without one of its numbers, or a number that makes no sense.
     """
-    parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
-    for key in ("rope_parameters", "rope_scaling"):
-        section = config.get(key) or {}
-        if not isinstance(section, Mapping):
-            raise ModelError(f"the config's {key} is {section!r}, expected a table of numbers")
-        parameters |= section
-    theta = _positive(parameters, "rope_theta")
-    rotary_dim = round(head_dim * _positive(parameters, "partial_rotary_factor"))
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ModelError(f"RoPE is to rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
-    base = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    rule = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters = rope_parameters(config)
+    base, rule = _base(parameters, head_dim), parameters["rope_type"]
+    if parameters.get("attention_factor") not in (None, 1):
+        raise UnsupportedModelError(f"attention_factor = {parameters['attention_factor']!r} of RoPE is not supported")
     try:
-        if rule in ("default", None):
+        if rule == "default":
             return base
         if rule == "linear":
             return base / _positive(parameters, "factor")
@@ -81,6 +83,71 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
     except KeyError as error:
         raise ModelError(f"rope scaling {rule!r} needs {error}, which the config does not give") from error
     raise UnsupportedModelError(f"rope scaling {rule!r} is not supported; there are: default, linear, llama3")
+
+
+def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -> RotaryTables:
+    """Tables under the rule "longrope": frequencies divided by short factors, or by long ones in a long context.
+
+    cos and sin are multiplied by `attention_factor`; by default sqrt(1 + ln(s) / ln(original)), s = context / original.
+    Source: Ding et al., LongRoPE (2024); Hugging Face's `_compute_longrope_parameters`.
+
+    Raises:
+        UnsupportedModelError: the config has not both lists of factors.
+        ModelError: a list or a number that makes no sense.
+    """
+    parameters = rope_parameters(config)
+    base = _base(parameters, head_dim)
+    original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    if type(original) is not int or original < 2:
+        raise ModelError(f"the config's original_max_position_embeddings is {original!r}, expected a whole number")
+    short, long = (_factors(parameters, key, len(base)) for key in ("short_factor", "long_factor"))
+    stretch = _positive({"factor": parameters.get("factor") or context_length / original}, "factor")
+    magnitude = sqrt(1 + log(stretch) / log(original)) if stretch > 1 else 1.0
+    if parameters.get("attention_factor") is not None:
+        magnitude = _positive(parameters, "attention_factor")
+    return RotaryTables(
+        base / short,
+        context_length,
+        magnitude=magnitude,
+        long_frequencies=base / long,
+        long_context_from=original,
+    )
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a config says of RoPE, wherever it does, with Hugging Face's defaults and a "rope_type".
+
+    Raises:
+        ModelError: a section of it is no table of numbers.
+    """
+    parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
+    for key in ("rope_parameters", "rope_scaling"):
+        section = config.get(key) or {}
+        if not isinstance(section, Mapping):
+            raise ModelError(f"the config's {key} is {section!r}, expected a table of numbers")
+        parameters |= section
+    parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
+    return parameters
+
+
+def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
+    """Inverse frequencies before any scaling."""
+    theta = _positive(parameters, "rope_theta")
+    rotary_dim = round(head_dim * _positive(parameters, "partial_rotary_factor"))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelError(f"RoPE is to rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
+    base: Float64 = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    return base
+
+
+def _factors(parameters: Mapping[str, Any], key: str, length: int) -> Float64:
+    values = parameters.get(key)
+    if values is None:
+        raise UnsupportedModelError(f"rope scaling {parameters['rope_type']!r} without {key!r} is not supported")
+    if not isinstance(values, list) or len(values) != length:
+        raise ModelError(f"the config's {key} of RoPE is {str(values)[:60]}, expected {length} numbers")
+    return np.array([_positive({key: value}, key) for value in values])
 
 
 def _llama3(base: Float64, parameters: Mapping[str, Any]) -> Float64:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import cast
 
 import numpy as np
@@ -24,6 +25,8 @@ Float64 = NDArray[np.float64]
 MOST_FOR_PRODUCTS = 0.5
 """The largest alpha for what no norm makes: products of gate and up, and attention. Single channels of these are
 thousands of times the median, and weights that took them over would lose more than 8-bit inputs gain."""
+
+UNREACHED = -1
 
 LARGEST_EXPONENT = 10
 """Factors lie between 2^-10 and 2^10: a usual norm's weight, divided by one, stays a normal number of float16."""
@@ -66,6 +69,8 @@ def equalise(
         linears, source = flow.linears_of(value), _source(flow, value)
         if isinstance(linears, Node) or source is None or any(linear.inputs[1] in left_alone for linear in linears):
             continue
+        if UNREACHED in source.columns:
+            continue
         peaks = np.zeros(flow.width(source.weights[0]))
         row_peaks = np.zeros_like(peaks)
         for linear in linears:
@@ -87,7 +92,8 @@ def equalise(
 class _Source:
     """Where the channels of a value take factors.
 
-    weights: a linear's or a norm's, and biases after it. columns: int64 [K], which of their columns makes each channel.
+    weights: a linear's or a norm's, and biases after it. columns: int64 [K], which of their columns makes each channel;
+    UNREACHED for a channel that factors do not pass to.
     """
 
     weights: tuple[str, ...]
@@ -115,7 +121,7 @@ def _operands(flow: DataFlow, node: Node) -> Sequence[str]:
         return [name for name in node.inputs if flow.width(name) == width]
     if node.op == "Add" and (biases := [name for name in node.inputs if flow.owns(node, name)]):
         return [name for name in node.inputs if name not in biases and flow.width(biases[0]) == width]
-    if node.op in ATTENTION_OPS or flow.picks_rows(node) or _splits_channels(flow, node):
+    if node.op in (*ATTENTION_OPS, "HeadNorm") or flow.picks_rows(node) or _splits_channels(flow, node):
         return node.inputs[:1]
     return ()
 
@@ -129,6 +135,9 @@ def _through(flow: DataFlow, node: Node, value: str, operand: _Source) -> _Sourc
         widths = [flow.width(name) for name in node.outputs]
         index = node.outputs.index(value)
         return replace(operand, columns=operand.columns[sum(widths[:index]) :][: widths[index]])
+    if node.op == "HeadNorm":  # undoes what factors do to the heads that it normalises, and lets v pass
+        num_normed = prod(int(size) for size in flow.plan.tensors[node.inputs[1]].shape)
+        return replace(operand, columns=np.where(np.arange(flow.width(value)) < num_normed, UNREACHED, operand.columns))
     if node.op in ATTENTION_OPS:
         return replace(operand, columns=operand.columns[_attended_columns(node)])
     return operand

@@ -139,9 +139,9 @@ class Executor:
 
         A sequential policy, a single worker, a single token and a single chunk run in the calling thread (the chunk
         unless it has tasks for several processors at once); otherwise the processors' workers are started and this
-        thread waits, so that an interrupt reaches it. Whatever goes wrong, all threads have ended, the state keeps the
-        position it had, and the executor can be used again. (A second interrupt leaves while tasks still run; then the
-        next run waits for them.)
+        thread waits, so that an interrupt reaches it. Whatever goes wrong, all threads have ended, the state is what it
+        was, and the executor can be used again. (A second interrupt leaves while tasks still run; then the next run, or
+        whoever uses the state, waits for them.)
 
         Args:
             token_ids: int64 [n], n at least 1.
@@ -160,19 +160,15 @@ class Executor:
             start_ns = perf_counter_ns()
             if self._workers is not None:
                 self._workers.close()  # they may run on after a second interrupt
-            run = _Run(self, token_ids, state, logits)
-            schedule = run.schedule
-            if run.is_concurrent:
-                self._workers = Workers(schedule, run.execute, cancel=cancel, cpus=self.cpus)
-                events = self._workers.run(progress)
                 self._workers = None
-            else:
-                with running_on(self.cpus):
-                    events = run_in_caller(schedule, run.execute, cancel=cancel, progress=progress)
-            if schedule.failure is not None:
-                raise self._failure(*schedule.failure) from schedule.failure[1]
-            if schedule.is_cancelled:
-                raise ClosedError(f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks")
+            run = _Run(self, token_ids, state, logits)
+            state.begin(token_ids.size)
+            try:
+                events = self._compute(run, cancel, progress)
+            except BaseException:
+                workers = self._workers
+                state.roll_back(wait=workers.close if workers is not None and workers.are_running else None)
+                raise
             state.advance(token_ids.size)
             if run.is_concurrent:
                 self.costs.learn(run.flops, events)
@@ -180,12 +176,28 @@ class Executor:
                 pipeline=self._pipeline if run.is_concurrent else self._pipeline_in_caller,
                 num_tokens=token_ids.size,
                 position=state.position - token_ids.size,
-                position_bytes=state.num_bytes // state.capacity,
+                position_bytes=state.position_bytes,
                 start_ns=start_ns,
                 end_ns=perf_counter_ns(),
                 events=events,
             )
             return RunResult(logits=run.logits, record=record)
+
+    def _compute(self, run: _Run, cancel: Event | None, progress: Progress | None) -> list[TaskEvent]:
+        """Drive a run to its end. Raises BackendError if a task failed, ClosedError if it was cancelled."""
+        schedule = run.schedule
+        if run.is_concurrent:
+            self._workers = Workers(schedule, run.execute, cancel=cancel, cpus=self.cpus)
+            events = self._workers.run(progress)
+            self._workers = None
+        else:
+            with running_on(self.cpus):
+                events = run_in_caller(schedule, run.execute, cancel=cancel, progress=progress)
+        if schedule.failure is not None:
+            raise self._failure(*schedule.failure) from schedule.failure[1]
+        if schedule.is_cancelled:
+            raise ClosedError(f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks")
+        return events
 
     def _check_run(self, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
         if logits not in get_args(Logits):
@@ -198,8 +210,10 @@ class Executor:
         if low < 0 or high >= self.plan.vocab_size:
             wrong = low if low < 0 else high
             raise ConfigError(f"token id {wrong} is outside the vocabulary, 0..{self.plan.vocab_size - 1}")
-        if state.plan is not self.plan and state.plan.state_tensors != self.plan.state_tensors:
+        if state.plan is not self.plan and _memory(state.plan) != _memory(self.plan):
             raise ConfigError("the state belongs to another decoder; make one from this engine's plan")
+        if self.plan.window and self.chunk_length > state.chunk_length:
+            raise ConfigError(f"chunks of {self.chunk_length} do not fit a state made for {state.chunk_length}")
         if self.chunk_length > state.capacity:
             raise ConfigError(f"chunk length {self.chunk_length} is outside 1..{state.capacity}, the state's capacity")
         if token_ids.size > state.capacity - state.position:
@@ -276,7 +290,7 @@ class _Run:
         with self._loading:
             if chunk not in self._loaded:
                 token_ids, position = self._chunk(chunk), self._state.position + chunk * self._chunk_length
-                self._ring[slot].load(token_ids, position, self._logit_rows(token_ids.size))
+                self._ring[slot].load(token_ids, position, self._logit_rows(token_ids.size), self._state.rope_offset)
                 self._loaded.add(chunk)
 
     def _chunk(self, chunk: int) -> NDArray[np.int64]:
@@ -286,6 +300,11 @@ class _Run:
     def _logit_rows(self, num_tokens: int) -> range:
         """The rows of a chunk whose logits are wanted, should the chunk come as far as that."""
         return range(num_tokens) if self._mode == "all" else range(num_tokens - 1, num_tokens)
+
+
+def _memory(plan: Plan) -> tuple[object, ...]:
+    """What a state is made by, and what lies in it."""
+    return plan.state_tensors, plan.window, plan.has_raw_keys
 
 
 def _check_plan(plan: Plan) -> None:

@@ -1,76 +1,132 @@
-"""State: what a session remembers between chunks, the key and value caches of its decoder."""
+"""State: what a session remembers between chunks.
+
+Three kinds of tensors. A cache [kv_heads, P, head_dim] holds the keys or values of every position. A ring
+[kv_heads, W, head_dim] holds those of the last positions, position p at slot p modulo W. A recurrent tensor of fixed
+shape holds what a layer made of everything so far. A cache can go back to any position, a ring as far as it still holds
+what a window sees, a recurrent tensor only to where a copy of it was kept.
+"""
 
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
-from collections.abc import Mapping
-from math import prod
-from pathlib import Path
-from tempfile import NamedTemporaryFile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import IO, Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
-from numpy.lib import format as npy
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.runtime.buffers import Array, aligned_zeros
+from chunkrt.runtime.state_file import StateFile
 
 CacheDtype = Literal["float32", "float16", "int8"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 SCALE_BYTES = 4
 """In an int8 cache the float32 scale of each position of a head follows its head_dim values, as bytes."""
 
+MOST_KEPT = 2
+"""Snapshots that a state keeps to rewind to: the last of them are those that a conversation comes back to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a state held at a position. `tensors`: copies by name, of caches the filled part.
+
+    `first`: the first position that rings hold. `kept`: what the state could be rewound to.
+    """
+
+    position: int
+    first: int
+    rope_offset: int
+    tensors: Mapping[str, Array]
+    kept: tuple[Snapshot, ...] = ()
+
 
 class State:
-    """Every cache of one decoder, filled from position 0 up to `position`.
+    """Everything that one decoder remembers, of the tokens from position 0 up to `position`.
 
-    A cache is [kv_heads, P, head_dim] with P = capacity. Its memory is reserved at once and committed by the
-    operating system as positions are written. What lies at `position` and beyond is never read.
+    The memory of caches is reserved at once and committed by the operating system as positions are written; what lies
+    at `position` and beyond is never read. Rings have a fixed size, whatever the capacity (`Plan.slots`). Recurrent
+    tensors are float32, and zero at position 0.
 
     Args:
         plan: the decoder.
-        capacity: positions to reserve, 1 to the plan's context length.
-        dtype: of the caches, whatever the plan names.
+        capacity: positions to hold, 1 to the plan's context length.
+        dtype: of caches and rings, whatever the plan names.
+        chunk_length: tokens of a chunk at most; by default as many as the capacity. Rings are sized by it.
 
     Raises:
-        ConfigError: the capacity or the dtype is out of range.
-        ModelError: a cache of the plan is not [kv_heads, P, head_dim].
+        ConfigError: the capacity, the dtype or the chunk length is out of range.
+        ModelError: a tensor of the plan is of none of the three kinds.
     """
 
-    def __init__(self, plan: Plan, capacity: int, dtype: CacheDtype = "float32") -> None:
+    def __init__(
+        self, plan: Plan, capacity: int, dtype: CacheDtype = "float32", *, chunk_length: int | None = None
+    ) -> None:
         if not 1 <= capacity <= plan.context_length:
             raise ConfigError(
                 f"a state of {capacity} positions was asked for; the model takes 1 to {plan.context_length}"
             )
         if dtype not in CACHE_DTYPES:
             raise ConfigError(f"caches cannot be {dtype!r}; there are: {', '.join(CACHE_DTYPES)}")
+        if chunk_length is not None and not 1 <= chunk_length <= capacity:
+            raise ConfigError(f"a state for chunks of {chunk_length} was asked for; its capacity is {capacity}")
         self.plan = plan
         self.capacity = capacity
         self.dtype: CacheDtype = dtype
+        self.chunk_length = chunk_length or capacity
         self.position = 0
-        """Tokens that the caches hold; the position of the next token."""
+        """Tokens that the state has seen; the position of the next token."""
+        self.rope_offset = 0
+        """What is added to a position for its row in the rotary tables; see `Plan.rope_offset`."""
+        slots = plan.slots(capacity, self.chunk_length)
+        kinds: dict[str, list[str]] = {"P": [], "W": [], "": []}
         arrays = {}
         for tensor in plan.state_tensors:
-            if len(tensor.shape) != 3 or tensor.shape[1] not in ("P", "W"):
-                raise ModelError(f"cache {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim]")
-            shape = resolve(tensor.shape, {"P": capacity, "W": capacity})
-            if dtype == "int8":
+            kind = "".join(size for size in tensor.shape if isinstance(size, str))
+            if kind not in kinds or (kind and (len(tensor.shape) != 3 or tensor.shape[1] != kind)):
+                raise ModelError(
+                    f"state {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim] or a fixed one"
+                )
+            if kind == "W" and plan.window is None:
+                raise ModelError(f"state {tensor.name!r} is a ring, but no layer of the plan has a window")
+            kinds[kind].append(tensor.name)
+            shape = resolve(tensor.shape, slots)
+            if kind and dtype == "int8":
                 shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
-            arrays[tensor.name] = aligned_zeros(shape, dtype)
+            arrays[tensor.name] = aligned_zeros(shape, dtype if kind else np.float32)
         self.tensors: Mapping[str, Array] = MappingProxyType(arrays)
-        """The caches by tensor name."""
+        """By tensor name."""
+        self._caches = {name: arrays[name] for name in kinds["P"]}
+        self._rings = {name: arrays[name] for name in kinds["W"]}
+        self._recurrent = {name: arrays[name] for name in kinds[""]}
+        self._ring_slots = slots["W"]
+        self._first = 0
+        """The first position that rings hold; they hold all from there to the present one."""
+        self._kept: list[Snapshot] = []
+        self._undo: list[tuple[Array, Array]] = []
+        """What the run in progress overwrites, and what was there before."""
+        self._wait: Callable[[], None] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved for the caches, committed or not."""
+        """Bytes reserved, committed or not."""
         return sum(array.nbytes for array in self.tensors.values())
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes that grow with every position: those of the caches."""
+        return sum(array.nbytes for array in self._caches.values()) // self.capacity
+
+    def begin(self, num_tokens: int) -> None:
+        """Keep what a run of so many tokens will overwrite, until `advance` or `roll_back`; the executor calls it."""
+        self._settle()
+        self._undo = [(array, array.copy()) for array in self._overwritten(num_tokens)]
+
     def advance(self, num_tokens: int) -> None:
-        """Count tokens whose keys and values have been written; the executor calls it when a run completes.
+        """Count tokens that have been written; the executor calls it when a run completes.
 
         Raises:
             ConfigError: they do not fit.
@@ -80,106 +136,219 @@ class State:
                 f"{num_tokens} tokens do not fit at position {self.position} of a state of "
                 f"{self.capacity} positions; rewind it, or make it larger"
             )
+        self._undo = []
         self.position += num_tokens
+        self._first = max(self._first, self.position - self._ring_slots)
 
-    def rewind(self, position: int) -> None:
-        """Forget everything from `position` on.
+    def roll_back(self, wait: Callable[[], None] | None = None) -> None:
+        """Undo a run that did not complete: everything is as it was when it began.
+
+        Args:
+            wait: waits for tasks of the run that still write, if there may be some; then all this happens when the
+                state is used next.
+        """
+        self._wait = wait
+        if wait is None:
+            for array, before in self._undo:
+                array[...] = before
+            self._undo = []
+
+    def rewind(self, position: int) -> int:
+        """Forget everything from `position` on, and more if what is needed there is gone.
+
+        Returns:
+            The nearest position at or below the one asked for that the state could go back to. Tokens from there on
+            are to be run again.
 
         Raises:
             ConfigError: the position is outside 0..the present one.
         """
         if not 0 <= position <= self.position:
             raise ConfigError(f"cannot rewind to position {position}; the state holds positions 0 to {self.position}")
-        self.position = position
+        self._settle()
+        self._kept = [snapshot for snapshot in self._kept if snapshot.position <= position]
+        if self._can_rewind(position):
+            self.position = position
+        elif self._kept:
+            self._put(self._kept[-1])
+        else:
+            self.reset(self.rope_offset)
+        return self.position
+
+    def reset(self, rope_offset: int = 0) -> None:
+        """Forget everything, and take the rotary tables' rows from `rope_offset` on."""
+        self._settle()
+        self.position = self._first = 0
+        self.rope_offset = rope_offset
+        self._kept = []
+        for array in (*self._rings.values(), *self._recurrent.values()):
+            array[...] = 0
+
+    def keep_snapshot(self) -> None:
+        """Make the present position one that `rewind` can go back to, until something before it is forgotten.
+
+        Costs a copy of the rings and recurrent tensors; without such there is nothing to keep. The last few are kept.
+        """
+        if self._rings or self._recurrent:
+            self._kept = [kept for kept in self._kept if kept.position < self.position]
+            copies = {name: array.copy() for name, array in (self._rings | self._recurrent).items()}
+            self._kept = [*self._kept, self._snapshot(copies)][-MOST_KEPT:]
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything that the state holds."""
+        self._settle()
+        copies = {name: array.copy() for name, array in self._held(self.position).items()}
+        return self._snapshot(copies, tuple(self._kept))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Be as at the time of a snapshot, bit for bit.
+
+        Raises:
+            ConfigError: it was taken of a state of another decoder, capacity, dtype or chunk length.
+        """
+        self._settle()
+        forms = {name: (array.dtype, array.shape) for name, array in self._held(snapshot.position).items()}
+        if forms != {name: (array.dtype, array.shape) for name, array in snapshot.tensors.items()}:
+            raise ConfigError(
+                "the snapshot is of another kind of state; restore it into one made with the same options"
+            )
+        self._put(snapshot)
+        self._kept = list(snapshot.kept)
 
     def fork(self) -> State:
-        """An independent copy that continues from the same prefix; only the filled positions are copied."""
-        copy = State(self.plan, self.capacity, self.dtype)
-        for name, array in self.tensors.items():
-            copy.tensors[name][:, : self.position] = array[:, : self.position]
-        copy.position = self.position
+        """An independent copy that continues from the same prefix; of caches only the filled part is copied."""
+        self._settle()
+        copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
+        copy.restore(self._snapshot(self._held(self.position), tuple(self._kept)))
         return copy
 
+    def shift(self, keep: int, drop: int) -> int:
+        """Forget the positions from `keep` to `keep + drop` and move later ones down, without computing anything again.
+
+        Needs a plan with raw keys. Caches move their keys and values, which stay what they were computed to be with the
+        dropped tokens in sight. Rings move too. Recurrent tensors stay as they are: they have absorbed the dropped
+        tokens. The snapshots kept are forgotten.
+
+        Returns:
+            The position that the state has now, less than the tokens left if it could not go all the way: it had not
+            seen the dropped ones yet, or its rings have lost a kept one that a window would see. The rest is to be
+            run again.
+
+        Raises:
+            ConfigError: a count is negative, or keys were cached after RoPE.
+        """
+        if (self._caches or self._rings) and not self.plan.has_raw_keys:
+            raise ConfigError("keys are cached after RoPE and cannot move; load the model with context_shift")
+        if keep < 0 or drop < 0:
+            raise ConfigError(f"cannot keep {keep} positions and drop {drop}; both are counts")
+        self._settle()
+        position = self.position - drop
+        first = max(self._first - drop, keep) if self._first else 0
+        if position < keep or (first and first > self._first_seen(position)):
+            return self.rewind(min(keep, self.position))
+        for array in self._caches.values():
+            array[:, keep:position] = array[:, keep + drop : self.position]
+        old = np.arange(self._first, self.position)
+        old = old[(old >= keep + drop) | ((old < keep) & (first == 0))]
+        new = np.where(old < keep, old, old - drop)
+        for array in self._rings.values():
+            array[:, new % self._ring_slots] = array[:, old % self._ring_slots]
+        self.position, self._first, self._kept = position, first, []
+        return position
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the filled positions as a NumPy .npz file, beside `path` first and then renamed.
+        """Write what later tokens see as a NumPy .npz file, beside `path` first and then renamed.
 
         Raises:
             ConfigError: the file cannot be written.
         """
-        path = Path(path)
-        try:
-            with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-                try:
-                    self._write(file)
-                    file.close()
-                    Path(file.name).replace(path)
-                except BaseException:
-                    Path(file.name).unlink(missing_ok=True)
-                    raise
-        except OSError as error:
-            raise ConfigError(f"cannot save the state to {path}: {error}") from error
-
-    def _write(self, file: IO[bytes]) -> None:
-        filled = {name: array[:, : self.position] for name, array in self.tensors.items()}
-        with zipfile.ZipFile(file, "w") as archive:
-            for name, array in {"position": np.array(self.position), **filled}.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    npy.write_array(member, array, version=(1, 0), allow_pickle=False)
+        self._settle()
+        seen = np.arange(self._first_seen(self.position), self.position) % self._ring_slots
+        arrays = {name: array[:, : self.position] for name, array in self._caches.items()}
+        arrays |= {name: array[:, seen] for name, array in self._rings.items()}
+        numbers = {"position": self.position, "rope_offset": self.rope_offset, "raw_keys": int(self.plan.has_raw_keys)}
+        StateFile(path).write(numbers, arrays | self._recurrent)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the contents by what `save` wrote for the same decoder and dtype; the capacity may differ.
+        """Replace the contents by what `save` wrote for the same decoder and dtype.
+
+        The capacity and the chunk length may differ.
 
         Raises:
             ModelError: the file is missing, damaged, of another decoder or dtype, or longer than the
                 capacity. The state is then unchanged.
         """
-        try:
-            with zipfile.ZipFile(path) as archive:
-                position = self._check(archive)
-                filled = {
-                    name: _read(archive, name, (array.shape[0], position, array.shape[2]), array.dtype)
-                    for name, array in self.tensors.items()
-                }
-        except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            raise ModelError(
-                f"cannot load a state from {path}: {str(error) or type(error).__name__}; prefill again"
-            ) from error
-        for name, array in filled.items():
-            self.tensors[name][:, :position] = array
-        self.position = position
+        self._settle()
+        arrays, numbers = StateFile(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
+        self.reset(numbers["rope_offset"])
+        self.position = numbers["position"]
+        self._first = self._first_seen(self.position)
+        slots = np.arange(self._first, self.position) % self._ring_slots
+        for name, array in arrays.items():
+            part = slice(self.position) if name in self._caches else slots if name in self._rings else slice(None)
+            self.tensors[name][:, part] = array
 
-    def _check(self, archive: zipfile.ZipFile) -> int:
-        """The saved position, once every cache in the file has proved whole and of the right shape."""
-        found, expected = set(archive.namelist()), {f"{name}.npy" for name in ("position", *self.tensors)}
-        if found != expected:
-            raise ValueError(
-                f"it holds {len(found)} tensors, not the {len(expected)} of this decoder (such as "
-                f"{min(found ^ expected)!r})"
-            )
-        position = int(_read(archive, "position", (), np.dtype(np.int64)))
+    def _expected(self, numbers: Mapping[str, int]) -> Mapping[str, Array]:
+        """Arrays of the form that those in a file with these numbers have. Raises ValueError if there are none."""
+        position, raw_keys = numbers["position"], bool(numbers["raw_keys"])
         if not 0 <= position <= self.capacity:
             raise ValueError(f"it holds {position} positions; the state has room for {self.capacity}")
-        for name, array in self.tensors.items():
-            with archive.open(f"{name}.npy") as file:
-                _check_header(file, name, (array.shape[0], position, array.shape[2]), array.dtype)
-        if damaged := archive.testzip():
-            raise ValueError(f"{damaged!r} is damaged")
-        return position
+        if raw_keys != self.plan.has_raw_keys:
+            raise ValueError(
+                f"its keys were cached {'before' if raw_keys else 'after'} RoPE, those of the state are not"
+            )
+        if numbers["rope_offset"] not in (0, self.plan.rope_offset(self.plan.context_length)):
+            raise ValueError(f"its rotary tables begin at row {numbers['rope_offset']}")
+        num_seen = position - self._first_seen(position)
+        return {
+            **{name: array[:, :position] for name, array in self._caches.items()},
+            **{name: array[:, :num_seen] for name, array in self._rings.items()},
+            **self._recurrent,
+        }
 
+    def _first_seen(self, position: int) -> int:
+        """The first position that a row at `position`, or after it, sees in a ring."""
+        return max(0, position - self.plan.window + 1) if self.plan.window else 0
 
-def _read(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    num_bytes = prod(shape) * dtype.itemsize
-    with archive.open(f"{name}.npy") as file:
-        _check_header(file, name, shape, dtype)
-        data = file.read(num_bytes + 1)
-    if len(data) != num_bytes:
-        raise ValueError(f"{name!r} has {len(data)} bytes or more, not {num_bytes}")
-    return np.frombuffer(data, dtype).reshape(shape)
+    def _can_rewind(self, position: int) -> bool:
+        """Whether what rows from `position` on need is in the tensors as they are."""
+        if position == self.position:
+            return True
+        return not self._recurrent and (not self._rings or self._first <= self._first_seen(position))
 
+    def _overwritten(self, num_tokens: int) -> Iterator[Array]:
+        """The parts of the tensors that a run changes, of those that hold anything."""
+        yield from self._recurrent.values()
+        size = self._ring_slots
+        first = max(self._first, self.position - size)
+        count = min(self.position, self.position + num_tokens - size) - first
+        if count > 0:
+            start = first % size
+            for array in self._rings.values():
+                yield array[:, start : start + count]
+                if start + count > size:
+                    yield array[:, : start + count - size]
 
-def _check_header(file: IO[bytes], name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if (version := npy.read_magic(file)) != (1, 0):
-        raise ValueError(f"{name!r} is .npy version {version}, not (1, 0)")
-    found_shape, is_fortran, found_dtype = npy.read_array_header_1_0(file)
-    if (found_shape, is_fortran, found_dtype) != (shape, False, dtype):
-        raise ValueError(f"{name!r} is {found_dtype} {found_shape}, not {dtype} {shape}")
+    def _held(self, position: int) -> dict[str, Array]:
+        """The tensors, of caches the part up to a position."""
+        return {name: array[:, :position] if name in self._caches else array for name, array in self.tensors.items()}
+
+    def _snapshot(self, tensors: Mapping[str, Array], kept: tuple[Snapshot, ...] = ()) -> Snapshot:
+        return Snapshot(
+            position=self.position, first=self._first, rope_offset=self.rope_offset, tensors=tensors, kept=kept
+        )
+
+    def _put(self, snapshot: Snapshot) -> None:
+        for name, array in snapshot.tensors.items():
+            if name in self._caches:
+                self._caches[name][:, : snapshot.position] = array
+            else:
+                self.tensors[name][...] = array
+        self.position, self._first = snapshot.position, snapshot.first
+        self.rope_offset = snapshot.rope_offset
+
+    def _settle(self) -> None:
+        """Finish undoing a run that was left while its tasks still ran."""
+        if self._wait is not None:
+            self._wait()
+            self.roll_back()

@@ -123,6 +123,11 @@ class Workers:
             raise self._policy_error
         return self._events
 
+    @property
+    def are_running(self) -> bool:
+        """Whether some have not ended."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def close(self) -> None:
         """Stop the schedule if it still goes on, and wait until every thread has ended."""
         self._stop()

@@ -46,8 +46,6 @@ class Shape:
         Raises:
             ConfigError: the placement names no module.
         """
-        import numpy as np
-
         from chunkrt.graph.decoders.config import DecoderConfig
         from chunkrt.graph.decoders.llama import llama
         from chunkrt.graph.partition import partition
@@ -65,7 +63,6 @@ class Shape:
             context_length=self.context_length,
             rms_norm_eps=1e-6,
             tie_word_embeddings=self.tie_word_embeddings,
-            inverse_frequencies=np.ones(self.head_dim // 2),
             raw={"attention_bias": self.attention_bias},
         )
         decoder = llama(config).named()

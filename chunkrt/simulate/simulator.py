@@ -129,7 +129,7 @@ def simulate(
         ),
         num_tokens=prompt_length,
         position=0,
-        position_bytes=sum(tensor.num_bytes(P=1) // 4 * FLOAT16_BYTES for tensor in plan.state_tensors),
+        position_bytes=sum(t.num_bytes(P=1) // 4 * FLOAT16_BYTES for t in plan.state_tensors if "P" in t.shape),
         start_ns=0,
         end_ns=0,
         events=(),
@@ -205,7 +205,11 @@ def _memory(plan: Plan, scheme: Scheme, record: RunRecord) -> int:
     if any(processor.devices == {"npu"} for processor in pipeline.processors):
         weights += sum(stored[name] for s in plan.subgraphs if s.device == "npu" for name in s.weights)
     ring = min(pipeline.num_slots, record.num_chunks) * pipeline.slot_bytes
-    return weights + record.num_tokens * record.position_bytes + ring
+    slots = plan.slots(record.num_tokens, pipeline.chunk_length)
+    fixed = sum(
+        tensor.num_bytes(**slots) // 4 * FLOAT16_BYTES for tensor in plan.state_tensors if "P" not in tensor.shape
+    )
+    return weights + record.num_tokens * record.position_bytes + fixed + ring
 
 
 def _energy(device: DeviceProfile, events: Sequence[TaskEvent], work_of: WorkOf, ttft_ns: float) -> float:

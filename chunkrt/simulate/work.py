@@ -106,7 +106,8 @@ class ModelledWork:
 
     def _work(self, subgraph: Subgraph, chunk: Chunk) -> Work:
         processor = self._device.processor_cost(subgraph.device)
-        symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows), "P": chunk.position + chunk.num_tokens}
+        slots = self._plan.slots(chunk.position + chunk.num_tokens, chunk.num_tokens)
+        symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows), **slots}
         crossing = self._crossing(subgraph)
         crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
         us = processor.task_us

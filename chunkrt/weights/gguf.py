@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 from chunkrt.weights.gguf_header import GgufTensor, read_header
+from chunkrt.weights.gguf_keys import Keys
 from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
 from chunkrt.weights.mapping import map_file
 from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, TensorInfo
@@ -52,13 +53,16 @@ class GgufSource:
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         try:
             architecture = find_architecture(self.metadata.get("general.architecture"))
-            self.config = translate_config(architecture, self.metadata, shapes)
+            keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
+            self.config = translate_config(architecture, keys)
             names = [translate_name(architecture, name) for name in shapes]
         except ModelError as error:
             raise type(error)(f"{self.path}: {error}") from error
         self.architecture = architecture.model_type
         self._tensors: dict[str, tuple[GgufTensor, int | None]] = {}
         for tensor, (name, heads_key) in zip(header.tensors.values(), names, strict=True):
+            if not name:
+                continue
             num_heads = self.config[heads_key] if heads_key else None
             if num_heads and tensor.shape[0] % (2 * num_heads):
                 raise ModelError(
@@ -84,16 +88,8 @@ class GgufSource:
             UnsupportedModelError: the `gguf` package does not dequantise its type.
         """
         tensor, permuted_heads = self._find(name)
-        try:
-            with np.errstate(all="ignore"):
-                values = dequantize(self._stored_rows(tensor), tensor.type)
-        except NotImplementedError as error:
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, which is not dequantised"
-            ) from error
-        if permuted_heads:
-            values = _unpermute(values, permuted_heads)
-        return np.require(values, np.float32, ["C", "ALIGNED"])
+        values = self._values(tensor)
+        return np.require(_unpermute(values, permuted_heads) if permuted_heads else values, requirements=["C"])
 
     def read_blocks(self, name: str) -> BlockTensor | None:
         """A tensor of Q4_0 or Q4_1 as it is stored; None for one of another type.
@@ -122,6 +118,17 @@ class GgufSource:
         if permuted_heads:
             integers, scales, minima = (_unpermute(rows, permuted_heads) for rows in (integers, scales, minima))
         return BlockTensor(integers=integers, scales=scales, minima=minima)
+
+    def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
+        """Dequantised, in the file's order of rows."""
+        try:
+            with np.errstate(all="ignore"):
+                values = dequantize(self._stored_rows(tensor), tensor.type)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, which is not dequantised"
+            ) from error
+        return np.require(values, np.float32, ["C", "ALIGNED"])
 
     def _stored_rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """The bytes of each row."""

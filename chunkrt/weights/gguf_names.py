@@ -6,36 +6,49 @@ Source: llama.cpp's gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.weights.gguf_keys import Keys, common_config
+
+Config = dict[str, Any]
+
+
+def _nothing(keys: Keys, config: Config) -> Config:
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """What sets one `general.architecture` apart.
 
-    `modules` maps stems of tensor names (before ".weight" or ".bias"); those of a layer begin with "blk.N."
-    in GGUF and with "model.layers.N." in Hugging Face. `permuted` are the modules whose rows GGUF reorders
-    for interleaved RoPE, with the config key that counts their heads. `refused` are metadata keys (after the
-    architecture's name) that would change the result and are not implemented, unless they are 0.
+    `model` and `layer` map stems of tensor names (before ".weight" or ".bias", or whole) of the model and of a layer,
+    where they come after "blk.N." in GGUF and "model.layers.N." in Hugging Face. `in_config` are tensors that
+    Hugging Face keeps in the config. `permuted` are the modules whose rows GGUF reorders for interleaved RoPE, with
+    the config key that counts their heads. `refused` are metadata keys (after the architecture's name) that would
+    change the result and are not implemented, unless they are 0. `config` gives the config keys that it has besides
+    the common ones or in place of them, from the metadata and the common ones. `is_hybrid`: some layers have no
+    attention.
     """
 
     model_type: str
-    modules: Mapping[str, str]
-    permuted: Mapping[str, str]
+    model: Mapping[str, str]
+    layer: Mapping[str, str]
+    in_config: Collection[str] = ()
+    permuted: Mapping[str, str] = field(default_factory=dict)
     refused: Collection[str]
+    config: Callable[[Keys, Config], Config] = _nothing
+    is_hybrid: bool = False
 
 
-_MODEL = {
+MODEL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-    "rope_freqs": "rope_freqs",
 }
-_LAYER = {
+LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -46,29 +59,91 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_SCALINGS = (
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attention.scale",
-    "attn_logit_softcapping",
-    "embedding_scale",
-    "expert_count",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-    "rope.scale_linear",
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+GEMMA3_27B_LAYERS = 62
+SCALINGS = frozenset(
+    (
+        "attention.clamp_kqv",
+        "attention.max_alibi_bias",
+        "attention.scale",
+        "attn_logit_softcapping",
+        "embedding_scale",
+        "expert_count",
+        "final_logit_softcapping",
+        "logit_scale",
+        "residual_scale",
+        "rope.scale_linear",
+    )
 )
+
+
+def _gemma3(keys: Keys, config: Config) -> Config:
+    """Norms hold 1 + w; the scale of attention is in no key, llama.cpp knows it from the number of layers."""
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    is_27b = num_layers == GEMMA3_27B_LAYERS
+    found = {
+        "norm_offset": 0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+    }
+    if config["sliding_window"] is None:
+        return found | {"layer_types": ["full_attention"] * num_layers}
+    return found | {"sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6)}
+
+
+def _phi3(keys: Keys, config: Config) -> Config:
+    """Factors of longrope are tensors; their attention factor is a key."""
+    context = config["max_position_embeddings"]
+    found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
+    if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():
+        return found
+    half = round(config["head_dim"] * config["partial_rotary_factor"]) // 2
+    scaling: Config = {
+        "rope_type": "longrope",
+        "long_factor": keys.vector(LONG_FACTORS, half),
+        "short_factor": keys.vector(SHORT_FACTORS, half),
+    }
+    if keys.get("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    return found | {"rope_scaling": scaling}
+
 
 ARCHITECTURES = {
     "llama": Architecture(
         model_type="llama",
-        modules=_MODEL | _LAYER,
+        model=MODEL | {"rope_freqs": "rope_freqs"},
+        layer=LAYER,
         permuted={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
-        refused=_SCALINGS,
+        refused=SCALINGS,
     ),
+    "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        model=MODEL,
+        layer=LAYER | HEAD_NORMS | SANDWICH_NORMS,
+        refused=SCALINGS - {"final_logit_softcapping"},
+        config=_gemma3,
+    ),
+    "phi3": Architecture(
+        model_type="phi3",
+        model=MODEL,
+        layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        in_config=(LONG_FACTORS, SHORT_FACTORS),
+        refused=SCALINGS,
+        config=_phi3,
+    ),
+    "qwen3": Architecture(model_type="qwen3", model=MODEL, layer=LAYER | HEAD_NORMS, refused=SCALINGS),
 }
 
-_TENSOR_NAME = re.compile(r"(blk\.(?P<layer>0|[1-9][0-9]*)\.)?(?P<module>[a-z_]+)\.(?P<part>weight|bias)")
+_TENSOR_NAME = re.compile(r"(blk\.(?P<layer>0|[1-9][0-9]*)\.)?(?P<module>[a-z0-9_.]+?)(?P<part>\.(weight|bias))?")
 
 
 def find_architecture(name: Any) -> Architecture:
@@ -86,111 +161,33 @@ def find_architecture(name: Any) -> Architecture:
 def translate_name(architecture: Architecture, name: str) -> tuple[str, str | None]:
     """A tensor's name in Hugging Face's words, and the config key that counts its heads if it is permuted.
 
+    The name is "" for a tensor that Hugging Face keeps in the config.
+
     Raises:
         UnsupportedModelError: the architecture has no such tensor.
     """
     match = _TENSOR_NAME.fullmatch(name)
-    module = match["module"] if match else ""
-    if match is None or module not in architecture.modules or (module in _MODEL) == bool(match["layer"]):
+    layer, module, part = match.group("layer", "module", "part") if match else (None, "", None)
+    if name in architecture.in_config:
+        return "", None
+    modules = architecture.model if layer is None else architecture.layer
+    if module not in modules:
         raise UnsupportedModelError(
             f"it holds the tensor {name!r}, which {architecture.model_type} as implemented lacks"
         )
-    prefix = f"model.layers.{match['layer']}." if match["layer"] else ""
-    return f"{prefix}{architecture.modules[module]}.{match['part']}", architecture.permuted.get(module)
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    return f"{prefix}{modules[module]}{part or ''}", architecture.permuted.get(module)
 
 
-def translate_config(
-    architecture: Architecture, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    """Hugging Face's config keys from the metadata and the tensors' shapes (under their GGUF names).
+def translate_config(architecture: Architecture, keys: Keys) -> Config:
+    """Hugging Face's config keys from the metadata and the tensors' shapes.
 
     Raises:
         ModelError: a key is missing, of the wrong type or out of range.
         UnsupportedModelError: a key asks for what is not implemented.
     """
-    keys = _Keys(metadata, f"{metadata['general.architecture']}.")
-    for key in architecture.refused:
+    for key in sorted(architecture.refused):
         if keys.get(key):
             raise UnsupportedModelError(f"{keys.prefix}{key} = {keys.get(key)} is not implemented")
-    hidden_size, num_heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    head_dim = keys.count("attention.key_length", default=hidden_size // num_heads or None)
-    if keys.count("attention.value_length", default=head_dim) != head_dim:
-        raise UnsupportedModelError(
-            "keys and values of different length (GGUF attention.value_length) are not implemented"
-        )
-    rotary_dim = keys.count("rope.dimension_count", default=head_dim)
-    if rotary_dim > head_dim:
-        raise ModelError(f"{keys.prefix}rope.dimension_count = {rotary_dim} exceeds the head length {head_dim}")
-    embedding = tensors.get("token_embd.weight", ())
-    if len(embedding) != 2 or embedding[1] != hidden_size:
-        raise ModelError(
-            f"token_embd.weight has shape {list(embedding)}, expected [vocabulary, {hidden_size}]; "
-            "is it a vocabulary or an adapter, not a model?"
-        )
-    num_layers = keys.count("block_count")
-    if not any(name.startswith(f"blk.{num_layers - 1}.") for name in tensors):
-        raise ModelError(f"{keys.prefix}block_count = {num_layers}, but no tensor blk.{num_layers - 1}.* exists")
-    return {
-        "model_type": architecture.model_type,
-        "vocab_size": embedding[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", default=num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", default=10000.0),
-        "partial_rotary_factor": rotary_dim / head_dim,
-        "rope_scaling": _rope_scaling(keys),
-        "sliding_window": keys.count("attention.sliding_window", default=0) or None,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
-    }
-
-
-def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type")
-    if kind in (None, "none"):
-        return None
-    if not isinstance(kind, str):
-        raise ModelError(f"{keys.prefix}rope.scaling.type must be a string, found {kind!r}")
-    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
-    if original := keys.count("rope.scaling.original_context_length", default=0):
-        scaling["original_max_position_embeddings"] = original
-    return scaling
-
-
-class _Keys:
-    """An architecture's metadata keys, read with their types checked."""
-
-    def __init__(self, metadata: Mapping[str, Any], prefix: str) -> None:
-        self.metadata = metadata
-        self.prefix = prefix
-
-    def get(self, key: str) -> Any:
-        return self.metadata.get(self.prefix + key)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer. 0 means the default, if there is one; a list (one a layer) must be uniform."""
-        value = self.get(key)
-        if isinstance(value, list) and value:
-            if len(set(value)) > 1:
-                raise UnsupportedModelError(f"{self.prefix}{key} differs between layers: {value[:8]}")
-            value = value[0]
-        if value in (None, 0) and default is not None:
-            return default
-        if type(value) is not int or value <= 0:
-            raise ModelError(f"{self.prefix}{key} must be a positive integer, found {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ModelError(f"{self.prefix}{key} must be a positive number, found {value!r}")
-        return float(value)
+    config = {"model_type": architecture.model_type, **common_config(keys, is_hybrid=architecture.is_hybrid)}
+    return config | architecture.config(keys, config)

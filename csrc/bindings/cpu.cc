@@ -31,7 +31,12 @@ std::map<std::string, std::string> selected_kernels() {
   add("add_f32_f32_f32", add_f32_f32_f32_table());
   add("mul_f32_f32_f32", mul_f32_f32_f32_table());
   add("sigmoid_f32_f32", sigmoid_f32_f32_table());
+  add("exp_f32_f32", exp_f32_f32_table());
+  add("gelu_f32_f32", gelu_f32_f32_table());
+  add("softplus_f32_f32", softplus_f32_f32_table());
+  add("tanh_f32_f32", tanh_f32_f32_table());
   add("silu_mul_f32_f32_f32", silu_mul_f32_f32_f32_table());
+  add("gelu_mul_f32_f32_f32", gelu_mul_f32_f32_f32_table());
   add("round_to_grid_f32_f32_f32", round_to_grid_f32_f32_f32_table());
   add("widen_f32_f16", widen_f32_f16_table());
   add("find_outliers_f32_f32", find_outliers_f32_f32_table());
@@ -39,6 +44,8 @@ std::map<std::string, std::string> selected_kernels() {
   add("add_outer_product_f32_f32_f32", add_outer_product_f32_f32_f32_table());
   add("append_cache_f32", append_cache_f32_table());
   add("attend_f32_f32_cache", attend_f32_f32_cache_table());
+  add("causal_convolution_f32_f32", causal_convolution_f32_f32_table());
+  add("gated_delta_rule_f32_f32", gated_delta_rule_f32_f32_table());
   return selected;
 }
 

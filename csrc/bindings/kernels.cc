@@ -168,12 +168,6 @@ void binary(KernelTable<BinaryFunction> table, const Array<float>& left, const A
   function_of(table, isa)(left.data(), right.data(), out.mutable_data(), count);
 }
 
-void sigmoid(const Array<float>& input, Array<float>& out, const std::string& isa) {
-  const std::size_t count = static_cast<std::size_t>(input.size());
-  require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
-  function_of(sigmoid_f32_f32_table(), isa)(input.data(), out.mutable_data(), count);
-}
-
 void round_to_grid(const Array<float>& input, const Array<float>& steps, Array<float>& out, float levels,
                    const std::string& isa) {
   const std::size_t count = static_cast<std::size_t>(input.size());
@@ -187,6 +181,18 @@ void widen(const Array<std::uint16_t>& input, Array<float>& out, const std::stri
   const std::size_t count = static_cast<std::size_t>(input.size());
   require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
   function_of(widen_f32_f16_table(), isa)(input.data(), out.mutable_data(), count);
+}
+
+template <typename Table>
+void define_unary(py::module_& kernels, const char* name, Table table) {
+  kernels.def(
+      name,
+      [table](const Array<float>& input, Array<float>& out, const std::string& isa) {
+        const std::size_t count = static_cast<std::size_t>(input.size());
+        require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
+        function_of(table(), isa)(input.data(), out.mutable_data(), count);
+      },
+      "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
 }
 
 template <typename Table>
@@ -219,7 +225,12 @@ void bind_kernels(py::module_& module) {
   define_binary(kernels, "add", add_f32_f32_f32_table);
   define_binary(kernels, "mul", mul_f32_f32_f32_table);
   define_binary(kernels, "silu_mul", silu_mul_f32_f32_f32_table);
-  kernels.def("sigmoid", sigmoid, "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
+  define_binary(kernels, "gelu_mul", gelu_mul_f32_f32_f32_table);
+  define_unary(kernels, "sigmoid", sigmoid_f32_f32_table);
+  define_unary(kernels, "exp", exp_f32_f32_table);
+  define_unary(kernels, "gelu", gelu_f32_f32_table);
+  define_unary(kernels, "softplus", softplus_f32_f32_table);
+  define_unary(kernels, "tanh", tanh_f32_f32_table);
   kernels.def("round_to_grid", round_to_grid, "input"_a.noconvert(), "steps"_a.noconvert(),
               "out"_a.noconvert(), py::kw_only(), "levels"_a, "isa"_a);
   kernels.def("widen", widen, "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);

@@ -88,6 +88,7 @@ void bind_program(py::module_& module) {
       .def("output", &ProgramBuilder::output, "name"_a, "value"_a)
       .def("gather", &ProgramBuilder::gather, "table"_a, "indices"_a)
       .def("rms_norm", &ProgramBuilder::rms_norm, "input"_a, "weight"_a, "epsilon"_a)
+      .def("head_norm", &ProgramBuilder::head_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("linear", &ProgramBuilder::linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
            "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none())
       .def("block_linear", &ProgramBuilder::block_linear, "input"_a, "packed"_a, "block_scales"_a,
@@ -97,8 +98,12 @@ void bind_program(py::module_& module) {
       .def("add", &ProgramBuilder::add, "left"_a, "right"_a)
       .def("mul", &ProgramBuilder::mul, "left"_a, "right"_a)
       .def("sigmoid", &ProgramBuilder::sigmoid, "input"_a)
+      .def("gelu", &ProgramBuilder::gelu, "input"_a)
+      .def("softplus", &ProgramBuilder::softplus, "input"_a)
+      .def("tanh", &ProgramBuilder::tanh, "input"_a)
       .def("round_to_grid", &ProgramBuilder::round_to_grid, "input"_a, "step"_a, "levels"_a)
       .def("silu_mul", &ProgramBuilder::silu_mul, "input"_a)
+      .def("gelu_mul", &ProgramBuilder::gelu_mul, "input"_a)
       .def("columns", &ProgramBuilder::columns, "input"_a, "begin"_a, "width"_a)
       .def(
           "attention",
@@ -112,6 +117,19 @@ void bind_program(py::module_& module) {
           "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a, "value_cache"_a,
           py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a = 0,
           "has_raw_keys"_a = false)
+      .def("short_conv", &ProgramBuilder::short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
+      .def(
+          "gated_delta_rule",
+          [](ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
+             std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state,
+             std::size_t num_k_heads, std::size_t num_v_heads, std::size_t head_k_dim, std::size_t head_v_dim,
+             bool use_qk_l2norm) {
+            return builder.gated_delta_rule(
+                qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state,
+                {num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm});
+          },
+          "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a, "recurrent_state"_a,
+          py::kw_only(), "num_k_heads"_a, "num_v_heads"_a, "head_k_dim"_a, "head_v_dim"_a, "use_qk_l2norm"_a)
       .def("build", &ProgramBuilder::build);
 }
 

@@ -24,6 +24,15 @@ struct AttentionShape {
   bool has_raw_keys = false;  // the cache holds keys before rotary embedding
 };
 
+// Of q | k | v: num_k_heads heads of head_k_dim in q and in k, num_v_heads of head_v_dim in v.
+struct DeltaRuleShape {
+  std::size_t num_k_heads;
+  std::size_t num_v_heads;  // a multiple of num_k_heads
+  std::size_t head_k_dim;
+  std::size_t head_v_dim;
+  bool use_qk_l2norm;  // q and k of each head are multiplied by rsqrt(sum of their squares + 1e-6)
+};
+
 // Values of the operators are float32 [T, width] or [R, width], constants as each says. Every function throws
 // std::invalid_argument for operands that do not fit.
 class ProgramBuilder {
@@ -46,6 +55,9 @@ class ProgramBuilder {
   ValueId gather(ValueId table, ValueId indices);
   // See kernels/norm/norm.h; weight float32 [width].
   ValueId rms_norm(ValueId input, ValueId weight, float epsilon);
+  // rms_norm of each of the first n slices of D columns with its own row of a weight float32 [n, D]; the
+  // columns after them pass through.
+  ValueId head_norm(ValueId input, ValueId weight, float epsilon);
   // input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
   // [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N].
   // The few large values of a row are left out of that and multiplied in float32: see kernels/outliers.
@@ -70,11 +82,16 @@ class ProgramBuilder {
   // left + right, left * right; right has left's shape or is a constant float32 [width].
   ValueId add(ValueId left, ValueId right);
   ValueId mul(ValueId left, ValueId right);
+  // See kernels/elementwise/elementwise.h; gelu is its tanh form.
   ValueId sigmoid(ValueId input);
+  ValueId gelu(ValueId input);
+  ValueId softplus(ValueId input);
+  ValueId tanh(ValueId input);
   // clip(round_half_to_even(input / step), -levels, levels) * step, constant step float32 [1] or [width].
   ValueId round_to_grid(ValueId input, ValueId step, std::size_t levels);
-  // input [rows, 2 * I] holds gate | up: silu(gate) * up, [rows, I].
+  // input [rows, 2 * I] holds gate | up: silu(gate) * up or gelu(gate) * up, [rows, I].
   ValueId silu_mul(ValueId input);
+  ValueId gelu_mul(ValueId input);
   // Columns [begin, begin + width), copied.
   ValueId columns(ValueId input, std::size_t begin, std::size_t width);
   // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
@@ -82,6 +99,16 @@ class ProgramBuilder {
   // caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings.
   ValueId attention(ValueId qkv, ValueId position, ValueId table_row, ValueId cos, ValueId sin,
                     ValueId key_cache, ValueId value_cache, const AttentionShape& shape);
+  // See kernels/linear_attention/linear_attention.h; rows are T. bcx [T, 3 * C] holds the gate before, the
+  // gate after, and x. conv_weight constant float32 [C, 1, taps], conv_bias [C], conv_state a state [C, taps
+  // - 1]. The result is [T, C].
+  ValueId short_conv(ValueId bcx, ValueId conv_weight, std::optional<ValueId> conv_bias, ValueId conv_state);
+  // qkv [T, C] passes through the convolution, without gates, and SiLU. Then the gated delta rule, q scaled
+  // by head_k_dim^-1/2: gate (the logarithm of the decay) and beta [T, num_v_heads], recurrent_state a state
+  // [num_v_heads, head_k_dim, head_v_dim]. The result is [T, num_v_heads * head_v_dim].
+  ValueId gated_delta_rule(ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
+                           std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state,
+                           const DeltaRuleShape& shape);
 
   // The builder is spent afterwards.
   std::unique_ptr<Program> build();
@@ -112,6 +139,7 @@ class ProgramBuilder {
   std::size_t width_of(ValueId id) const { return value(id).shape.back().size; }
   void require(bool condition, const std::string& message) const;
   void require_constant(ValueId id, Dtype dtype, const Shape& shape, const char* what) const;
+  void require_state(ValueId id, const Shape& shape, const char* what) const;
   void require_step(float step, const char* what) const;
   // What a linear of that name adds to its result [rows, columns].
   void require_addends(std::optional<ValueId> bias, std::optional<ValueId> residual, Symbol rows,
@@ -124,6 +152,12 @@ class ProgramBuilder {
                  const std::vector<ValueId>& uses, Step step);
   ValueId binary(ValueId left, ValueId right, const char* what,
                  void (*kernel)(const float*, const float*, float*, std::size_t));
+  ValueId unary(ValueId input, const char* what, void (*kernel)(const float*, float*, std::size_t));
+  ValueId gated(ValueId input, const char* what,
+                void (*kernel)(const float*, const float*, float*, std::size_t));
+  ValueId convolution(ValueId input, std::size_t columns_per_channel, ValueId weight,
+                      std::optional<ValueId> bias, ValueId conv_state);
+  ValueId l2_normalised(ValueId qkv, std::size_t num_k_heads, std::size_t k_dim);
   Quantized quantized_rows(ValueId input);
   Quantized quantize(ValueId input);
   // What is large in a value's rows, and the rest; made once. See kernels/outliers/outliers.h.

@@ -1,4 +1,5 @@
-// The operators of ProgramBuilder but linear: what each requires of its operands, and the kernels it calls.
+// The operators of ProgramBuilder but the linears and linear attention: what each requires of its operands,
+// and the kernels it calls.
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -87,6 +88,38 @@ ValueId ProgramBuilder::rms_norm(ValueId input, ValueId weight, float epsilon) {
   return out;
 }
 
+ValueId ProgramBuilder::head_norm(ValueId input, ValueId weight, float epsilon) {
+  const Symbol symbol = rows_of(input, "head_norm's input");
+  const std::size_t width = width_of(input);
+  const Shape& heads = value(weight).shape;
+  require(
+      heads.size() == 2 && heads[0].size > 0 && heads[1].size > 0 && heads[1].size <= width / heads[0].size,
+      "head_norm: expected a weight [heads, columns] that fits " +
+          describe(Dtype::float32, value(input).shape) + ", got " + describe(value(weight).dtype, heads));
+  require_constant(weight, Dtype::float32, heads, "head_norm's weight");
+  const std::size_t num_heads = heads[0].size, head_dim = heads[1].size, normed = num_heads * head_dim;
+  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
+  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32_table()).function;
+  add_row_step(symbol, {input, weight, out},
+               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                 for (std::size_t row = begin; row < end; ++row) {
+                   const float* source = frame.get<const float>(input) + row * width;
+                   float* target = frame.get<float>(out) + row * width;
+                   for (std::size_t head = 0; head < num_heads; ++head) {
+                     const std::size_t first = head * head_dim;
+                     kernel({.input = source + first,
+                             .weight = frame.get<const float>(weight) + first,
+                             .out = target + first,
+                             .width = head_dim,
+                             .epsilon = epsilon},
+                            0, 1);
+                   }
+                   std::memcpy(target + normed, source + normed, (width - normed) * sizeof(float));
+                 }
+               });
+  return out;
+}
+
 ValueId ProgramBuilder::binary(ValueId left, ValueId right, const char* what, BinaryFunction* kernel) {
   const Symbol symbol = rows_of(left, what);
   const std::size_t width = width_of(left);
@@ -117,16 +150,31 @@ ValueId ProgramBuilder::mul(ValueId left, ValueId right) {
   return binary(left, right, "mul", select_kernel(mul_f32_f32_f32_table()).function);
 }
 
-ValueId ProgramBuilder::sigmoid(ValueId input) {
-  const Symbol symbol = rows_of(input, "sigmoid");
+ValueId ProgramBuilder::unary(ValueId input, const char* what, UnaryFunction* kernel) {
+  const Symbol symbol = rows_of(input, what);
   const std::size_t width = width_of(input);
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  UnaryFunction* kernel = select_kernel(sigmoid_f32_f32_table()).function;
   add_row_step(symbol, {input, out}, [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
     kernel(frame.get<const float>(input) + begin * width, frame.get<float>(out) + begin * width,
            (end - begin) * width);
   });
   return out;
+}
+
+ValueId ProgramBuilder::sigmoid(ValueId input) {
+  return unary(input, "sigmoid", select_kernel(sigmoid_f32_f32_table()).function);
+}
+
+ValueId ProgramBuilder::gelu(ValueId input) {
+  return unary(input, "gelu", select_kernel(gelu_f32_f32_table()).function);
+}
+
+ValueId ProgramBuilder::softplus(ValueId input) {
+  return unary(input, "softplus", select_kernel(softplus_f32_f32_table()).function);
+}
+
+ValueId ProgramBuilder::tanh(ValueId input) {
+  return unary(input, "tanh", select_kernel(tanh_f32_f32_table()).function);
 }
 
 ValueId ProgramBuilder::round_to_grid(ValueId input, ValueId step, std::size_t levels) {
@@ -152,13 +200,12 @@ ValueId ProgramBuilder::round_to_grid(ValueId input, ValueId step, std::size_t l
   return out;
 }
 
-ValueId ProgramBuilder::silu_mul(ValueId input) {
-  const Symbol symbol = rows_of(input, "silu_mul");
+ValueId ProgramBuilder::gated(ValueId input, const char* what, BinaryFunction* kernel) {
+  const Symbol symbol = rows_of(input, what);
   require(width_of(input) % 2 == 0,
-          "silu_mul: expected an even width, got " + std::to_string(width_of(input)));
+          std::string(what) + ": expected an even width, got " + std::to_string(width_of(input)));
   const std::size_t width = width_of(input) / 2;
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  SiluMulFunction* kernel = select_kernel(silu_mul_f32_f32_f32_table()).function;
   add_row_step(symbol, {input, out}, [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
     for (std::size_t row = begin; row < end; ++row) {
       const float* gate = frame.get<const float>(input) + row * 2 * width;
@@ -166,6 +213,14 @@ ValueId ProgramBuilder::silu_mul(ValueId input) {
     }
   });
   return out;
+}
+
+ValueId ProgramBuilder::silu_mul(ValueId input) {
+  return gated(input, "silu_mul", select_kernel(silu_mul_f32_f32_f32_table()).function);
+}
+
+ValueId ProgramBuilder::gelu_mul(ValueId input) {
+  return gated(input, "gelu_mul", select_kernel(gelu_mul_f32_f32_f32_table()).function);
 }
 
 ValueId ProgramBuilder::columns(ValueId input, std::size_t begin_column, std::size_t width) {

@@ -22,7 +22,7 @@ namespace chunkrt {
 // One run's buffers and sizes, as the steps see them.
 struct Frame {
   std::span<void* const> data;    // by ValueId
-  std::span<const Dtype> dtypes;  // by ValueId; a state's is the caller's choice
+  std::span<const Dtype> dtypes;  // by ValueId; a cache's is the caller's choice
   Sizes sizes{};
 
   std::size_t size_of(Symbol symbol) const { return sizes[static_cast<std::size_t>(symbol)].value_or(0); }

@@ -1,6 +1,7 @@
 // elementwise against exact arithmetic or double precision, and the bits of the reference.
 #include <algorithm>
 #include <limits>
+#include <numbers>
 #include <vector>
 
 #include "kernels/tables.h"
@@ -51,7 +52,7 @@ double sum(double left, double right) { return left + right; }
 double product(double left, double right) { return left * right; }
 
 // A grid over all magnitudes of interest, its ends past where exp is clamped, and special values.
-std::vector<float> sigmoid_inputs() {
+std::vector<float> unary_inputs() {
   std::vector<float> inputs;
   for (int i = -120000; i <= 120000; ++i) inputs.push_back(static_cast<float>(i) * 0.001f);
   for (const float special : {0.0f, 1e-40f, 1e30f, std::numeric_limits<float>::infinity()}) {
@@ -61,28 +62,82 @@ std::vector<float> sigmoid_inputs() {
   return inputs;
 }
 
-void test_sigmoid(UnaryFunction* function) {
-  const std::vector<float> inputs = sigmoid_inputs();
-  const std::vector<float> found = apply(function, inputs);
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const double x = static_cast<double>(inputs[i]), expected = 1.0 / (1.0 + std::exp(-x));
-    const double unit = std::ldexp(1.0, std::ilogb(std::max(0x1p-126, expected)) - 23);
-    const double tolerance = x > static_cast<double>(-kExpLimit) ? 2.5 * unit : 0x1p-125;
-    check(std::isnan(x) ? std::isnan(found[i])
-                        : std::fabs(static_cast<double>(found[i]) - expected) <= tolerance,
-          "sigmoid(" + std::to_string(x) + ") is " + std::to_string(found[i]));
-  }
-  std::vector<float> expected(inputs.size());
-  sigmoid_f32_f32_reference(inputs.data(), expected.data(), expected.size());
-  check_same(found.data(), expected.data(), expected.size(), "against the reference");
+// A function of one argument: its exact value and how far float32 may be off it.
+struct Truth {
+  const char* name;
+  double (*value)(double);
+  double (*tolerance)(double x, double expected);
+  UnaryFunction* reference;
+};
+
+double unit_of(double value) {
+  return std::ldexp(1.0, std::ilogb(std::max(0x1p-126, std::fabs(value))) - 23);
 }
 
-void test_sigmoid_counts(UnaryFunction* function) {
+constexpr double kLimit = static_cast<double>(kExpLimit);
+
+constexpr Truth kSigmoid = {
+    "sigmoid", [](double x) { return 1.0 / (1.0 + std::exp(-x)); },
+    [](double x, double expected) { return x > -kLimit ? 2.5 * unit_of(expected) : 0x1p-125; },
+    sigmoid_f32_f32_reference};
+
+constexpr Truth kExp = {"exp", [](double x) { return x < -kLimit ? 0.0 : std::exp(std::min(x, kLimit)); },
+                        [](double, double expected) { return 1.1 * unit_of(expected); },
+                        exp_f32_f32_reference};
+
+// The argument of the sigmoid is off by 5 roundings, and its exponential by as much of its own size.
+constexpr Truth kGelu = {
+    "gelu",
+    [](double x) {
+      return std::isinf(x) ? std::max(x, 0.0)
+                           : x / (1.0 + std::exp(-2.0 * std::sqrt(2.0 / std::numbers::pi) *
+                                                 (x + 0.044715 * x * x * x)));
+    },
+    [](double x, double expected) {
+      const double argument = -2.0 * std::sqrt(2.0 / std::numbers::pi) * (x + 0.044715 * x * x * x);
+      return (8.0 + 5.0 * std::clamp(argument, 0.0, kLimit)) * 0x1p-24 * std::fabs(expected) +
+             0x1p-125 * std::fabs(x);
+    },
+    gelu_f32_f32_reference};
+
+constexpr Truth kSoftplus = {
+    "softplus", [](double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); },
+    [](double x, double expected) { return x > -kLimit ? 4.0 * unit_of(expected) : 0x1p-125; },
+    softplus_f32_f32_reference};
+
+constexpr Truth kTanh = {"tanh", [](double x) { return std::tanh(x); },
+                         [](double, double expected) { return 2.5 * unit_of(expected); },
+                         tanh_f32_f32_reference};
+
+template <const Truth& Function>
+void test_unary(UnaryFunction* function) {
+  const std::vector<float> inputs = unary_inputs();
+  const std::vector<float> found = apply(function, inputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const double x = static_cast<double>(inputs[i]), y = static_cast<double>(found[i]);
+    const double expected = Function.value(x);
+    check(std::isnan(x) ? std::isnan(y)
+                        : y == expected || std::fabs(y - expected) <= Function.tolerance(x, expected),
+          std::string(Function.name) + "(" + std::to_string(x) + ") is " + std::to_string(found[i]));
+  }
+  std::vector<float> expected(inputs.size());
+  Function.reference(inputs.data(), expected.data(), expected.size());
+  check_same(found.data(), expected.data(), expected.size(), "against the reference");
   for (const std::size_t count : kCounts) {
-    const std::vector<float> input = Random(3).floats(count, 9.0f);
-    const std::vector<float> found = apply(function, input);
+    const std::vector<float> input = Random(3).floats(count, 9.0f), some = apply(function, input);
+    std::vector<float> reference(count);
+    Function.reference(input.data(), reference.data(), count);
+    check_same(some.data(), reference.data(), count, std::to_string(count) + " elements");
+  }
+}
+
+void test_gelu_mul(GeluMulFunction* function) {
+  for (const std::size_t count : kCounts) {
+    const std::vector<float> gate = Random(4).floats(count, 9.0f), up = Random(5).floats(count, 3.0f);
+    const std::vector<float> found = apply(function, gate, up);
     std::vector<float> expected(count);
-    sigmoid_f32_f32_reference(input.data(), expected.data(), count);
+    gelu_f32_f32_reference(gate.data(), expected.data(), count);
+    mul_f32_f32_f32_reference(expected.data(), up.data(), expected.data(), count);
     check_same(found.data(), expected.data(), count, std::to_string(count) + " elements");
   }
 }
@@ -134,8 +189,13 @@ void test_widen_counts(WidenFunction* function) {
 void test_elementwise(Suite& suite) {
   suite.run_rows(add_f32_f32_f32_table(), "the rounded sum", test_exact<sum>);
   suite.run_rows(mul_f32_f32_f32_table(), "the rounded product", test_exact<product>);
-  suite.run_rows(sigmoid_f32_f32_table(), "double precision and bits of the reference", test_sigmoid);
-  suite.run_rows(sigmoid_f32_f32_table(), "any count", test_sigmoid_counts);
+  constexpr const char* kUnary = "double precision and bits of the reference, any count";
+  suite.run_rows(sigmoid_f32_f32_table(), kUnary, test_unary<kSigmoid>);
+  suite.run_rows(exp_f32_f32_table(), kUnary, test_unary<kExp>);
+  suite.run_rows(gelu_f32_f32_table(), kUnary, test_unary<kGelu>);
+  suite.run_rows(softplus_f32_f32_table(), kUnary, test_unary<kSoftplus>);
+  suite.run_rows(tanh_f32_f32_table(), kUnary, test_unary<kTanh>);
+  suite.run_rows(gelu_mul_f32_f32_f32_table(), "bits of gelu and a product", test_gelu_mul);
   suite.run_rows(silu_mul_f32_f32_f32_table(), "double precision and bits of the reference", test_silu_mul);
   suite.run_rows(widen_f32_f16_table(), "every float16", test_every_half);
   suite.run_rows(widen_f32_f16_table(), "any count", test_widen_counts);

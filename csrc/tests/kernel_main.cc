@@ -20,5 +20,6 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_norm(suite);
   chunkrt::testing::test_elementwise(suite);
   chunkrt::testing::test_attention(suite);
+  chunkrt::testing::test_linear_attention(suite);
   return suite.finish();
 }

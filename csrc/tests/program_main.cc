@@ -13,5 +13,6 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_thread_pool(suite);
   chunkrt::testing::test_program(suite);
   chunkrt::testing::test_block_linear(suite);
+  chunkrt::testing::test_linear_attention_program(suite);
   return suite.finish();
 }

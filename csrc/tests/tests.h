@@ -16,10 +16,12 @@ void test_shadow(Suite& suite);
 void test_norm(Suite& suite);
 void test_elementwise(Suite& suite);
 void test_attention(Suite& suite);
+void test_linear_attention(Suite& suite);
 
 // chunkrt_program_tests
 void test_thread_pool(Suite& suite);
 void test_program(Suite& suite);
 void test_block_linear(Suite& suite);
+void test_linear_attention_program(Suite& suite);
 
 }  // namespace chunkrt::testing

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf_twins import write_gguf
 from numpy.typing import NDArray
 
 FIXTURES = Path(__file__).parent / "fixtures"
-NUM_TOKENS = 70
+MOST_TOKENS = 95
+"""Three chunks of 32 but for one token."""
 LOGIT_TOLERANCE = 1e-4
-Weights = dict[str, NDArray[np.float32]]
+Weights = dict[str, NDArray[Any]]
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,7 +75,88 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
     | {"torch_dtype": "bfloat16", "hidden_size": 48, "head_dim": 16},
 }
-GGUF_OF = {"llama_rope_llama3_gguf": "llama_rope_llama3", "llama_biased_gguf": "llama_biased"}
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float16",
+}
+MISTRAL = SMALL | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"}
+MISTRAL |= {"tie_word_embeddings": False}
+QWEN2 = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
+QWEN2 |= {"tie_word_embeddings": True, "rope_theta": 1e6, "sliding_window": 32, "use_sliding_window": False}
+QWEN2 |= {"max_window_layers": 1}
+QWEN3 = SMALL | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+QWEN3 |= {"head_dim": 8, "tie_word_embeddings": True, "rope_theta": 1e6, "attention_bias": False}
+QWEN3 |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2}
+GEMMA3 = SMALL | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 8}
+GEMMA3 |= {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 8,
+    "num_hidden_layers": 6,
+    "intermediate_size": 16,
+}
+GEMMA3 |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "attention_bias": False,
+}
+PHI3 = SMALL | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_act": "silu"}
+PHI3 |= {"tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_scaling": None, "pad_token_id": 0}
+PHI3 |= {"num_attention_heads": 2, "num_key_value_heads": 1, "original_max_position_embeddings": 128}
+LONGROPE = PHI3 | {"original_max_position_embeddings": 64, "partial_rotary_factor": 0.75, "sliding_window": None}
+LONGROPE |= {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.0, 4.0]}}
+
+# Windows shorter than a chunk, of the prompt, longer.
+WINDOWS = (5, MOST_TOKENS, 120)
+CONFIGS |= {f"mistral_window_{window}": MISTRAL | {"sliding_window": window} for window in WINDOWS}
+CONFIGS |= {f"gemma3_window_{window}": GEMMA3 | {"sliding_window": window} for window in WINDOWS}
+CONFIGS |= {f"phi3_window_{window}": PHI3 | {"sliding_window": window} for window in WINDOWS}
+CONFIGS |= {
+    "qwen2": QWEN2,
+    "qwen2_window": QWEN2 | {"use_sliding_window": True, "tie_word_embeddings": False},
+    "qwen3": QWEN3,
+    # With a window as Transformers 5 saves it.
+    "qwen3_layer_types": {k: v for k, v in QWEN3.items() if k != "rope_theta"}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "attention_bias": True, "head_dim": 4}
+    | {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    # Two layers; each kind has its section; logits are bounded.
+    "gemma3_rope_parameters": {k: v for k, v in GEMMA3.items() if k not in ("rope_theta", "rope_local_base_freq")}
+    | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}
+    | {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 12}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        }
+    },
+    "gemma3_scaled": GEMMA3 | {"sliding_window": 6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    # One decoder, and a prompt on either side of its original context.
+    "phi3_longrope_short": LONGROPE,
+    "phi3_longrope_long": LONGROPE,
+}
+NUM_TOKENS = dict.fromkeys((name for name in CONFIGS if CONFIGS[name]["vocab_size"] == 128), 70)
+NUM_TOKENS["phi3_longrope_short"] = 64
+GGUF_OF = {
+    "llama_rope_llama3_gguf": "llama_rope_llama3",
+    "llama_biased_gguf": "llama_biased",
+    "qwen2_gguf": "qwen2",
+    "qwen3_gguf": "qwen3",
+    "gemma3_gguf": "gemma3_scaled",
+    "phi3_gguf": "phi3_window_5",
+    "phi3_longrope_gguf": "phi3_longrope_long",
+}
 
 
 def main() -> int:
@@ -95,9 +178,12 @@ def main() -> int:
 
 def make(folder: Path) -> None:
     """Write every fixture under `folder`."""
-    for seed, (name, config) in enumerate(CONFIGS.items()):
+    for name, config in CONFIGS.items():
+        seed = list(CONFIGS).index("phi3_longrope_long" if name == "phi3_longrope_short" else name)
         weights = random_weights(config, np.random.default_rng(seed))
-        input_ids = np.random.default_rng(1000 + seed).integers(0, config["vocab_size"], NUM_TOKENS, np.int64)
+        input_ids = np.random.default_rng(1000 + seed).integers(
+            0, config["vocab_size"], NUM_TOKENS.get(name, MOST_TOKENS), np.int64
+        )
         _write_checkpoint(folder / name, config, weights)
         _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids))
         for gguf_name in [g for g, source in GGUF_OF.items() if source == name]:
@@ -108,9 +194,10 @@ def make(folder: Path) -> None:
 
 def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
     """Weights that make attention and logits non-trivial: linears of gain about 1.2, norms around 1."""
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim, family = config.get("head_dim") or hidden // config["num_attention_heads"], config["model_type"]
+    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    norm_center = 0 if family == "gemma3_text" else 1
     weights: Weights = {}
 
     def linear(name: str, out_features: int, in_features: int, bias: bool = False) -> None:
@@ -119,33 +206,37 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
         if bias:
             weights[f"{name}.bias"] = rng.standard_normal(out_features, np.float32) * np.float32(0.3)
 
-    def norm(name: str) -> None:
-        weights[f"{name}.weight"] = 1 + rng.standard_normal(hidden, np.float32) * np.float32(0.2)
+    def norm(name: str, width: int = hidden) -> None:
+        weights[f"{name}.weight"] = norm_center + rng.standard_normal(width, np.float32) * np.float32(0.2)
 
     weights["model.embed_tokens.weight"] = rng.standard_normal((config["vocab_size"], hidden), np.float32) * np.float32(
         0.3
     )
+    qkv = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden)}
+    gate_up = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    if family == "phi3":
+        qkv, gate_up = {"qkv_proj": (query + 2 * key, hidden)}, {"gate_up_proj": (2 * inner, hidden)}
+    biased = {"q_proj", "k_proj", "v_proj"} if family == "qwen2" else set()
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         norm(f"{prefix}.input_layernorm")
         norm(f"{prefix}.post_attention_layernorm")
-        shapes = {
-            "q_proj": (query, hidden),
-            "k_proj": (key, hidden),
-            "v_proj": (key, hidden),
-            "o_proj": (hidden, query),
-        }
-        for name, shape in shapes.items():
-            linear(f"{prefix}.self_attn.{name}", *shape, bias=config.get("attention_bias", False))
-        for name, shape in {
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
-        }.items():
+        if family == "gemma3_text":
+            norm(f"{prefix}.pre_feedforward_layernorm")
+            norm(f"{prefix}.post_feedforward_layernorm")
+        if family in ("gemma3_text", "qwen3"):
+            norm(f"{prefix}.self_attn.q_norm", head_dim)
+            norm(f"{prefix}.self_attn.k_norm", head_dim)
+        for name, shape in {**qkv, "o_proj": (hidden, query)}.items():
+            has_bias = config.get("attention_bias", False) or name in biased
+            linear(f"{prefix}.self_attn.{name}", *shape, bias=has_bias)
+        for name, shape in {**gate_up, "down_proj": (hidden, inner)}.items():
             linear(f"{prefix}.mlp.{name}", *shape, bias=config.get("mlp_bias", False))
     norm("model.norm")
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings", True):
         linear("lm_head", config["vocab_size"], hidden)
+    if config.get("torch_dtype") == "float16":  # the twins store these very values
+        weights = {name: weight.astype(np.float16) for name, weight in weights.items()}
     return weights
 
 
@@ -163,71 +254,6 @@ def transformers_logits(folder: Path, input_ids: NDArray[np.int64]) -> NDArray[n
         raise SystemExit(f"{folder.name}: Transformers did not load it wholly: {unplaced}")
     with torch.inference_mode():
         return np.asarray(model(torch.from_numpy(input_ids)[None]).logits[0].numpy())
-
-
-def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
-    """The same weights as llama.cpp's converter writes them: its names, q and k rows permuted, rope_freqs."""
-    import gguf
-
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(path.parent.name)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    _add_tokenizer(writer, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    if config["rope_scaling"]:
-        writer.add_tensor("rope_freqs.weight", _llama3_frequency_factors(config, head_dim))
-    for name, weight in weights.items():
-        for projection, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            if f".{projection}." in name:
-                weight = weight.reshape(count, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(gguf_name, np.ascontiguousarray(weight))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add_tokenizer(writer: Any, config: dict[str, Any]) -> None:
-    """A SentencePiece vocabulary: control tokens, a few bytes, single characters."""
-    import gguf
-
-    control = ["<unk>", "<s>", "</s>"]
-    byte_pieces = [f"<0x{byte:02X}>" for byte in b"\t\n\r"]
-    characters = ["\u2581", *map(chr, range(33, 127))]
-    pieces = (control + byte_pieces + characters + [f"<unused{i}>" for i in range(128)])[: config["vocab_size"]]
-    kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.BYTE] * 3
-    kinds += [gguf.TokenType.NORMAL] * len(characters)
-    kinds += [gguf.TokenType.UNUSED] * (config["vocab_size"] - len(kinds))
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(pieces)
-    writer.add_token_scores([-float(index) for index in range(len(pieces))])
-    writer.add_token_types(kinds)
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_unk_token_id(0)
-
-
-def _llama3_frequency_factors(config: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
-    """What the inverse frequencies are divided by, float32 [head_dim / 2]."""
-    scaling = config["rope_scaling"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelengths = 2 * np.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
-    smooth = np.clip(smooth, 0, 1)
-    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
 
 
 def _write_checkpoint(folder: Path, config: dict[str, Any], weights: Weights) -> None:

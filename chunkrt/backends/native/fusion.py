@@ -2,6 +2,7 @@
 
     MatMul -> Add(bias) -> Add(residual)                   Linear(x, weight, bias, residual)
     Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
+    Split -> Gelu(gate) -> Mul(., up)                      GeluMul(x)
 
 Requires: nodes in execution order. Ensures: the same bits as without fusion, except where a dynamic scheme gives a
 linear's activations two digits: its bias and residual are then added before the second, in another order of rounding.
@@ -43,7 +44,7 @@ class _Matcher:
                 self._users.setdefault(name, []).append(node)
 
     def matches(self) -> list[Match]:
-        patterns = {"Split": self._silu_mul} if self._is_static else {"MatMul": self._linear, "Split": self._silu_mul}
+        patterns = {"Split": self._gated} if self._is_static else {"MatMul": self._linear, "Split": self._gated}
         found = [patterns[node.op](node) for node in self._nodes if node.op in patterns]
         return [match for match in found if match]
 
@@ -59,20 +60,24 @@ class _Matcher:
             return None
         return parts, _fused("Linear", parts, (*matmul.inputs, operands["bias"], operands["residual"]))
 
-    def _silu_mul(self, split: Node) -> Match | None:
+    def _gated(self, split: Node) -> Match | None:
         if len(split.outputs) != 2:
             return None
         gate, up = split.outputs
+        gelu = self._only_user(gate, "Gelu")
+        op, parts = ("GeluMul", [gelu]) if gelu else ("SiluMul", self._silu(gate))
+        last = self._only_user(parts[-1].outputs[0], "Mul") if parts else None
+        if last is None or self._only_user(up, "Mul") is not last:
+            return None
+        parts = [split, *parts, last]
+        return parts, _fused(op, parts, split.inputs)
+
+    def _silu(self, gate: str) -> list[Node]:
         users = {user.op: user for user in self._users.get(gate, [])}
         if set(users) != {"Sigmoid", "Mul"} or len(self._users[gate]) != 2 or gate in self._outputs:
-            return None
+            return []
         sigmoid, silu = users["Sigmoid"], users["Mul"]
-        last = self._only_user(silu.outputs[0], "Mul")
-        is_silu = self._only_user(sigmoid.outputs[0], "Mul") is silu
-        if not is_silu or last is None or self._only_user(up, "Mul") is not last:
-            return None
-        parts = [split, sigmoid, silu, last]
-        return parts, _fused("SiluMul", parts, split.inputs)
+        return [sigmoid, silu] if self._only_user(sigmoid.outputs[0], "Mul") is silu else []
 
     def _only_user(self, name: str, op: str) -> Node | None:
         users = self._users.get(name, [])

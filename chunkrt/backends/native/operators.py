@@ -14,6 +14,8 @@ from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT
 Emitter = Callable[["Lowering", Node], list[int]]
 operators: OperatorRegistry[Emitter] = OperatorRegistry("native")
 """Each entry appends a node's instructions to the program and returns its outputs' values."""
+linear_attentions: dict[str, Emitter] = {}
+"""The same for LinearAttention, by `attn_type`."""
 
 
 class Lowering:
@@ -71,6 +73,10 @@ class Lowering:
 
 def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
     """Why a node of a known operator cannot be lowered; empty if it can."""
+    if node.op == "LinearAttention" and (kind := node.attributes["attn_type"]) not in linear_attentions:
+        return f"native has no LinearAttention of attn_type {kind!r}; it has: {', '.join(sorted(linear_attentions))}"
+    if node.op == "Gelu" and (approximation := node.attributes.get("approximate", "none")) != "tanh":
+        return f"native has Gelu approximated by tanh only, not by {approximation!r}"
     rank = len(plan.tensors[node.inputs[0]].shape)
     axis = node.attributes.get("axis")
     if node.op == "Gather" and axis not in (None, 0):
@@ -101,6 +107,12 @@ def _gather(lowering: Lowering, node: Node) -> list[int]:
 def _rms_normalization(lowering: Lowering, node: Node) -> list[int]:
     value, weight = lowering.values(node)
     return [lowering.builder.rms_norm(value, weight, _number(node.attributes.get("epsilon", 1e-5)))]
+
+
+@operators.register("HeadNorm", "chunkrt")
+def _head_norm(lowering: Lowering, node: Node) -> list[int]:
+    value, weight = lowering.values(node)
+    return [lowering.builder.head_norm(value, weight, _number(node.attributes["epsilon"]))]
 
 
 @operators.register("MatMul")
@@ -157,6 +169,21 @@ def _sigmoid(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.sigmoid(*lowering.values(node))]
 
 
+@operators.register("Gelu")
+def _gelu(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.gelu(*lowering.values(node))]
+
+
+@operators.register("Softplus")
+def _softplus(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.softplus(*lowering.values(node))]
+
+
+@operators.register("Tanh")
+def _tanh(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.tanh(*lowering.values(node))]
+
+
 @operators.register("Split")
 def _split(lowering: Lowering, node: Node) -> list[int]:
     source, begin, parts = lowering.value(node.inputs[0]), 0, []
@@ -169,6 +196,11 @@ def _split(lowering: Lowering, node: Node) -> list[int]:
 @operators.register("SiluMul", DOMAIN)
 def _silu_mul(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.silu_mul(lowering.value(node.inputs[0]))]
+
+
+@operators.register("GeluMul", DOMAIN)
+def _gelu_mul(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.gelu_mul(lowering.value(node.inputs[0]))]
 
 
 @operators.register("CachedAttention", "chunkrt")
@@ -187,6 +219,45 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
         has_raw_keys=node.op == "RawKeyAttention",
     )
     return [value]
+
+
+@operators.register("LinearAttention", "chunkrt")
+def _linear_attention(lowering: Lowering, node: Node) -> list[int]:
+    kind = node.attributes["attn_type"]
+    assert isinstance(kind, str)
+    return linear_attentions[kind](lowering, node)
+
+
+def _short_conv(lowering: Lowering, node: Node) -> list[int]:
+    bcx, _, _, weight, bias, conv_state = node.inputs[:6]
+    builder, value = lowering.builder, lowering.value
+    return [builder.short_conv(value(bcx), value(weight), lowering.optional_value(bias), value(conv_state))]
+
+
+def _gated_delta_rule(lowering: Lowering, node: Node) -> list[int]:
+    qkv, gate, beta, weight, bias, conv_state, recurrent_state = node.inputs
+    num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm = (
+        int(_number(node.attributes[name]))
+        for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "use_qk_l2norm")
+    )
+    value = lowering.builder.gated_delta_rule(
+        lowering.value(qkv),
+        lowering.value(gate),
+        lowering.value(beta),
+        lowering.value(weight),
+        lowering.optional_value(bias),
+        lowering.value(conv_state),
+        lowering.value(recurrent_state),
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        head_k_dim=head_k_dim,
+        head_v_dim=head_v_dim,
+        use_qk_l2norm=bool(use_qk_l2norm),
+    )
+    return [value]
+
+
+linear_attentions.update(short_conv=_short_conv, gated_delta_rule=_gated_delta_rule)
 
 
 def _number(attribute: Attribute) -> float:

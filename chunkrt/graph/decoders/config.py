@@ -5,8 +5,9 @@ A key that would change the result and is not implemented is refused by name: no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -27,8 +28,9 @@ class DecoderConfig:
     """What most families have: sizes in elements, counts, and switches; names as in the glossary.
 
     `activation`: "silu" or "gelu_tanh". `sliding_window`: keys that a row of a layer with a window sees; 0 if there are
-    none, or as many as the context has. `raw`: all of the config, of which a family reads what only it has by `count`,
-    `number`, `flag` and `layer_types`. `where`: the checkpoint's name, for messages.
+    none, or as many as the context has. `norm_offset`: what norms add to their weights; 1 in families that multiply by
+    1 + w, unless the checkpoint holds that sum. `raw`: all of the config, of which a family reads what only it has by
+    `count`, `number`, `flag` and `layer_types`. `where`: the checkpoint's name, for messages.
     """
 
     hidden_size: int
@@ -41,16 +43,25 @@ class DecoderConfig:
     context_length: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    inverse_frequencies: NDArray[np.float64]
     activation: str = "silu"
     sliding_window: int = 0
+    norm_offset: float = 0.0
     rope_divisor: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number. Raises ModelError if it is none, or is missing and has no default."""
-        return _count(self.raw, self.where, key, default)
+    @cached_property
+    def inverse_frequencies(self) -> NDArray[np.float64]:
+        """RoPE's, float64 [rotary_dim / 2], under the one rule that most configs have.
+
+        Raises:
+            UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
+        """
+        return inverse_frequencies(self.raw, self.head_dim)
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number, positive unless told. Raises ModelError if it is none, or is missing and has no default."""
+        return _count(self.raw, self.where, key, default, least=least)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number. Raises ModelError if it is none, or is missing and has no default."""
@@ -81,6 +92,16 @@ class DecoderConfig:
             raise UnsupportedModelError(f"{self.where}: a layer is {unknown[0]!r}; supported are: {', '.join(known)}")
         return types
 
+    def sliding_layers(self, rule: Callable[[int], bool]) -> list[bool]:
+        """Which layers see a window only: by `layer_types`, or by a rule on a layer's index if there are none.
+
+        Raises:
+            ModelError, UnsupportedModelError: see `layer_types`.
+        """
+        by_rule = ["sliding_attention" if rule(layer) else "full_attention" for layer in range(self.num_layers)]
+        types = self.layer_types(by_rule, ("full_attention", "sliding_attention"))
+        return [kind == "sliding_attention" for kind in types]
+
     def refuse(self, **settings: bool) -> None:
         """Refuse what the config asks for and the family does not have. Raises UnsupportedModelError."""
         if asked := [name for name, is_asked in settings.items() if is_asked]:
@@ -88,14 +109,17 @@ class DecoderConfig:
             raise UnsupportedModelError(f"{self.where}: {asked[0]} = {value!r} is not supported in this family")
 
 
-def read_config(source: TensorSource) -> DecoderConfig:
+def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None) -> DecoderConfig:
     """Read and check the config of a checkpoint.
+
+    Args:
+        defaults: what Transformers takes for keys that a family's config leaves out, where it is not what most do.
 
     Raises:
         ModelError: a key is missing or makes no sense.
-        UnsupportedModelError: a key asks for something that is not implemented (an activation, a rope scaling).
+        UnsupportedModelError: a key asks for something that is not implemented (an activation).
     """
-    config, where = source.config, source.path.name
+    config, where = {**(defaults or {}), **source.config}, source.path.name
     if config.get("quantization_config"):
         raise UnsupportedModelError(
             f"{where}: the checkpoint is quantised by another library; use the float checkpoint or a GGUF"
@@ -121,22 +145,22 @@ def read_config(source: TensorSource) -> DecoderConfig:
         context_length=context,
         rms_norm_eps=_epsilon(config, where),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        inverse_frequencies=inverse_frequencies(config, head_dim),
         activation=_activation(config, where),
         sliding_window=_sliding_window(config, where, context),
+        norm_offset=float(config.get("norm_offset", 0)),
         rope_divisor=ROPE_DIVISOR if ROPE_DIVISOR in source.names() else None,
         raw=config,
         where=where,
     )
 
 
-def _count(config: Mapping[str, Any], where: str, key: str, default: int | None = None) -> int:
+def _count(config: Mapping[str, Any], where: str, key: str, default: int | None = None, *, least: int = 1) -> int:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
         raise ModelError(f"{where}: the config does not give {key!r}")
-    if type(value) is not int or value < 1:
-        raise ModelError(f"{where}: {key} is {value!r}, expected a positive whole number")
+    if type(value) is not int or value < least:
+        raise ModelError(f"{where}: {key} is {value!r}, expected a {'positive ' if least else ''}whole number")
     return value
 
 

@@ -11,6 +11,8 @@ from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedFor
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import RotaryTables
 
+MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+
 
 def llama(config: DecoderConfig) -> Module:
     """Every layer sees all before it."""

@@ -37,10 +37,9 @@ class Attention(Module):
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = qkv or QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias[0])
-        if norm is not None:
-            self.qk_norm = norm
+        self.qk_norm = norm
         self.o_proj = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
-        self._config, self._rotary, self._norm = config, (rotary,), norm
+        self._config, self._rotary = config, (rotary,)
         self._scale, self._window = head_dim**-0.5 if scale is None else scale, window
 
     def attend(self, hidden: ir.Value) -> ir.Value:
@@ -48,7 +47,7 @@ class Attention(Module):
         config, (rotary,) = self._config, self._rotary
         qkv = self.qkv_proj(hidden)
         return ops.cached_attention(
-            qkv if self._norm is None else self._norm(qkv),
+            qkv if self.qk_norm is None else self.qk_norm(qkv),
             rotary.cos.value(),
             rotary.sin.value(),
             num_heads=config.num_heads,
@@ -80,14 +79,25 @@ class FeedForward(Module):
         return self.down_proj(ops.mul(active, up, name="gated"))
 
 
+def norm(config: DecoderConfig) -> RMSNorm:
+    """A norm of the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
+
+
+def head_norm(config: DecoderConfig) -> HeadNorm:
+    """The norm of single heads that many families have: the checkpoint's q_norm and k_norm."""
+    parts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+    return HeadNorm(parts, config.head_dim, config.rms_norm_eps, offset=config.norm_offset)
+
+
 class Layer(Module):
     """Attention and feed-forward, each on a normalised input and added back to the residual stream."""
 
     def __init__(self, config: DecoderConfig, attention: Module, mlp: Module) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm(config)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config)
         self.mlp = mlp
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -96,14 +106,19 @@ class Layer(Module):
 
 
 class Body(Module):
-    """Embedding, the layers, the final norm: what Hugging Face keeps under "model."."""
+    """Embedding, the layers, the final norm: what Hugging Face keeps under "model.".
 
-    def __init__(self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module]) -> None:
+    `rope`: the tables of all layers, or of one kind of them. `embedding_scale`: what embeddings are multiplied by.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module], *, embedding_scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
         self.rope = rope
         self.layers = list(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm(config)
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
         hidden = self.embed_tokens(token_ids)

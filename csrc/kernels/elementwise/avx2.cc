@@ -34,6 +34,44 @@ __m256 sigmoid(__m256 x) {
   return _mm256_div_ps(one, _mm256_add_ps(one, exponential(negated)));
 }
 
+// exp, 0 below -kExpLimit.
+__m256 decay(__m256 x) {
+  const __m256 is_zero = _mm256_cmp_ps(x, _mm256_set1_ps(-kExpLimit), _CMP_LT_OQ);
+  return _mm256_andnot_ps(is_zero, exponential(x));
+}
+
+// c[0] + z (c[1] + z (...)).
+__m256 polynomial(const float* c, __m256 z) {
+  __m256 q = _mm256_set1_ps(c[4]);
+  for (int i = 3; i >= 0; --i) q = _mm256_fmadd_ps(q, z, _mm256_set1_ps(c[i]));
+  return q;
+}
+
+__m256 gelu(__m256 x) {
+  const __m256 factor =
+      _mm256_fmadd_ps(_mm256_mul_ps(x, x), _mm256_set1_ps(kGeluCubic), _mm256_set1_ps(kGeluLinear));
+  return _mm256_mul_ps(x, sigmoid(_mm256_mul_ps(x, factor)));
+}
+
+__m256 softplus(__m256 x) {
+  const __m256 two = _mm256_set1_ps(2.0f), u = exponential(_mm256_or_ps(_mm256_set1_ps(-0.0f), x));
+  const __m256 s = _mm256_div_ps(u, _mm256_add_ps(two, u)), z = _mm256_mul_ps(s, s);
+  const __m256 log1p = _mm256_mul_ps(s, _mm256_fmadd_ps(z, polynomial(kLog1pCoefficients, z), two));
+  return _mm256_add_ps(_mm256_max_ps(x, _mm256_setzero_ps()),
+                       log1p);  // max makes a NaN 0; log1p still has it
+}
+
+__m256 hyperbolic_tangent(__m256 x) {
+  const __m256 one = _mm256_set1_ps(1.0f), two = _mm256_set1_ps(2.0f);
+  const __m256 a = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), z = _mm256_mul_ps(a, a);
+  const __m256 small = _mm256_fmadd_ps(_mm256_mul_ps(polynomial(kTanhCoefficients, z), z), a, a);
+  const __m256 power = exponential(_mm256_mul_ps(two, a));
+  const __m256 large = _mm256_sub_ps(one, _mm256_div_ps(two, _mm256_add_ps(power, one)));
+  const __m256 is_small = _mm256_cmp_ps(a, _mm256_set1_ps(kTanhLimit), _CMP_LT_OQ);
+  const __m256 sign = _mm256_and_ps(_mm256_set1_ps(-0.0f), x);
+  return _mm256_or_ps(_mm256_blendv_ps(large, small, is_small), sign);
+}
+
 }  // namespace
 
 void add_f32_f32_f32_avx2(const float* left, const float* right, float* out, std::size_t count) {
@@ -59,11 +97,47 @@ void sigmoid_f32_f32_avx2(const float* input, float* out, std::size_t count) {
   }
 }
 
+void exp_f32_f32_avx2(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    _mm256_maskstore_ps(out + i, mask, decay(_mm256_maskload_ps(input + i, mask)));
+  }
+}
+
+void gelu_f32_f32_avx2(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    _mm256_maskstore_ps(out + i, mask, gelu(_mm256_maskload_ps(input + i, mask)));
+  }
+}
+
+void softplus_f32_f32_avx2(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    _mm256_maskstore_ps(out + i, mask, softplus(_mm256_maskload_ps(input + i, mask)));
+  }
+}
+
+void tanh_f32_f32_avx2(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    _mm256_maskstore_ps(out + i, mask, hyperbolic_tangent(_mm256_maskload_ps(input + i, mask)));
+  }
+}
+
 void silu_mul_f32_f32_f32_avx2(const float* gate, const float* up, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __m256i mask = first_lanes(count - i);
     const __m256 g = _mm256_maskload_ps(gate + i, mask), u = _mm256_maskload_ps(up + i, mask);
     _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(_mm256_mul_ps(g, sigmoid(g)), u));
+  }
+}
+
+void gelu_mul_f32_f32_f32_avx2(const float* gate, const float* up, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    const __m256 g = _mm256_maskload_ps(gate + i, mask), u = _mm256_maskload_ps(up + i, mask);
+    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(gelu(g), u));
   }
 }
 

@@ -33,6 +33,43 @@ __m512 sigmoid(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exponential(negated)));
 }
 
+// exp, 0 below -kExpLimit.
+__m512 decay(__m512 x) {
+  const __mmask16 is_zero = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-kExpLimit), _CMP_LT_OQ);
+  return _mm512_mask_blend_ps(is_zero, exponential(x), _mm512_setzero_ps());
+}
+
+// c[0] + z (c[1] + z (...)).
+__m512 polynomial(const float* c, __m512 z) {
+  __m512 q = _mm512_set1_ps(c[4]);
+  for (int i = 3; i >= 0; --i) q = _mm512_fmadd_ps(q, z, _mm512_set1_ps(c[i]));
+  return q;
+}
+
+__m512 gelu(__m512 x) {
+  const __m512 factor =
+      _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(kGeluCubic), _mm512_set1_ps(kGeluLinear));
+  return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(x, factor)));
+}
+
+__m512 softplus(__m512 x) {
+  const __m512 two = _mm512_set1_ps(2.0f), u = exponential(_mm512_or_ps(_mm512_set1_ps(-0.0f), x));
+  const __m512 s = _mm512_div_ps(u, _mm512_add_ps(two, u)), z = _mm512_mul_ps(s, s);
+  const __m512 log1p = _mm512_mul_ps(s, _mm512_fmadd_ps(z, polynomial(kLog1pCoefficients, z), two));
+  return _mm512_add_ps(_mm512_max_ps(x, _mm512_setzero_ps()),
+                       log1p);  // max makes a NaN 0; log1p still has it
+}
+
+__m512 hyperbolic_tangent(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f);
+  const __m512 a = _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x), z = _mm512_mul_ps(a, a);
+  const __m512 small = _mm512_fmadd_ps(_mm512_mul_ps(polynomial(kTanhCoefficients, z), z), a, a);
+  const __m512 power = exponential(_mm512_mul_ps(two, a));
+  const __m512 large = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(power, one)));
+  const __mmask16 is_small = _mm512_cmp_ps_mask(a, _mm512_set1_ps(kTanhLimit), _CMP_LT_OQ);
+  return _mm512_or_ps(_mm512_mask_blend_ps(is_small, large, small), _mm512_and_ps(_mm512_set1_ps(-0.0f), x));
+}
+
 }  // namespace
 
 void add_f32_f32_f32_avx512vnni(const float* left, const float* right, float* out, std::size_t count) {
@@ -58,11 +95,47 @@ void sigmoid_f32_f32_avx512vnni(const float* input, float* out, std::size_t coun
   }
 }
 
+void exp_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    _mm512_mask_storeu_ps(out + i, mask, decay(_mm512_maskz_loadu_ps(mask, input + i)));
+  }
+}
+
+void gelu_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    _mm512_mask_storeu_ps(out + i, mask, gelu(_mm512_maskz_loadu_ps(mask, input + i)));
+  }
+}
+
+void softplus_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    _mm512_mask_storeu_ps(out + i, mask, softplus(_mm512_maskz_loadu_ps(mask, input + i)));
+  }
+}
+
+void tanh_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    _mm512_mask_storeu_ps(out + i, mask, hyperbolic_tangent(_mm512_maskz_loadu_ps(mask, input + i)));
+  }
+}
+
 void silu_mul_f32_f32_f32_avx512vnni(const float* gate, const float* up, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
     const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i), u = _mm512_maskz_loadu_ps(mask, up + i);
     _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u));
+  }
+}
+
+void gelu_mul_f32_f32_f32_avx512vnni(const float* gate, const float* up, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i), u = _mm512_maskz_loadu_ps(mask, up + i);
+    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(gelu(g), u));
   }
 }
 

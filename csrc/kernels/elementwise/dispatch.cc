@@ -37,6 +37,50 @@ KernelTable<UnaryFunction> sigmoid_f32_f32_table() {
   return rows;
 }
 
+KernelTable<UnaryFunction> exp_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<UnaryFunction>{Isa::avx512vnni, "exp_f32_f32_avx512vnni",
+                               CHUNKRT_ON_X86(exp_f32_f32_avx512vnni)},
+      KernelRow<UnaryFunction>{Isa::avx2, "exp_f32_f32_avx2", CHUNKRT_ON_X86(exp_f32_f32_avx2)},
+      KernelRow<UnaryFunction>{Isa::neon, "exp_f32_f32_neon", CHUNKRT_ON_ARM(exp_f32_f32_neon)},
+      KernelRow<UnaryFunction>{Isa::reference, "exp_f32_f32_reference", exp_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<UnaryFunction> gelu_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<UnaryFunction>{Isa::avx512vnni, "gelu_f32_f32_avx512vnni",
+                               CHUNKRT_ON_X86(gelu_f32_f32_avx512vnni)},
+      KernelRow<UnaryFunction>{Isa::avx2, "gelu_f32_f32_avx2", CHUNKRT_ON_X86(gelu_f32_f32_avx2)},
+      KernelRow<UnaryFunction>{Isa::neon, "gelu_f32_f32_neon", CHUNKRT_ON_ARM(gelu_f32_f32_neon)},
+      KernelRow<UnaryFunction>{Isa::reference, "gelu_f32_f32_reference", gelu_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<UnaryFunction> softplus_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<UnaryFunction>{Isa::avx512vnni, "softplus_f32_f32_avx512vnni",
+                               CHUNKRT_ON_X86(softplus_f32_f32_avx512vnni)},
+      KernelRow<UnaryFunction>{Isa::avx2, "softplus_f32_f32_avx2", CHUNKRT_ON_X86(softplus_f32_f32_avx2)},
+      KernelRow<UnaryFunction>{Isa::neon, "softplus_f32_f32_neon", CHUNKRT_ON_ARM(softplus_f32_f32_neon)},
+      KernelRow<UnaryFunction>{Isa::reference, "softplus_f32_f32_reference", softplus_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<UnaryFunction> tanh_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<UnaryFunction>{Isa::avx512vnni, "tanh_f32_f32_avx512vnni",
+                               CHUNKRT_ON_X86(tanh_f32_f32_avx512vnni)},
+      KernelRow<UnaryFunction>{Isa::avx2, "tanh_f32_f32_avx2", CHUNKRT_ON_X86(tanh_f32_f32_avx2)},
+      KernelRow<UnaryFunction>{Isa::neon, "tanh_f32_f32_neon", CHUNKRT_ON_ARM(tanh_f32_f32_neon)},
+      KernelRow<UnaryFunction>{Isa::reference, "tanh_f32_f32_reference", tanh_f32_f32_reference},
+  };
+  return rows;
+}
+
 KernelTable<SiluMulFunction> silu_mul_f32_f32_f32_table() {
   static constexpr std::array rows = {
       KernelRow<SiluMulFunction>{Isa::avx512vnni, "silu_mul_f32_f32_f32_avx512vnni",
@@ -47,6 +91,20 @@ KernelTable<SiluMulFunction> silu_mul_f32_f32_f32_table() {
                                  CHUNKRT_ON_ARM(silu_mul_f32_f32_f32_neon)},
       KernelRow<SiluMulFunction>{Isa::reference, "silu_mul_f32_f32_f32_reference",
                                  silu_mul_f32_f32_f32_reference},
+  };
+  return rows;
+}
+
+KernelTable<GeluMulFunction> gelu_mul_f32_f32_f32_table() {
+  static constexpr std::array rows = {
+      KernelRow<GeluMulFunction>{Isa::avx512vnni, "gelu_mul_f32_f32_f32_avx512vnni",
+                                 CHUNKRT_ON_X86(gelu_mul_f32_f32_f32_avx512vnni)},
+      KernelRow<GeluMulFunction>{Isa::avx2, "gelu_mul_f32_f32_f32_avx2",
+                                 CHUNKRT_ON_X86(gelu_mul_f32_f32_f32_avx2)},
+      KernelRow<GeluMulFunction>{Isa::neon, "gelu_mul_f32_f32_f32_neon",
+                                 CHUNKRT_ON_ARM(gelu_mul_f32_f32_f32_neon)},
+      KernelRow<GeluMulFunction>{Isa::reference, "gelu_mul_f32_f32_f32_reference",
+                                 gelu_mul_f32_f32_f32_reference},
   };
   return rows;
 }

@@ -6,6 +6,15 @@
 // kExpLimit] (a NaN stays a NaN). Its error is below 1.1 units in the last place. sigmoid(x) = 1 / (1 +
 // exp(-x)), error below 2.5 units in the last place for x > -kExpLimit; below that its absolute error is
 // under 2^-125.
+//
+// The exp kernel is that exp, but 0 below -kExpLimit. gelu(x) = x * sigmoid(x * fma(x^2, kGeluCubic,
+// kGeluLinear)), the tanh form: its relative error grows with |x| as the sigmoid's argument does. tanh(x)
+// takes the sign of x and, of a = |x|, fma(q * a^2, a, a) with q = kTanhCoefficients' polynomial of a^2 below
+// kTanhLimit, from there on 1 - 2 / (exp(2 a) + 1); its error is below 2.5 units in the last place
+// (polynomial: S. Moshier, Cephes). softplus(x) = max(x, 0) + log1p(u), u = exp(-|x|), log1p(u) = s *
+// fma(s^2, q, 2) with s = u / (2 + u) and q = kLog1pCoefficients' polynomial of s^2; its error is below 4
+// units in the last place for x > -kExpLimit, below that its absolute error is under 2^-125. Polynomials are
+// in Horner form with fused multiply-adds.
 #pragma once
 
 #include <cstddef>
@@ -22,12 +31,21 @@ inline constexpr float kLn2Low = 0x1.7f7d1cp-20f;
 inline constexpr float kExpCoefficients[5] = {0x1.fffffcp-2f, 0x1.555490p-3f, 0x1.5558f4p-5f, 0x1.123a6cp-7f,
                                               0x1.6a2352p-10f};
 
+inline constexpr float kGeluLinear = 0x1.988454p+0f;  // 2 sqrt(2 / pi)
+inline constexpr float kGeluCubic = 0x1.2444f2p-4f;   // 0.044715 of that
+inline constexpr float kTanhLimit = 0.625f;
+inline constexpr float kTanhCoefficients[5] = {-0x1.555532p-2f, 0x1.110726p-3f, -0x1.b83c5ap-5f,
+                                               0x1.52269cp-6f, -0x1.75e1d4p-8f};
+inline constexpr float kLog1pCoefficients[5] = {0x1.555558p-1f, 0x1.9996d6p-2f, 0x1.2504fcp-2f,
+                                                0x1.b73066p-3f, 0x1.f07286p-3f};
+
 // out = left + right, out = left * right; out may be left or right.
 using BinaryFunction = void(const float* left, const float* right, float* out, std::size_t count);
-// out = sigmoid(input); out may be input.
+// out = sigmoid(input) and so on; out may be input.
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
-// out = (gate * sigmoid(gate)) * up; out may be gate or up.
+// out = (gate * sigmoid(gate)) * up, out = gelu(gate) * up; out may be gate or up.
 using SiluMulFunction = BinaryFunction;
+using GeluMulFunction = BinaryFunction;
 // out = q * step, q = round_half_to_even(input / step) in [-levels, levels], with a step for each element;
 // quotient and product are rounded to float32. Infinities saturate, a NaN stays a NaN. out may be input.
 using RoundToGridFunction = void(const float* input, const float* steps, float levels, float* out,
@@ -50,10 +68,35 @@ UnaryFunction sigmoid_f32_f32_avx2;
 UnaryFunction sigmoid_f32_f32_avx512vnni;
 UnaryFunction sigmoid_f32_f32_neon;
 
+UnaryFunction exp_f32_f32_reference;
+UnaryFunction exp_f32_f32_avx2;
+UnaryFunction exp_f32_f32_avx512vnni;
+UnaryFunction exp_f32_f32_neon;
+
+UnaryFunction gelu_f32_f32_reference;
+UnaryFunction gelu_f32_f32_avx2;
+UnaryFunction gelu_f32_f32_avx512vnni;
+UnaryFunction gelu_f32_f32_neon;
+
+UnaryFunction softplus_f32_f32_reference;
+UnaryFunction softplus_f32_f32_avx2;
+UnaryFunction softplus_f32_f32_avx512vnni;
+UnaryFunction softplus_f32_f32_neon;
+
+UnaryFunction tanh_f32_f32_reference;
+UnaryFunction tanh_f32_f32_avx2;
+UnaryFunction tanh_f32_f32_avx512vnni;
+UnaryFunction tanh_f32_f32_neon;
+
 SiluMulFunction silu_mul_f32_f32_f32_reference;
 SiluMulFunction silu_mul_f32_f32_f32_avx2;
 SiluMulFunction silu_mul_f32_f32_f32_avx512vnni;
 SiluMulFunction silu_mul_f32_f32_f32_neon;
+
+GeluMulFunction gelu_mul_f32_f32_f32_reference;
+GeluMulFunction gelu_mul_f32_f32_f32_avx2;
+GeluMulFunction gelu_mul_f32_f32_f32_avx512vnni;
+GeluMulFunction gelu_mul_f32_f32_f32_neon;
 
 RoundToGridFunction round_to_grid_f32_f32_f32_reference;
 RoundToGridFunction round_to_grid_f32_f32_f32_avx2;

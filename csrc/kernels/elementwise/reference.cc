@@ -19,6 +19,26 @@ float exponential(float x) {
 
 float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// c[0] + z (c[1] + z (...)).
+float polynomial(const float (&c)[5], float z) {
+  float q = c[4];
+  for (int i = 3; i >= 0; --i) q = std::fma(q, z, c[i]);
+  return q;
+}
+
+float gelu(float x) { return x * sigmoid(x * std::fma(x * x, kGeluCubic, kGeluLinear)); }
+
+float softplus(float x) {
+  const float u = exponential(-std::fabs(x)), s = u / (2.0f + u), z = s * s;
+  return (x > 0.0f ? x : 0.0f) + s * std::fma(z, polynomial(kLog1pCoefficients, z), 2.0f);
+}
+
+float hyperbolic_tangent(float x) {
+  const float a = std::fabs(x), z = a * a;
+  const float small = std::fma(polynomial(kTanhCoefficients, z) * z, a, a);
+  return std::copysign(a < kTanhLimit ? small : 1.0f - 2.0f / (exponential(2.0f * a) + 1.0f), x);
+}
+
 }  // namespace
 
 void add_f32_f32_f32_reference(const float* left, const float* right, float* out, std::size_t count) {
@@ -33,8 +53,28 @@ void sigmoid_f32_f32_reference(const float* input, float* out, std::size_t count
   for (std::size_t i = 0; i < count; ++i) out[i] = sigmoid(input[i]);
 }
 
+void exp_f32_f32_reference(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = input[i] < -kExpLimit ? 0.0f : exponential(input[i]);
+}
+
+void gelu_f32_f32_reference(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = gelu(input[i]);
+}
+
+void softplus_f32_f32_reference(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = softplus(input[i]);
+}
+
+void tanh_f32_f32_reference(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = hyperbolic_tangent(input[i]);
+}
+
 void silu_mul_f32_f32_f32_reference(const float* gate, const float* up, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) out[i] = (gate[i] * sigmoid(gate[i])) * up[i];
+}
+
+void gelu_mul_f32_f32_f32_reference(const float* gate, const float* up, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = gelu(gate[i]) * up[i];
 }
 
 void round_to_grid_f32_f32_f32_reference(const float* input, const float* steps, float levels, float* out,

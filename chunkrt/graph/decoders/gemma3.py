@@ -1,0 +1,119 @@
+"""Gemma 3, text only: norms before and after attention and feed-forward, and windows on five layers of six.
+
+Layers with a window have RoPE tables of their own. Norms multiply by 1 + w, embeddings are multiplied by sqrt(H).
+Source: Gemma Team, Gemma 3 Technical Report (2025), section 2; Hugging Face's `Gemma3ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.graph import ops
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, head_norm, norm
+from chunkrt.graph.modules import Constant, Module
+from chunkrt.graph.rope import RotaryTables, inverse_frequencies
+
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "norm_offset": 1,
+}
+
+
+def gemma3(config: DecoderConfig) -> Module:
+    """Layers see a window by `layer_types`; without them, all but every sixth do."""
+    refused = ("attn_logit_softcapping", "use_bidirectional_attention")
+    config.refuse(**{key: bool(config.raw.get(key)) for key in refused})
+    return GemmaDecoder(config, GemmaBody(config))
+
+
+class GemmaBody(Body):
+    """The stack of layers, with tables of its own for those with a window."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        pattern = config.count("sliding_window_pattern", 6)
+        rope, local_rope = _tables(config)
+        layers = [
+            GemmaLayer(config, local_rope, config.sliding_window) if slides else GemmaLayer(config, rope, 0)
+            for slides in config.sliding_layers(lambda layer: (layer + 1) % pattern != 0)
+        ]
+        super().__init__(config, rope, layers, embedding_scale=config.hidden_size**0.5)
+        self.local_rope = local_rope
+
+
+class GemmaLayer(Module):
+    """Attention and feed-forward, each between two norms and added back to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, rope: RotaryTables, window: int) -> None:
+        super().__init__()
+        has_bias, scale = config.flag("attention_bias"), config.number("query_pre_attn_scalar") ** -0.5
+        self.input_layernorm = norm(config)
+        self.self_attn = Attention(
+            config, rope, norm=head_norm(config), bias=(has_bias, has_bias), scale=scale, window=window
+        )
+        self.post_attention_layernorm = norm(config)
+        self.pre_feedforward_layernorm = norm(config)
+        self.mlp = FeedForward(config)
+        self.post_feedforward_layernorm = norm(config)
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(hidden)))
+        hidden = ops.add(hidden, attended, name="attention_residual")
+        fed_forward = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return ops.add(hidden, fed_forward, name="output")
+
+
+class GemmaDecoder(CausalDecoder):
+    """Logits lie between -cap and cap if the config has a cap."""
+
+    def __init__(self, config: DecoderConfig, body: GemmaBody) -> None:
+        super().__init__(config, body)
+        has_cap = config.raw.get("final_logit_softcapping") is not None
+        self.soft_cap = SoftCap(config.number("final_logit_softcapping")) if has_cap else None
+
+    def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
+        logits = super().forward(token_ids, logit_rows)
+        return logits if self.soft_cap is None else self.soft_cap(logits)
+
+
+class SoftCap(Module):
+    """cap * tanh(logits / cap). Runs on the CPU unless placed."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.device = "cpu"
+        self.cap, self.inverse = (Constant(np.full(1, factor, np.float32)) for factor in (cap, 1 / cap))
+
+    def forward(self, logits: ir.Value) -> ir.Value:
+        bounded = ops.tanh(ops.mul(logits, self.inverse(), name="scaled"), name="bounded")
+        return ops.mul(bounded, self.cap(), name="output")
+
+
+def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
+    """Of layers that see all, which a scaling rule applies to, and of those with a window."""
+    sections = config.raw.get("rope_parameters") or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(sections, Mapping) or not sections.keys() <= set(kinds):
+        raise UnsupportedModelError(f"{config.where}: rope_parameters = {sections!r}, expected a section for {kinds}")
+    full = {"rope_theta": config.number("rope_theta"), **(config.raw.get("rope_scaling") or {})}
+    sliding = {"rope_theta": config.number("rope_local_base_freq")}
+
+    def tables(parameters: Mapping[str, Any], kind: str) -> RotaryTables:
+        chosen = {"rope_parameters": {**parameters, **(sections.get(kind) or {})}}
+        return RotaryTables(inverse_frequencies(chosen, config.head_dim), config.context_length)
+
+    return tables(full, "full_attention"), tables(sliding, "sliding_attention")

@@ -1,0 +1,36 @@
+"""Phi-3, 3.5 and Phi-4-mini: the Llama family with q, k and v, and gate and up, each merged in the checkpoint.
+
+RoPE may turn a part of every head, and be stretched for long contexts; all layers may see a window only.
+Source: Abdin et al., Phi-3 Technical Report (2024), section 2; Hugging Face's `Phi3ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.modules import MergedLinear, Module
+from chunkrt.graph.rope import RotaryTables, longrope_tables, rope_parameters
+
+DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+LONGROPE = ("longrope", "su", "yarn")
+"""Names that configs of this family have given to one rule."""
+
+
+def phi3(config: DecoderConfig) -> Module:
+    """Every layer sees a window, if the config names one."""
+    rope = _tables(config)
+    num_heads = config.num_heads + 2 * config.num_kv_heads
+
+    def layer() -> Layer:
+        qkv = MergedLinear(config.hidden_size, {"qkv_proj": num_heads * config.head_dim})
+        gate_up = MergedLinear(config.hidden_size, {"gate_up_proj": 2 * config.intermediate_size})
+        attention = Attention(config, rope, qkv=qkv, window=config.sliding_window)
+        return Layer(config, attention, FeedForward(config, gate_up=gate_up))
+
+    return CausalDecoder(config, Body(config, rope, [layer() for _ in range(config.num_layers)]))
+
+
+def _tables(config: DecoderConfig) -> RotaryTables:
+    if rope_parameters(config.raw)["rope_type"] in LONGROPE:
+        return longrope_tables(config.raw, config.head_dim, config.context_length)
+    return RotaryTables(config.inverse_frequencies, config.context_length)

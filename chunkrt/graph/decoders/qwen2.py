@@ -1,0 +1,30 @@
+"""Qwen2 and Qwen2.5: the Llama family with biases on q, k and v.
+
+Later layers may see a window only. Source: Yang et al., Qwen2 Technical Report (2024), section 2.2; Hugging Face's
+`Qwen2ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.modules import Module
+from chunkrt.graph.rope import RotaryTables
+
+
+def qwen2(config: DecoderConfig) -> Module:
+    """Every layer sees all before it, unless the config switches windows on."""
+    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+
+    def layer(window: int) -> Layer:
+        return Layer(config, Attention(config, rope, bias=(True, False), window=window), FeedForward(config))
+
+    return CausalDecoder(config, Body(config, rope, [layer(window) for window in windows(config)]))
+
+
+def windows(config: DecoderConfig) -> list[int]:
+    """How many keys each layer sees; windows are off unless `use_sliding_window`, and then start at a layer."""
+    if not config.flag("use_sliding_window"):
+        return [0] * config.num_layers
+    first = config.count("max_window_layers", 28, least=0)
+    return [config.sliding_window if slides else 0 for slides in config.sliding_layers(lambda layer: layer >= first)]

@@ -1,0 +1,112 @@
+"""A state's file: whole numbers and tensors as a NumPy .npz archive, read only if it is whole and as expected."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from math import prod
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.runtime.buffers import Array
+
+Numbers = Mapping[str, int]
+
+
+class StateFile:
+    """The file at a path; nothing is opened yet."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, numbers: Numbers, arrays: Mapping[str, Array]) -> None:
+        """Write everything beside the path first, and then rename it.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        path = self.path
+        try:
+            with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+                try:
+                    _write(file, {name: np.array(number, np.int64) for name, number in numbers.items()} | dict(arrays))
+                    file.close()
+                    Path(file.name).replace(path)
+                except BaseException:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
+        except OSError as error:
+            raise ConfigError(f"cannot save the state to {path}: {error}") from error
+
+    def read(
+        self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]
+    ) -> tuple[Mapping[str, Array], Numbers]:
+        """Read what `write` wrote.
+
+        Args:
+            expect: given the numbers, arrays that have the shapes and dtypes of those to be read; raises ValueError if
+                the numbers will not do.
+            numbers, arrays: the names of all that is in the file.
+
+        Returns:
+            The arrays and the numbers.
+
+        Raises:
+            ModelError: the file is missing, damaged, or holds something else.
+        """
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                _check_names(archive, {*numbers, *arrays})
+                found = {name: int(_read(archive, name, np.empty((), np.int64))) for name in numbers}
+                forms = expect(found)
+                for name, form in forms.items():
+                    with archive.open(f"{name}.npy") as file:
+                        _check_header(file, name, form)
+                if damaged := archive.testzip():
+                    raise ValueError(f"{damaged!r} is damaged")
+                return {name: _read(archive, name, form) for name, form in forms.items()}, found
+        except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            raise ModelError(
+                f"cannot load a state from {self.path}: {str(error) or type(error).__name__}; prefill again"
+            ) from error
+
+
+def _write(file: IO[bytes], arrays: Mapping[str, Array]) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                npy.write_array(member, array, version=(1, 0), allow_pickle=False)
+
+
+def _check_names(archive: zipfile.ZipFile, names: Collection[str]) -> None:
+    found, expected = set(archive.namelist()), {f"{name}.npy" for name in names}
+    if found != expected:
+        raise ValueError(
+            f"it holds {len(found)} tensors, not the {len(expected)} of this decoder (such as "
+            f"{min(found ^ expected)!r})"
+        )
+
+
+def _read(archive: zipfile.ZipFile, name: str, form: Array) -> Array:
+    num_bytes = prod(form.shape) * form.dtype.itemsize
+    with archive.open(f"{name}.npy") as file:
+        _check_header(file, name, form)
+        data = file.read(num_bytes + 1)
+    if len(data) != num_bytes:
+        raise ValueError(f"{name!r} has {len(data)} bytes or more, not {num_bytes}")
+    return np.frombuffer(data, form.dtype).reshape(form.shape)
+
+
+def _check_header(file: IO[bytes], name: str, form: Array | np.ndarray[Any, Any]) -> None:
+    if (version := npy.read_magic(file)) != (1, 0):
+        raise ValueError(f"{name!r} is .npy version {version}, not (1, 0)")
+    shape, is_fortran, dtype = npy.read_array_header_1_0(file)
+    if (shape, is_fortran, dtype) != (form.shape, False, form.dtype):
+        raise ValueError(f"{name!r} is {dtype} {shape}, not {form.dtype} {form.shape}")

@@ -1,0 +1,142 @@
+"""A GGUF file's metadata as Hugging Face's config keys: what all architectures have in common.
+
+Source: llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+
+
+class Keys:
+    """An architecture's metadata keys, read with their types checked; names are those after "llama." and the like.
+
+    `shapes`: of all tensors, under their GGUF names. `read`: gives the values of one of them, float32.
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], NDArray[np.float32]],
+    ) -> None:
+        self.prefix = f"{metadata['general.architecture']}."
+        self.shapes, self.read = shapes, read
+        self._metadata = metadata
+
+    def get(self, key: str) -> Any:
+        """A value as it is; None if there is none."""
+        return self._metadata.get(self.prefix + key)
+
+    def count(self, key: str, default: int | None = None, *, may_lack: bool = False) -> int:
+        """A positive integer. 0 means the default, if there is one. A list, one a layer, must be uniform.
+
+        Args:
+            may_lack: zeros in a list are layers without such a thing, and are passed over.
+        """
+        value = self.get(key)
+        if isinstance(value, list) and value:
+            kinds = set(value) - {0} if may_lack else set(value)
+            if len(kinds) > 1:
+                raise UnsupportedModelError(f"{self.prefix}{key} differs between layers: {value[:8]}")
+            value = next(iter(kinds), 0)
+        if value in (None, 0) and default is not None:
+            return default
+        if type(value) is not int or value <= 0:
+            raise ModelError(f"{self.prefix}{key} must be a positive integer, found {value!r}")
+        return value
+
+    def per_layer(self, key: str, num_layers: int) -> list[int]:
+        """One integer a layer, 0 or more; a single one stands for all layers."""
+        value = self.get(key)
+        values = value if isinstance(value, list) else [value] * num_layers
+        if len(values) != num_layers or any(type(v) is not int or v < 0 for v in values):
+            raise ModelError(
+                f"{self.prefix}{key} must be an integer for each of {num_layers} layers, found {str(value)[:80]}"
+            )
+        return values
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise ModelError(f"{self.prefix}{key} must be a positive number, found {value!r}")
+        return float(value)
+
+    def vector(self, tensor: str, length: int) -> list[float]:
+        """The values of a small tensor that Hugging Face keeps in the config."""
+        if self.shapes.get(tensor) != (length,):
+            found = list(self.shapes[tensor]) if tensor in self.shapes else "missing"
+            raise ModelError(f"tensor {tensor} is {found}, expected [{length}]")
+        return [float(value) for value in self.read(tensor)]
+
+
+def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
+    """The config keys that every architecture has.
+
+    Args:
+        is_hybrid: some layers have no attention, and 0 for the number of their key/value heads.
+
+    Raises:
+        ModelError: a key is missing, of the wrong type or out of range.
+        UnsupportedModelError: a key asks for what is not implemented.
+    """
+    hidden_size = keys.count("embedding_length")
+    num_heads = keys.count("attention.head_count", may_lack=is_hybrid)
+    head_dim = keys.count("attention.key_length", default=hidden_size // num_heads or None)
+    if keys.count("attention.value_length", default=head_dim) != head_dim:
+        raise UnsupportedModelError(
+            "keys and values of different length (GGUF attention.value_length) are not implemented"
+        )
+    rotary_dim = keys.count("rope.dimension_count", default=head_dim)
+    if rotary_dim > head_dim:
+        raise ModelError(f"{keys.prefix}rope.dimension_count = {rotary_dim} exceeds the head length {head_dim}")
+    embedding = keys.shapes.get("token_embd.weight", ())
+    if len(embedding) != 2 or embedding[1] != hidden_size:
+        raise ModelError(
+            f"token_embd.weight has shape {list(embedding)}, expected [vocabulary, {hidden_size}]; "
+            "is it a vocabulary or an adapter, not a model?"
+        )
+    num_layers = keys.count("block_count")
+    if not any(name.startswith(f"blk.{num_layers - 1}.") for name in keys.shapes):
+        raise ModelError(f"{keys.prefix}block_count = {num_layers}, but no tensor blk.{num_layers - 1}.* exists")
+    return {
+        "vocab_size": embedding[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", default=num_heads, may_lack=is_hybrid),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", default=10000.0),
+        "partial_rotary_factor": rotary_dim / head_dim,
+        "rope_scaling": _rope_scaling(keys),
+        "sliding_window": keys.count("attention.sliding_window", default=0) or None,
+        "tie_word_embeddings": "output.weight" not in keys.shapes,
+        "attention_bias": "blk.0.attn_q.bias" in keys.shapes,
+        "mlp_bias": "blk.0.ffn_down.bias" in keys.shapes,
+    }
+
+
+def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
+    kind, magnitude = keys.get("rope.scaling.type"), keys.number("rope.scaling.attn_factor", default=1.0)
+    if kind in (None, "none"):
+        return None if magnitude == 1 else {"attention_factor": magnitude}
+    if not isinstance(kind, str):
+        raise ModelError(f"{keys.prefix}rope.scaling.type must be a string, found {kind!r}")
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
+    if magnitude != 1:
+        scaling["attention_factor"] = magnitude
+    if original := keys.count("rope.scaling.original_context_length", default=0):
+        scaling["original_max_position_embeddings"] = original
+    return scaling

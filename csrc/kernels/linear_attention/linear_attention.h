@@ -1,0 +1,85 @@
+// linear_attention: layers whose state does not grow with position: the causal depthwise convolution and the
+// gated delta rule.
+//
+// Convolution (LFM2's short convolution; the first step of the delta rule's layers), for each channel c, with
+// K taps and z = [the K - 1 columns of the state | s], s[t] = in_gate[t] * x[t], or x[t] without gates:
+//   y[t] = the chain y + w[j] * z[t + j] over j ascending from the bias, or from 0
+//   out[t] = out_gate[t] * y[t], or y[t]
+// Afterwards the state holds the last K - 1 columns of z.
+//
+// Gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks"), for each v head, S [dk, dv]:
+//   S <- a S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T (scale q),   a = decay[t], beta = beta[t]
+// v head h uses k head floor(h / (num_v_heads / num_k_heads)). The reference computes that row by row. The
+// others take up to kDeltaRows at once (the chunk form of the same paper, with K, Q, V the rows as matrices):
+//   G[i, j] = the product of decay[j + 1 .. i],  P[i] = the product of decay[0 .. i]
+//   D[i] = beta[i] (v[i] - P[i] (K S)[i]) - sum over j < i of beta[i] G[i, j] (k[i] . k[j]) D[j]
+//   o[i] = P[i] (scale Q S)[i] + sum over j <= i of G[i, j] (scale q[i] . k[j]) D[j]
+//   S <- P[n - 1] S + sum over j of (G[n - 1, j] k[j]) D[j]^T,   n rows
+// For one row that is the single step: it reads S twice and writes it once.
+//
+// Numerics: float32; products and sums are rounded apart, and every sum is one chain in the order of its
+// index. Decays are multiplied, not exponentials of differences taken, so that a decay after a far stronger
+// one keeps all its digits. So the convolution has the same bits on every instruction set and for every split
+// into calls. The delta rule has the same bits on every instruction set but the reference, whatever heads a
+// call computes; split into other calls it differs by rounding. A NaN or an infinity in a row reaches that
+// row's outputs and, through the states, the rows after it, never those before.
+#pragma once
+
+#include <cstddef>
+
+namespace chunkrt {
+
+struct ConvolutionArgs {
+  const float* input;     // float32 [rows, channels], rows input_stride apart: x
+  const float* in_gate;   // as input, or nullptr
+  const float* out_gate;  // as input, or nullptr
+  const float* weight;    // float32 [channels, taps]
+  const float* bias;      // float32 [channels], or nullptr
+  float* state;           // float32 [channels, taps - 1], the oldest first
+  float* out;             // float32 [rows, channels]; may not overlap the input or the gates
+  std::size_t rows;
+  std::size_t channels;
+  std::size_t taps;  // at least 2
+  std::size_t input_stride;
+};
+
+struct DeltaRuleArgs {
+  const float* qkv;    // float32 [rows, 2 * num_k_heads * k_dim + num_v_heads * v_dim]: q | k | v along a row
+  const float* decay;  // float32 [rows, num_v_heads]
+  const float* beta;   // as decay
+  float* state;        // float32 [num_v_heads, k_dim, v_dim]
+  float* out;          // float32 [rows, num_v_heads * v_dim]; may not overlap the inputs
+  std::size_t rows;
+  std::size_t num_k_heads;
+  std::size_t num_v_heads;  // a multiple of num_k_heads
+  std::size_t k_dim;
+  std::size_t v_dim;  // any; a multiple of 64 is fastest
+  float scale;        // of q
+};
+
+inline constexpr std::size_t kChannelsPerItem = 64;
+inline constexpr std::size_t kDeltaRows = 32;  // that the chunk form takes at once, at most
+
+// How many items a convolution splits into. The delta rule's items are the v heads.
+std::size_t convolution_items(std::size_t channels);
+
+// Floats of scratch that one call needs; threads that run at once need one each. Nothing is allocated.
+std::size_t convolution_scratch_floats(std::size_t taps);
+std::size_t delta_rule_scratch_floats(std::size_t k_dim, std::size_t v_dim);
+
+// Runs items [begin, end).
+using ConvolutionFunction = void(const ConvolutionArgs& args, std::size_t begin, std::size_t end,
+                                 float* scratch);
+using DeltaRuleFunction = void(const DeltaRuleArgs& args, std::size_t begin, std::size_t end, float* scratch);
+
+ConvolutionFunction causal_convolution_f32_f32_reference;
+ConvolutionFunction causal_convolution_f32_f32_avx2;
+ConvolutionFunction causal_convolution_f32_f32_avx512vnni;
+ConvolutionFunction causal_convolution_f32_f32_neon;
+
+DeltaRuleFunction gated_delta_rule_f32_f32_reference;
+DeltaRuleFunction gated_delta_rule_f32_f32_avx2;
+DeltaRuleFunction gated_delta_rule_f32_f32_avx512vnni;
+DeltaRuleFunction gated_delta_rule_f32_f32_neon;
+
+}  // namespace chunkrt

@@ -1,0 +1,58 @@
+// linear_attention, portable and one row at a time: the definition.
+#include <algorithm>
+
+#include "kernels/linear_attention/linear_attention.h"
+
+namespace chunkrt {
+
+void causal_convolution_f32_f32_reference(const ConvolutionArgs& args, std::size_t begin, std::size_t end,
+                                          float* scratch) {
+  const std::size_t last = std::min(end * kChannelsPerItem, args.channels), kept = args.taps - 1;
+  float* const window = scratch;  // [taps] of z
+  for (std::size_t channel = begin * kChannelsPerItem; channel < last; ++channel) {
+    float* state = args.state + channel * kept;
+    std::copy_n(state, kept, window);
+    for (std::size_t row = 0; row < args.rows; ++row) {
+      const std::size_t at = row * args.input_stride + channel;
+      window[kept] = args.in_gate ? args.in_gate[at] * args.input[at] : args.input[at];
+      float sum = args.bias ? args.bias[channel] : 0.0f;
+      for (std::size_t j = 0; j < args.taps; ++j) sum += args.weight[channel * args.taps + j] * window[j];
+      args.out[row * args.channels + channel] = args.out_gate ? args.out_gate[at] * sum : sum;
+      std::copy_n(window + 1, kept, window);
+    }
+    std::copy_n(window, kept, state);
+  }
+}
+
+void gated_delta_rule_f32_f32_reference(const DeltaRuleArgs& args, std::size_t begin, std::size_t end,
+                                        float* scratch) {
+  const std::size_t k_dim = args.k_dim, v_dim = args.v_dim, all_keys = args.num_k_heads * k_dim;
+  float* const delta = scratch;  // [v_dim]
+  for (std::size_t head = begin; head < end; ++head) {
+    const std::size_t k_head = head / (args.num_v_heads / args.num_k_heads);
+    float* const state = args.state + head * k_dim * v_dim;
+    for (std::size_t row = 0; row < args.rows; ++row) {
+      const float* q = args.qkv + row * (2 * all_keys + args.num_v_heads * v_dim) + k_head * k_dim;
+      const float* k = q + all_keys;
+      const float* v = q - k_head * k_dim + 2 * all_keys + head * v_dim;
+      const float decay = args.decay[row * args.num_v_heads + head];
+      const float beta = args.beta[row * args.num_v_heads + head];
+      float* out = args.out + (row * args.num_v_heads + head) * v_dim;
+      for (std::size_t i = 0; i < k_dim * v_dim; ++i) state[i] *= decay;
+      for (std::size_t j = 0; j < v_dim; ++j) {
+        float recalled = 0.0f;
+        for (std::size_t i = 0; i < k_dim; ++i) recalled += state[i * v_dim + j] * k[i];
+        delta[j] = beta * (v[j] - recalled);
+      }
+      std::fill_n(out, v_dim, 0.0f);
+      for (std::size_t i = 0; i < k_dim; ++i) {
+        for (std::size_t j = 0; j < v_dim; ++j) {
+          state[i * v_dim + j] += k[i] * delta[j];
+          out[j] += state[i * v_dim + j] * (args.scale * q[i]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace chunkrt

@@ -1,0 +1,41 @@
+"""Hugging Face folders with small random decoders, written on the spot, and loading them on every backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+import chunkrt
+from chunkrt.backends import make_backend
+from chunkrt.engine import Engine
+from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+
+
+def write_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """A checkpoint of the Llama family, by default of `chunkrt.testing.decoder`'s sizes; keys of the config differ."""
+    config = {"model_type": "llama", **CONFIG, **config}
+    source = RandomCheckpoint(config, seed=seed)
+    folder.mkdir(parents=True)
+    save_file({name: source.read(name) for name in source.names()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def load_on(npu: str, folder: Path, **options: Any) -> Engine:
+    """Load with caches of float32, unless told otherwise, and except on native with float linears.
+
+    The test is skipped where native lacks what it takes.
+    """
+    scheme = "w8a8-dynamic" if npu == "native" else "float"
+    options = {"cache_dtype": "float32", "threads": 2, **options}
+    if npu == "native":
+        with chunkrt.load(folder, npu="reference", scheme=scheme) as engine:
+            backend, plan = make_backend("native", threads=1), engine.plan.with_raw_keys()
+            for subgraph in plan.subgraphs:
+                if not (support := backend.supports(subgraph, plan, engine.scheme)):
+                    pytest.skip(f"native has neither windows nor keys that are cached before RoPE: {support.reason}")
+    return chunkrt.load(folder, npu=npu, scheme=scheme, **options)

@@ -1,0 +1,270 @@
+"""A context that shifts: which tokens stay, and that what stays is seen where it stands now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint
+from random_folders import load_on, write_folder
+
+from chunkrt.cli.chat import reuse_prefix
+from chunkrt.engine import Engine
+from chunkrt.errors import BackendError, ConfigError
+
+CONTEXT, KEEP, CHUNK = 64, 4, 8
+TOKENS = np.random.default_rng(5).integers(0, 61, 300).tolist()
+GGUF = str(checkpoint("llama_biased_gguf"))
+TOLERANCE = 1e-4
+"""Float32 throughout: two layers of sums over at most 64 products and 64 keys."""
+
+
+def after_shifts(tokens: list[int], keep: int = KEEP) -> list[int]:
+    """The tokens that are left of a prompt that was taken as it fits."""
+    left: list[int] = []
+    for token in tokens:
+        if len(left) == CONTEXT:
+            del left[keep : keep + (CONTEXT - keep) // 2]
+        left.append(token)
+    return left
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random decoders: of one layer, where keys depend on their own token alone, of two, and with windows."""
+    root = tmp_path_factory.mktemp("random")
+    window = {"model_type": "mistral", "num_hidden_layers": 1, "max_position_embeddings": 512}
+    return {
+        "one": write_folder(root / "one", num_hidden_layers=1),
+        "two": write_folder(root / "two", num_hidden_layers=2),
+        "narrow": write_folder(root / "narrow", **window, sliding_window=8),
+        "wide": write_folder(root / "wide", **window, sliding_window=100),
+    }
+
+
+def load(folder: Path, npu: str, **options: Any) -> Engine:
+    options = {"chunk_length": CHUNK, "context_shift": True, "context_length": CONTEXT, **options}
+    return load_on(npu, folder, **options)
+
+
+on_all_backends = pytest.mark.parametrize("npu", ["reference", "onnxrt", "native"])
+
+
+@on_all_backends
+def test_keys_rotated_when_used_give_what_keys_rotated_once_give(folders: dict[str, Path], npu: str) -> None:
+    oracle = npu if npu == "native" else "onnxrt"
+    with load(folders["two"], npu) as raw, load(folders["two"], oracle, context_shift=False) as rotated:
+        found = raw.session().prefill(TOKENS[:CONTEXT], logits="all").logits
+        expected = rotated.session().prefill(TOKENS[:CONTEXT], logits="all").logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@on_all_backends
+@pytest.mark.parametrize("num_tokens", [CONTEXT + 1, CONTEXT + 30, CONTEXT + 31, 300])
+def test_after_a_shift_one_layer_sees_what_a_fresh_session_of_the_tokens_left_sees(
+    folders: dict[str, Path], num_tokens: int, npu: str
+) -> None:
+    with load(folders["one"], npu) as engine:
+        session, fresh = engine.session(), engine.session()
+        session.prefill(TOKENS[:40])
+        found = session.prefill(TOKENS[40:num_tokens], logits="all")
+        assert list(session.tokens) == after_shifts(TOKENS[:num_tokens])
+        assert list(session.history) == TOKENS[:num_tokens]
+        assert found.num_tokens == num_tokens - 40
+        assert found.logits is not None
+        assert len(found.logits) == num_tokens - 40
+        expected = fresh.prefill(session.tokens, logits="all").logits
+        for name, array in session._state.tensors.items():
+            cached = fresh._state.tensors[name][:, : fresh.position]
+            np.testing.assert_allclose(array[:, : session.position], cached, rtol=0, atol=TOLERANCE)
+    assert expected is not None
+    np.testing.assert_allclose(found.logits[-1], expected[-1], rtol=0, atol=TOLERANCE)
+
+
+@on_all_backends
+def test_a_generation_goes_on_past_the_context(folders: dict[str, Path], npu: str) -> None:
+    with load(folders["one"], npu) as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:50])
+        pieces = list(session.generate(max_new_tokens=100))
+        assert [piece.finish_reason for piece in pieces] == [None] * 99 + ["length"]
+        answer = [piece.token_id for piece in pieces]
+        assert list(session.history) == [*TOKENS[:50], *answer]
+        assert list(session.tokens) == after_shifts([*TOKENS[:50], *answer])
+        logits = engine.session().prefill(session.tokens[:-1]).logits
+        assert logits is not None
+        assert int(np.argmax(logits)) == answer[-1]
+
+
+@on_all_backends
+def test_several_layers_shift_the_same_way_every_time_whatever_the_chunks(folders: dict[str, Path], npu: str) -> None:
+    outcomes = []
+    for chunk_length in (CHUNK, CHUNK, 5, 64):
+        with load(folders["two"], npu, chunk_length=chunk_length) as engine:
+            session = engine.session()
+            logits = session.prefill(TOKENS, logits="all").logits
+            assert logits is not None
+            assert np.isfinite(logits).all()
+            outcomes.append((logits, session.tokens))
+    np.testing.assert_array_equal(outcomes[0][0], outcomes[1][0])
+    for logits, tokens in outcomes[2:]:
+        np.testing.assert_allclose(logits, outcomes[0][0], rtol=0, atol=TOLERANCE)
+        assert tokens == outcomes[0][1]
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+def test_caches_of_every_type_shift(folders: dict[str, Path], cache_dtype: str) -> None:
+    with load(folders["one"], "native", cache_dtype=cache_dtype) as engine:
+        session = engine.session()
+        found = session.prefill(TOKENS[:200]).logits
+        expected = engine.session().prefill(session.tokens).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_shift_moves_keys_and_values_and_computes_nothing(folders: dict[str, Path]) -> None:
+    with load(folders["two"], "reference") as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:CONTEXT])
+        state = session._state
+        before = {name: array.copy() for name, array in state.tensors.items()}
+        num_dropped = (CONTEXT - KEEP) // 2
+        assert state.shift(KEEP, num_dropped) == CONTEXT - num_dropped
+        for name, array in before.items():
+            left = np.concatenate([array[:, :KEEP], array[:, KEEP + num_dropped :]], axis=1)
+            np.testing.assert_array_equal(state.tensors[name][:, : state.position], left)
+
+
+@on_all_backends
+@pytest.mark.parametrize("keep", [0, 1, 4])
+def test_rings_drop_positions(folders: dict[str, Path], keep: int, npu: str) -> None:
+    """Of a context four times a ring."""
+    with load(folders["narrow"], npu, context_length=256, context_keep=keep) as engine:
+        session, run = engine.session(), list[int]()
+        session.on_run = lambda record: run.append(record.num_tokens)
+        session.prefill(TOKENS[:256])
+        found = session.prefill(TOKENS[256:270]).logits
+        assert run == [256, 14]
+        expected = engine.session().prefill(session.tokens).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@on_all_backends
+def test_what_a_ring_has_lost_and_a_window_sees_is_run_again(folders: dict[str, Path], npu: str) -> None:
+    """With a window of 100 a row at 78, after a shift, sees the 4 tokens kept, which a ring of 128 has not any more."""
+    with load(folders["wide"], npu, context_length=150) as engine:
+        session, run = engine.session(), list[int]()
+        session.on_run = lambda record: run.append(record.num_tokens)
+        session.prefill(TOKENS[:150])
+        found = session.prefill(TOKENS[150:160]).logits
+        assert run == [150, 77 + 10]
+        expected = engine.session().prefill(session.tokens).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_rewinding_after_a_shift(folders: dict[str, Path]) -> None:
+    with load(folders["one"], "reference") as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:100])
+        left = list(session.tokens)
+        session.rewind(30)
+        assert list(session.history) == TOKENS[: 100 - len(left) + 30]
+        found = session.fork().prefill(TOKENS[200:210]).logits
+        expected = engine.session().prefill([*left[:30], *TOKENS[200:210]]).logits
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+        session.rewind(KEEP)
+        assert list(session.history) == TOKENS[:KEEP]
+
+
+def test_a_failure_between_shifts_leaves_the_session_as_it_was(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(folders["two"], "reference") as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:60])
+        subgraph, num_calls = engine._executor.subgraphs[3], 0
+        compute = subgraph._compute
+
+        def fail_late(inputs: Any, outputs: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 8:
+                raise ValueError("on purpose")
+            compute(inputs, outputs)
+
+        before, tokens = session.fork().prefill(TOKENS[200:204]).logits, session.tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(subgraph, "_compute", fail_late)
+            with pytest.raises(BackendError, match="on purpose"):
+                session.prefill(TOKENS[60:200])
+        assert num_calls == 8
+        assert session.tokens == session.history == tokens
+        np.testing.assert_array_equal(session.fork().prefill(TOKENS[200:204]).logits, before)
+        fresh = engine.session()
+        fresh.prefill(TOKENS[:60])
+        np.testing.assert_array_equal(session.prefill(TOKENS[60:200]).logits, fresh.prefill(TOKENS[60:200]).logits)
+
+
+def test_without_a_shift_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
+    with load(folders["one"], "reference", context_shift=False) as engine:
+        session = engine.session()
+        with pytest.raises(ConfigError, match=r"has room for 64; .* or let the context shift"):
+            session.prefill(TOKENS[:65])
+        session.prefill(TOKENS[:60])
+        assert [piece.finish_reason for piece in session.generate()] == [None] * 4 + ["context"]
+        assert not engine.plan.has_raw_keys
+
+
+@pytest.mark.parametrize("at", [50, 64, 100, 150])
+@pytest.mark.parametrize("shared", [0, 3, 4, 30, 90, 140])
+def test_a_conversation_goes_on_where_it_parts_from_what_was_said(
+    folders: dict[str, Path], at: int, shared: int
+) -> None:
+    with load(folders["one"], "reference") as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:at])
+        shared, num_dropped = min(shared, at), at - session.position
+        turn = [*TOKENS[:shared], *(60 - token for token in TOKENS[shared : at + 20])]
+        rest = reuse_prefix(session, turn)
+        assert rest
+        assert [*session.history, *rest] == turn
+        was_dropped = num_dropped and KEEP <= shared <= KEEP + num_dropped
+        assert len(session.history) == (KEEP if was_dropped else shared)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_keep": -1}, "context_keep is -1, expected a whole number, 0 or more"),
+        ({"context_keep": 1.5}, "context_keep is 1.5, expected a whole number, 0 or more"),
+        ({"context_shift": "yes"}, "context_shift is 'yes', expected true or false"),
+        ({"context_keep": 63}, "context_keep is 63, but of a context of 64 two tokens at least have to move"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(folders: dict[str, Path], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folders["one"], "reference", **options)
+
+
+def test_the_smallest_context_that_shifts(folders: dict[str, Path]) -> None:
+    with load(folders["one"], "reference", context_keep=62) as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:70])
+        assert session.tokens == (*TOKENS[:62], *TOKENS[68:70])
+
+
+def test_run_takes_a_prompt_and_writes_an_answer_longer_than_the_context(command: Any, tmp_path: Path) -> None:
+    arguments = ["run", GGUF, "--npu", "reference", "--raw", "-p", "hello " * 30, "--context", "16", "--chunk", "4"]
+    refused = command(*arguments)
+    assert refused.status != 0
+    assert "the context of 16 has room for 16" in refused.err
+    settings = tmp_path / "settings.toml"
+    settings.write_text("context_shift = true\ncontext_keep = 2\n", encoding="utf-8")
+    outputs = []
+    for shift in (["--context-shift", "--keep", "2"], ["--settings", settings]):
+        finished = command(*arguments, "-n", "40", *shift)
+        assert finished.status == 0, finished.err
+        assert "40 tokens" in finished.err
+        outputs.append(finished.out)
+    assert outputs[0] == outputs[1]

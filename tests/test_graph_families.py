@@ -1,0 +1,164 @@
+"""Decoder families beside Llama: what their configs leave out, what of them is refused, which layer gets which part."""
+
+import json
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.partition import partition
+from chunkrt.graph.rope import longrope_tables
+from chunkrt.graph.tracing import trace
+from chunkrt.weights.checkpoint import open_checkpoint
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+
+
+def changed(name, **changes):
+    """A fixture under another config; ... takes a key away."""
+    source = open_checkpoint(checkpoint(name))
+    source.config = {key: value for key, value in {**source.config, **changes}.items() if value is not ...}
+    return source
+
+
+def plan_of(source):
+    return partition(trace(build_decoder(source)), family=source.architecture)
+
+
+def attention_nodes(plan):
+    return [node for s in plan.subgraphs for node in s.nodes if node.op == "CachedAttention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3_scaled", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ("gemma3_scaled", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ("gemma3_scaled", {"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
+        ("gemma3_scaled", {"rope_parameters": {"rope_theta": 5.0}}, "expected a section for .*'full_attention'"),
+        ("gemma3_scaled", {"layer_types": ["chunked_attention"] * 6}, "a layer is 'chunked_attention'"),
+        ("phi3_window_5", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' without 'short_factor'"),
+        ("phi3_window_5", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4}}, "'su' without 'long_factor'"),
+        ("phi3_window_5", {"rope_scaling": {"type": "dynamic"}}, "rope scaling 'dynamic' is not supported"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        (
+            "qwen3",
+            {"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 1.2}},
+            "attention_factor = 1.2",
+        ),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(name, changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        build_decoder(changed(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3_scaled", {"layer_types": ["full_attention"]}, "expected a word for each of 6 layers"),
+        ("gemma3_scaled", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, expected a positive"),
+        ("gemma3_scaled", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, expected a positive"),
+        ("qwen2_window", {"max_window_layers": -1}, "max_window_layers is -1, expected a whole number"),
+        (
+            "phi3_longrope_short",
+            {"rope_scaling": LONGROPE},
+            r"short_factor of RoPE is \[1.0, 2.0\], expected 3 numbers",
+        ),
+        ("phi3_longrope_short", {"original_max_position_embeddings": 0.5}, "original_max_position_embeddings is 0.5"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(name, changes, message):
+    with pytest.raises(ModelError, match=message):
+        build_decoder(changed(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("gemma3_scaled", {}, [6, 6, 6, 6, 6, 0]),
+        ("gemma3_scaled", {"sliding_window_pattern": 3}, [6, 6, 0, 6, 6, 0]),
+        ("gemma3_scaled", {"sliding_window": 128}, [0] * 6),
+        ("gemma3_rope_parameters", {}, [0, 9]),
+        ("qwen2", {}, [0, 0]),
+        ("qwen2_window", {}, [0, 32]),
+        ("qwen2_window", {"max_window_layers": 0}, [32, 32]),
+        ("qwen2_window", {"max_window_layers": ...}, [0, 0]),
+        ("qwen3_layer_types", {}, [7, 0]),
+        ("phi3_window_5", {}, [5, 5]),
+        ("mistral_window_5", {}, [5, 5]),
+        ("mistral_window_5", {"sliding_window": ..., "max_position_embeddings": 8192}, [4096, 4096]),
+    ],
+)
+def test_which_layers_see_a_window(name, changes, windows):
+    nodes = attention_nodes(plan_of(changed(name, **changes)))
+    assert [node.attributes["window"] for node in nodes] == windows
+
+
+def test_layers_of_gemma_take_the_tables_of_their_kind_though_the_window_is_as_long_as_the_context():
+    nodes = attention_nodes(plan_of(changed("gemma3_scaled", sliding_window=128)))
+    assert [node.inputs[3] for node in nodes] == ["model.local_rope.cos"] * 5 + ["model.rope.cos"]
+
+
+def test_a_config_of_gemma_may_leave_out_what_transformers_takes_for_granted():
+    left_out = ("tie_word_embeddings", "hidden_activation", "rope_local_base_freq", "rope_theta", "attention_bias")
+    complete = build_decoder(changed("gemma3_scaled"))
+    sparse = build_decoder(changed("gemma3_scaled", **dict.fromkeys(left_out, ...)))
+    for left, right in zip(complete.parameters(), sparse.parameters(), strict=True):
+        assert (left.name, left.checkpoint_tensors) == (right.name, right.checkpoint_tensors)
+        if "rope" in left.name:
+            np.testing.assert_array_equal(left.combine(), right.combine())
+
+
+def test_norms_of_a_gguf_hold_the_sum_already():
+    """The same values come out of both files."""
+    (of_folder, of_gguf) = (
+        {p.name: p.load(source) for p in build_decoder(source).parameters() if "norm" in p.name}
+        for source in (open_checkpoint(checkpoint(name)) for name in ("gemma3_scaled", "gemma3_gguf"))
+    )
+    assert len(of_folder) == 6 * 5 + 1
+    for name, weight in of_folder.items():
+        np.testing.assert_allclose(of_gguf[name], weight, rtol=1e-6)
+        assert 0.5 < weight.mean() < 1.5
+
+
+def test_longrope_has_two_tables_and_a_factor():
+    """As the paper's authors write it: cos(position / (factor * theta^(2i/d))) * sqrt(1 + ln(s) / ln(L))."""
+    config = {"rope_theta": 100.0, "rope_scaling": LONGROPE, "original_max_position_embeddings": 8}
+    tables = longrope_tables(config, 4, 32).named("rope")
+    cos, sin = tables.cos.combine(), tables.sin.combine()
+    assert (cos.shape, tables.cos.shape, tables.long_context_from) == ((64, 2), (64, 2), 8)
+    factor = (1 + np.log(4) / np.log(8)) ** 0.5
+    for position in (0, 1, 31):
+        for i in range(2):
+            short = position / ([1.0, 2.0][i] * 100.0 ** (i / 2))
+            long = position / ([3.0, 4.0][i] * 100.0 ** (i / 2))
+            np.testing.assert_allclose(cos[position, i], factor * np.cos(short), rtol=1e-6)
+            np.testing.assert_allclose(sin[32 + position, i], factor * np.sin(long), rtol=1e-6)
+
+
+def test_the_attention_factor_of_longrope_may_be_given():
+    config = {"rope_scaling": LONGROPE | {"attention_factor": 2.0}, "original_max_position_embeddings": 8}
+    assert longrope_tables(config, 4, 32).named("rope").cos.combine().max() == 2
+
+
+@pytest.mark.parametrize(
+    ("gguf", "folder"),
+    [
+        ("qwen2_gguf", "qwen2"),
+        ("qwen3_gguf", "qwen3"),
+        ("gemma3_gguf", "gemma3_scaled"),
+        ("phi3_gguf", "phi3_window_5"),
+        ("phi3_longrope_gguf", "phi3_longrope_long"),
+    ],
+)
+def test_a_gguf_gives_the_plan_that_the_folder_gives(gguf, folder):
+    plans = [json.loads(plan_of(open_checkpoint(checkpoint(name))).to_json()) for name in (gguf, folder)]
+    epsilons = [
+        [node["attributes"].pop("epsilon", 0) for subgraph in plan["subgraphs"] for node in subgraph["nodes"]]
+        for plan in plans
+    ]
+    assert plans[0] == plans[1]
+    np.testing.assert_allclose(*epsilons, rtol=1e-6)  # a GGUF's are float32

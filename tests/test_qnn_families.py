@@ -1,0 +1,61 @@
+"""A static subgraph of every family on the emulated NPU: it is compiled whole, and computes what the reference does."""
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.calibrate import calibrate
+from chunkrt.compiler import plan_checkpoint
+from chunkrt.graph.plan import resolve
+
+pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+if not open_htp().is_emulated:
+    pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+CHUNK, SCHEME, SUBGRAPH = 32, "w8a16", "static.1"
+TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
+"""Of an output, by the root mean square: twice what ten roundings to float16 do, each up to 2^-11 of a value."""
+OPERATORS_OF = {
+    "gemma3_scaled": {"Gelu"},
+    "mistral_window_5": {"Sigmoid"},
+    "phi3_window_5": {"Sigmoid"},
+    "qwen2": {"Sigmoid"},
+    "qwen3": {"Sigmoid"},
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS_OF)
+def test_a_layer_is_what_the_reference_computes(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    tokens = np.array(input_ids(name))
+    planned = plan_checkpoint(checkpoint(name), {})
+    calibrate(planned.plan, planned.load, tokens, model=name).save(tmp_path / "calibration.npz")
+    options = {"npu": "reference", "scheme": SCHEME, "calibration": tmp_path / "calibration.npz"}
+    with chunkrt.load(checkpoint(name), chunk_length=CHUNK, **options) as engine:
+        subgraph, values = run_up_to(engine, SUBGRAPH, tokens[:CHUNK])
+        assert {node.op for node in subgraph.nodes} >= OPERATORS_OF[name] | {"MatMul", "RMSNormalization"}
+        backend = QnnBackend(find_soc("SM8650"), contexts=tmp_path / "contexts")
+        executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.weights)
+    found = {output: np.zeros_like(values[output]) for output in subgraph.outputs}
+    executable.run({given: values[given] for given in subgraph.inputs}, found)
+    for output in subgraph.outputs:
+        off = np.sqrt(np.mean((found[output] - values[output]) ** 2) / np.mean(values[output] ** 2))
+        assert off < TOLERANCE, f"{output} is off by {off:.5f} of its root mean square"
+
+
+def run_up_to(engine, name, tokens):
+    """A subgraph, and every value of a chunk up to its outputs, by the reference."""
+    plan, symbols = engine.plan, dict.fromkeys(("T", "P", "W"), len(tokens))
+    values = {"input_ids": tokens, "position": np.zeros(1, np.int64)}
+    for subgraph in plan.subgraphs:
+        for tensor in (*subgraph.state, *subgraph.outputs):
+            values[tensor] = np.zeros(resolve(plan.tensors[tensor].shape, symbols), np.float32)
+        executable = ReferenceBackend().compile(subgraph, plan, len(tokens), engine.scheme, engine.weights)
+        inputs = {tensor: values[tensor] for tensor in (*subgraph.inputs, *subgraph.state)}
+        executable.run(inputs, {tensor: values[tensor] for tensor in subgraph.outputs})
+        if subgraph.name == name:
+            return subgraph, values
+    raise AssertionError(f"there is no {name}")

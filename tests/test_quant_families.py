@@ -1,0 +1,86 @@
+"""Every decoder family under quantisation: schemes stay near float, foldings leave logits as they are or refuse."""
+
+import re
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+from folding_models import Model, assert_same, equalised, rotated
+
+import chunkrt
+from chunkrt.backends.native import NativeBackend
+from chunkrt.calibrate import calibrate
+from chunkrt.compiler import plan_checkpoint
+from chunkrt.errors import QuantizationError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.quant.scheme import find_scheme
+from chunkrt.quant.weights import linear_nodes
+from chunkrt.weights.checkpoint import open_checkpoint
+
+FAMILIES = (
+    "gemma3_rope_parameters",
+    "gemma3_scaled",
+    "mistral_window_5",
+    "phi3_longrope_short",
+    "phi3_window_5",
+    "qwen2",
+    "qwen3",
+)
+MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
+"""Of logits against float, by the root mean square; weights of 8 bits alone, drawn evenly, make up 0.02 of this."""
+MOST_DIFFERENCE = 0.01
+"""Between two backends that compute the same integers: here and there a value falls to the other side of a step."""
+
+
+def relative_error(found, expected):
+    return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+
+
+def logits_of(name, **options):
+    with chunkrt.load(checkpoint(name), chunk_length=32, **({"npu": "reference"} | options)) as engine:
+        return engine.session().prefill(input_ids(name)[:64], logits="all").logits
+
+
+@pytest.mark.parametrize("scheme", MOST_ERROR)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    options = {"scheme": scheme}
+    if find_scheme(scheme).is_static:
+        planned = plan_checkpoint(checkpoint(name), {})
+        calibrate(planned.plan, planned.load, np.array(input_ids(name)), model=name).save(tmp_path / "found.npz")
+        options["calibration"] = tmp_path / "found.npz"
+    assert 0 < relative_error(logits_of(name, **options), logits_of(name, scheme="float")) < MOST_ERROR[scheme]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_native_backend_computes_what_the_reference_does(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    scheme, plan = find_scheme("w8a8-dynamic"), plan_checkpoint(checkpoint(name), {}).plan
+    for subgraph in plan.subgraphs:
+        if not (support := NativeBackend(threads=1).supports(subgraph, plan, scheme)):
+            pytest.skip(f"native has no {support.node}: {support.reason}")
+    found = logits_of(name, npu="native", scheme=scheme.name, cache_dtype="float32")
+    assert relative_error(found, logits_of(name, scheme=scheme.name)) < MOST_DIFFERENCE
+
+
+def model_of(name):
+    source = open_checkpoint(checkpoint(name))
+    return Model(build_decoder(source), source)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equalisation_reaches_every_linear_and_leaves_logits_as_they_are(name):
+    """v's channels too, which the norm of heads lets pass."""
+    model = model_of(name)
+    folding = equalised(model)
+    assert folding.rows.keys() == linear_nodes(model.plan).keys()
+    assert all(np.ptp(factors) > 0.1 for factors in folding.rows.values())
+    assert_same(model.run(model.folded(folding))[0], model.run()[0])
+
+
+def test_norms_behind_linears_are_not_rotated():
+    node = "model.layers.0.post_attention_layernorm.output"
+    message = f"the residual stream cannot be rotated: node '{node}' (RMSNormalization) makes a part of it from values"
+    with pytest.raises(QuantizationError, match="^" + re.escape(message)):
+        rotated(model_of("gemma3_scaled"))

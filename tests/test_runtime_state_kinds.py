@@ -1,0 +1,328 @@
+"""Rings and recurrent tensors: their size, how far they go back, and that no way of moving a state changes a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_backend import CONTEXT, VOCABULARY, WINDOW, expected_logits, make_executables, make_plan, shared_cpu, tokens
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.graph.plan import Plan, Tensor
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.state import MOST_KEPT, State
+
+ALL_KINDS = ("cache", "ring", "recurrent")
+PLAN = make_plan(3, kinds=ALL_KINDS)
+RING_PLAN = make_plan(2, kinds=("cache", "ring"))
+CHUNK = 8
+SLOTS = 64
+"""Of a ring: window and chunk rounded up."""
+
+
+def make_executor(plan: Plan) -> Executor:
+    policy = find_policy("sequential")
+    return Executor(plan, make_executables(plan), chunk_length=CHUNK, processors=shared_cpu(1), policy=policy)
+
+
+def make_state(plan: Plan = PLAN, num_tokens: int = 0) -> State:
+    """A state that has seen so many tokens."""
+    state = State(plan, CONTEXT, chunk_length=CHUNK)
+    if num_tokens:
+        make_executor(plan).run(tokens(num_tokens), state)
+    return state
+
+
+def logits_after(state: State, prefix: Sequence[int], new: Sequence[int]) -> np.ndarray:
+    """What a state that has seen the prefix says of new tokens, checked against all run at once."""
+    result = make_executor(state.plan).run(np.array(new, np.int64), state, logits="all")
+    truth = expected_logits(state.plan, np.array([*prefix, *new], np.int64))
+    assert result.logits is not None
+    np.testing.assert_array_equal(result.logits, truth[len(prefix) :])
+    return result.logits
+
+
+@pytest.mark.parametrize(
+    ("window", "capacity", "chunk_length", "slots"),
+    [(5, 128, 8, 64), (57, 128, 8, 64), (58, 128, 8, 128), (5, 40, 8, 40), (5, 128, 128, 128), (1, 128, 64, 64)],
+)
+def test_a_ring_has_room_for_the_window_and_a_chunk(window: int, capacity: int, chunk_length: int, slots: int) -> None:
+    plan = with_window(window)
+    state = State(plan, capacity, "float16", chunk_length=chunk_length)
+    assert state.tensors["ring.0"].shape == (1, slots, 3)
+    assert state.tensors["ring.0"].dtype == np.float16
+
+
+def with_window(window: int) -> Plan:
+    plan = make_plan(1, kinds=("ring",))
+    parts = [
+        replace(part, nodes=tuple(replace(node, attributes={"window": window}) for node in part.nodes))
+        for part in plan.subgraphs
+    ]
+    return replace(plan, subgraphs=tuple(parts))
+
+
+def test_a_ring_does_not_grow_with_the_context() -> None:
+    plan = replace(make_plan(1, kinds=("ring",)), context_length=2**20)
+    sizes = [State(plan, capacity, chunk_length=CHUNK).num_bytes for capacity in (128, 2**20)]
+    assert sizes == [SLOTS * 3 * 4] * 2
+    assert State(plan, 2**20, chunk_length=CHUNK).position_bytes == 0
+
+
+def test_recurrent_tensors_are_float32_and_zero_whatever_the_caches_are() -> None:
+    state = State(PLAN, CONTEXT, "float16", chunk_length=CHUNK)
+    assert state.tensors["recurrent.2"].dtype == np.float32
+    assert not state.tensors["recurrent.2"].any()
+    assert state.position_bytes == 3 * 2
+
+
+@pytest.mark.parametrize("chunk_length", [0, 21])
+def test_a_chunk_longer_than_the_capacity_is_refused(chunk_length: int) -> None:
+    with pytest.raises(ConfigError, match=f"a state for chunks of {chunk_length} was asked for; its capacity is 20"):
+        State(PLAN, 20, chunk_length=chunk_length)
+
+
+def test_a_ring_without_a_window_is_refused() -> None:
+    ring = Tensor(name="cache.0", dtype="float32", shape=(1, "W", 3), kind="state")
+    plan = make_plan(1)
+    with pytest.raises(ModelError, match=r"'cache\.0' is a ring, but no layer of the plan has a window"):
+        State(replace(plan, tensors={**plan.tensors, "cache.0": ring}), 20)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30, 64, 65, 100])
+def test_a_ring_goes_back_as_far_as_it_holds_what_a_window_sees(num_tokens: int) -> None:
+    for position in range(num_tokens + 1):
+        state = make_state(RING_PLAN, num_tokens)
+        first = max(0, num_tokens - SLOTS)
+        is_held = first <= max(0, position - WINDOW + 1)
+        assert state.rewind(position) == state.position == (position if is_held else 0)
+        logits_after(state, range(state.position), range(100, 110))
+
+
+def test_what_was_overwritten_before_a_rewind_stays_lost() -> None:
+    state = make_state(RING_PLAN, 100)
+    assert state.rewind(50) == 50
+    logits_after(state, range(50), [1, 2, 3])
+    assert state.rewind(41) == 41
+    assert state.rewind(40) == 40  # sees 36, the first of the 64 that were left
+    assert state.rewind(39) == 0
+
+
+def test_recurrent_tensors_go_back_to_what_was_kept_or_to_the_beginning() -> None:
+    state = make_state(PLAN)
+    executor = make_executor(PLAN)
+    for position in range(0, 100, 20):
+        executor.run(tokens(20, position), state)
+        state.keep_snapshot()
+    assert MOST_KEPT == 2
+    assert state.rewind(100) == 100
+    assert state.rewind(99) == 80
+    logits_after(state, range(80), range(30))
+    assert state.rewind(80) == 80
+    logits_after(state, range(80), range(110, 120))
+    assert state.rewind(79) == 0
+    assert not state.tensors["recurrent.2"].any()
+    logits_after(state, [], range(50, 80))
+
+
+def test_a_snapshot_kept_of_tokens_that_were_forgotten_is_forgotten() -> None:
+    state = make_state(PLAN, 40)
+    state.keep_snapshot()
+    assert state.rewind(30) == 0
+    logits_after(state, [], range(50))
+    assert state.rewind(45) == 0
+
+
+def test_a_fresh_state_shows_nothing_of_what_it_held() -> None:
+    state = make_state(PLAN, 100)
+    state.reset()
+    logits_after(state, [], range(60, 90))
+
+
+def test_decoding_keeps_one_slot_of_a_ring() -> None:
+    """What is kept in case a run fails is what it overwrites, no more."""
+    for num_tokens, num_before, num_slots in ((1, 30, 0), (1, 63, 0), (1, 64, 1), (10, 60, 6), (20, 70, 20)):
+        state = make_state(RING_PLAN, num_before)
+        state.begin(num_tokens)
+        assert sum(before.nbytes for _, before in state._undo) == num_slots * 3 * 4
+
+
+@given(position=st.integers(0, 300), num_tokens=st.integers(1, 200))
+def test_what_a_run_overwrites_of_a_ring_comes_back_wherever_it_wraps(position: int, num_tokens: int) -> None:
+    state = State(replace(RING_PLAN, context_length=512), 512, chunk_length=CHUNK)
+    ring = state.tensors["ring.1"]
+    ring[:] = np.arange(ring.size).reshape(ring.shape)
+    state.advance(position)
+    held = ring[:, np.arange(max(0, position - SLOTS), position) % SLOTS].copy()
+    state.begin(num_tokens)
+    ring[:, np.arange(position, position + num_tokens) % SLOTS] = -1
+    state.roll_back()
+    np.testing.assert_array_equal(ring[:, np.arange(max(0, position - SLOTS), position) % SLOTS], held)
+
+
+def test_the_rotary_tables_go_with_a_snapshot_and_a_fork() -> None:
+    state = State(make_plan(long_context_from=20), CONTEXT)
+    state.reset(CONTEXT)
+    snapshot = state.snapshot()
+    assert state.fork().rope_offset == CONTEXT
+    state.reset()
+    state.restore(snapshot)
+    assert state.rope_offset == CONTEXT
+
+
+def test_a_run_left_while_tasks_still_write_is_undone_when_they_have_ended() -> None:
+    state = make_state(PLAN, 70)
+    before = state.tensors["recurrent.2"].copy()
+
+    def last_write() -> None:
+        state.tensors["recurrent.2"][:] = 77
+
+    state.begin(10)
+    state.tensors["recurrent.2"][:] = 55
+    state.roll_back(wait=last_write)
+    assert state.tensors["recurrent.2"][0, 0] == 55
+    fork = state.fork()
+    for one in (state, fork):
+        np.testing.assert_array_equal(one.tensors["recurrent.2"], before)
+        logits_after(one, range(70), range(5))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 70, 128])
+def test_a_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> None:
+    saved = make_state(PLAN, num_tokens)
+    saved.save(tmp_path / "state")
+    for chunk_length in (CHUNK, 60, None):
+        state = State(PLAN, CONTEXT, chunk_length=chunk_length)
+        make_executor(PLAN).run(tokens(13, 100), state)
+        state.load(tmp_path / "state")
+        assert state.position == num_tokens
+        np.testing.assert_array_equal(state.tensors["recurrent.2"], saved.tensors["recurrent.2"])
+        if num_tokens < CONTEXT:
+            logits_after(state, range(num_tokens), [7])
+
+
+def test_a_file_of_keys_before_rope_or_of_other_tables_is_refused(tmp_path: Path) -> None:
+    make_state(RING_PLAN, 20).save(tmp_path / "rotated")
+    with pytest.raises(ModelError, match="its keys were cached after RoPE, those of the state are not"):
+        make_state(RING_PLAN.with_raw_keys(), 3).load(tmp_path / "rotated")
+    long = make_plan(long_context_from=20)
+    state = State(long, CONTEXT)
+    state.reset(CONTEXT)
+    state.save(tmp_path / "long")
+    again = State(long, CONTEXT)
+    again.load(tmp_path / "long")
+    assert again.rope_offset == CONTEXT
+    with pytest.raises(ModelError, match="its rotary tables begin at row 128"):
+        State(make_plan(), CONTEXT).load(tmp_path / "long")
+
+
+def test_a_snapshot_of_another_kind_of_state_is_refused() -> None:
+    snapshot = make_state(PLAN, 20).snapshot()
+    for other in (State(PLAN, CONTEXT), State(PLAN, CONTEXT, "float16", chunk_length=CHUNK), make_state(RING_PLAN)):
+        with pytest.raises(ConfigError, match="the snapshot is of another kind of state"):
+            other.restore(snapshot)
+
+
+def test_keys_after_rope_do_not_shift() -> None:
+    with pytest.raises(ConfigError, match="keys are cached after RoPE and cannot move"):
+        make_state(RING_PLAN, 20).shift(4, 8)
+    with pytest.raises(ConfigError, match="cannot keep -1 positions and drop 8"):
+        make_state(RING_PLAN.with_raw_keys(), 20).shift(-1, 8)
+
+
+@given(num_tokens=st.integers(1, CONTEXT), keep=st.integers(0, 20), drop=st.integers(0, 100))
+def test_a_shift_moves_what_is_left(num_tokens: int, keep: int, drop: int) -> None:
+    """Cached rows carry their tokens' tags, as it were: with one layer each is made of its own token alone."""
+    plan = make_plan(1, kinds=("ring",)).with_raw_keys()
+    ring = make_state(plan, num_tokens)
+    old = [*range(num_tokens)]
+    rest = [*old[:keep], *old[keep + drop :]]
+    position = ring.shift(keep, drop)
+    assert position in (len(rest), min(keep, num_tokens), 0)
+    is_whole = keep + drop <= num_tokens and (num_tokens <= SLOTS or len(rest) - WINDOW + 1 >= keep)
+    assert position == len(rest) or not is_whole
+    new = [*rest[position:], 140, 141]
+    if len(rest) + 2 <= CONTEXT:
+        logits_after(ring, rest[:position], new)
+
+
+def test_recurrent_tensors_do_not_notice_a_shift() -> None:
+    plan = PLAN.with_raw_keys()
+    state = make_state(plan, 20)
+    state.keep_snapshot()
+    make_executor(plan).run(tokens(20, 20), state)
+    before = state.tensors["recurrent.2"].copy()
+    assert state.shift(4, 10) == state.position == 30
+    np.testing.assert_array_equal(state.tensors["recurrent.2"], before)
+    assert state.rewind(29) == 0  # what was kept was of other positions
+
+
+Operation = tuple[str, float]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kinds=st.sampled_from([("cache",), ("ring",), ("recurrent",), ALL_KINDS]),
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(["run", "run", "keep", "rewind", "fork", "snapshot", "restore", "save", "load", "fail"]),
+            st.floats(0, 1),
+        ),
+        max_size=14,
+    ),
+    seed=st.integers(0, 100),
+)
+def test_whatever_a_state_goes_through_it_says_what_its_tokens_say(
+    tmp_path: Path, kinds: tuple[str, ...], operations: list[Operation], seed: int
+) -> None:
+    """The model keeps the tokens alone, and runs them all at once."""
+    plan, random = make_plan(3, kinds=kinds), np.random.default_rng(seed)
+    executor, state = make_executor(plan), State(plan, CONTEXT, chunk_length=CHUNK)
+    seen: list[int] = []
+    snapshot, in_snapshot, in_file = state.snapshot(), list[int](), list[int]()
+    state.save(tmp_path / "state")
+    for name, amount in operations:
+        size = int(amount * (CONTEXT - len(seen)))
+        if name == "run" and size:
+            new = random.integers(0, VOCABULARY, size).tolist()
+            logits_after(state, seen, new)
+            seen += new
+        elif name == "keep":
+            state.keep_snapshot()
+        elif name == "rewind":
+            position = int(amount * len(seen))
+            reached = state.rewind(position)
+            assert reached <= position
+            del seen[reached:]
+        elif name == "fork":
+            other = state.fork()
+            if size:
+                executor.run(random.integers(0, VOCABULARY, size), state)  # the fork does not notice
+            state = other
+        elif name == "snapshot":
+            snapshot, in_snapshot = state.snapshot(), seen.copy()
+        elif name == "restore":
+            state.restore(snapshot)
+            seen = in_snapshot.copy()
+        elif name == "save":
+            state.save(tmp_path / "state")
+            in_file = seen.copy()
+        elif name == "load":
+            state.load(tmp_path / "state")
+            seen = in_file.copy()
+        elif size:
+            state.begin(size)
+            for tensor, array in state.tensors.items():
+                last = slice(len(seen), len(seen) + size)
+                slots = np.arange(len(seen), len(seen) + size) % array.shape[1]
+                array[:, {"cache": last, "ring": slots}.get(tensor.partition(".")[0], slice(None))] = 88
+            state.roll_back()
+        assert state.position == len(seen)
+    if len(seen) < CONTEXT:
+        logits_after(state, seen, [5])

@@ -1,0 +1,200 @@
+"""Sessions over state that cannot go back to everywhere, and over rotary tables that depend on the prompt's length."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import CONTEXT, VOCABULARY, Array, expected_logits, make_executables, make_plan, shared_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_folders import load_on, write_folder
+
+from chunkrt.errors import BackendError
+from chunkrt.graph.plan import Plan
+from chunkrt.options import EngineOptions
+from chunkrt.runtime.executor import Executor, RunResult
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.state import State
+from chunkrt.session import Session
+
+ALL_KINDS = ("cache", "ring", "recurrent")
+CHUNK = 8
+
+
+class ToyEngine(SimpleNamespace):
+    """What a session asks of an engine, over the toy decoder. `fails`: whether the next run is to fail at its end."""
+
+    def __init__(self, plan: Plan) -> None:
+        policy = find_policy("sequential")
+        executables = make_executables(plan, after=self._after)
+        super().__init__(
+            plan=plan,
+            context_length=CONTEXT,
+            chunk_length=CHUNK,
+            options=EngineOptions(),
+            tokenizer=None,
+            is_closed=False,
+            fails=False,
+            num_run=0,
+            executor=Executor(plan, executables, chunk_length=CHUNK, processors=shared_cpu(1), policy=policy),
+        )
+
+    def session(self) -> Session:
+        return Session(self, State(self.plan, CONTEXT, chunk_length=CHUNK))  # type: ignore[arg-type]
+
+    def run(self, token_ids: Array, state: State, *, logits: Any, cancel: threading.Event) -> RunResult:
+        self.num_run += token_ids.size
+        return self.executor.run(token_ids, state, logits=logits, cancel=cancel)
+
+    def _after(self, name: str, tag: int, inputs: object) -> None:
+        if self.fails and name == "head":
+            raise ValueError("on purpose")
+
+
+def check(session: Session) -> None:
+    """The next token is drawn from what all the session's tokens give, run at once."""
+    if session.tokens:
+        truth = expected_logits(session._engine.plan, np.array(session.tokens, np.int64))
+        np.testing.assert_array_equal(session.fork()._next_logits(), truth[-1])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kinds=st.sampled_from([("cache",), ("ring",), ("recurrent",), ALL_KINDS]),
+    long_context_from=st.sampled_from([None, 30]),
+    operations=st.lists(
+        st.tuples(st.sampled_from(["prefill", "prefill", "generate", "rewind", "fork", "fail"]), st.floats(0, 1)),
+        max_size=8,
+    ),
+    seed=st.integers(0, 100),
+)
+def test_a_session_says_what_its_tokens_say(
+    kinds: tuple[str, ...], long_context_from: int | None, operations: list[tuple[str, float]], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    engine = ToyEngine(make_plan(3, kinds=kinds, long_context_from=long_context_from))
+    session, tokens = engine.session(), list[int]()
+    for name, amount in operations:
+        size = int(amount * (CONTEXT - len(tokens)))
+        new = random.integers(0, VOCABULARY, size).tolist()
+        if name == "prefill" and size:
+            logits = session.prefill(new, logits="all").logits
+            truth = expected_logits(engine.plan, np.array([*tokens, *new], np.int64))
+            np.testing.assert_array_equal(logits, truth[len(tokens) :])
+            tokens += new
+        elif name == "generate" and size and tokens:
+            pieces = session.generate(max_new_tokens=min(size, 5))
+            tokens += [piece.token_id for piece in pieces if piece.token_id is not None]
+        elif name == "rewind":
+            session.rewind(int(amount * len(tokens)))
+            del tokens[int(amount * len(tokens)) :]
+        elif name == "fork":
+            session = session.fork()
+        elif name == "fail" and size:
+            engine.fails = True
+            with pytest.raises(BackendError, match="on purpose"):
+                session.prefill(new)
+            engine.fails = False
+        assert list(session.tokens) == tokens
+        check(session)
+
+
+def test_a_conversation_over_recurrent_state_runs_its_last_answer_again_and_no_more() -> None:
+    engine = ToyEngine(make_plan(3, kinds=ALL_KINDS))
+    session = engine.session()
+    session.prefill(range(50))
+    tuple(session.generate(max_new_tokens=6))
+    session.rewind(54)
+    engine.num_run = 0
+    session.prefill([1, 2, 3])
+    assert engine.num_run == 4 + 3
+    check(session)
+
+
+def test_a_rewind_over_a_cache_runs_nothing_again() -> None:
+    engine = ToyEngine(make_plan(3))
+    session = engine.session()
+    session.prefill(range(50))
+    session.rewind(20)
+    engine.num_run = 0
+    session.prefill([1, 2, 3])
+    assert engine.num_run == 3
+
+
+def test_tokens_run_again_where_the_rotary_tables_change_and_only_there() -> None:
+    engine = ToyEngine(make_plan(2, long_context_from=30))
+    session, run = engine.session(), []
+    for count in (20, 10, 1, 5):
+        engine.num_run = 0
+        session.prefill(range(count))
+        run.append(engine.num_run)
+        check(session)
+    assert run == [20, 10, 31, 5]
+    session.rewind(29)
+    engine.num_run = 0
+    session.prefill([1])
+    assert engine.num_run == 30
+    check(session)
+
+
+PROMPT = np.random.default_rng(3).integers(0, 61, 300).tolist()
+TOLERANCE = 1e-4
+"""Float32 throughout: a few layers of sums over at most 64 products and 300 keys."""
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A random Mistral with a window, by the window; made once."""
+    folders: dict[int, Any] = {}
+
+    def make(window: int) -> Any:
+        if window not in folders:
+            folder = tmp_path_factory.mktemp("mistral") / str(window)
+            sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 3}
+            folders[window] = write_folder(folder, model_type="mistral", sliding_window=window, **sizes)
+        return folders[window]
+
+    return make
+
+
+on_all_backends = pytest.mark.parametrize("npu", ["reference", "onnxrt", "native"])
+
+
+@on_all_backends
+@pytest.mark.parametrize("window", [3, 8, 40, 300, 1000])
+def test_a_window_sees_the_same_in_chunks_and_at_once(windowed: Any, window: int, npu: str) -> None:
+    """Shorter than a chunk, as long, longer than a ring's least size, as long as the prompt, and longer."""
+    oracle = npu if npu == "native" else "onnxrt"
+    with load_on(oracle, windowed(window), chunk_length=512) as engine:
+        truth = engine.session().prefill(PROMPT, logits="all").logits
+    with load_on(npu, windowed(window), chunk_length=8) as engine:
+        session = engine.session()
+        slots = min(4096, -(-(window + 7) // 64) * 64)
+        assert {array.shape[1] for array in session._state.tensors.values()} == {slots}
+        found = [session.prefill(part, logits="all").logits for part in (PROMPT[:70], PROMPT[70:290])]
+        found += [session.prefill([token]).logits[None] for token in PROMPT[290:]]
+    np.testing.assert_allclose(np.concatenate(found), truth, rtol=0, atol=TOLERANCE)
+
+
+@on_all_backends
+def test_rewinding_and_forking_over_rings_changes_nothing(windowed: Any, npu: str) -> None:
+    with load_on(npu, windowed(8), chunk_length=8) as engine:
+        session = engine.session()
+        session.prefill(PROMPT[:200])
+        for position in (199, 180, 100):  # the last is beyond what rings hold
+            session.rewind(position)
+            found = session.fork().prefill(PROMPT[200:220]).logits
+            expected = engine.session().prefill([*PROMPT[:position], *PROMPT[200:220]]).logits
+            np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_the_memory_of_windows_does_not_grow_with_the_context(windowed: Any) -> None:
+    sizes = set()
+    for context in (256, 4096):
+        with load_on("reference", windowed(40), chunk_length=8, context_length=context) as engine:
+            sizes.add(engine.session()._state.num_bytes)
+    assert sizes == {3 * 2 * 2 * 64 * 10 * 4}

@@ -1,0 +1,82 @@
+"""Metadata of GGUF architectures beside llama: what is no key, what is a tensor in place of a key, what is missing."""
+
+import numpy as np
+import pytest
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.weights.gguf_keys import Keys
+from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
+
+COMMON = {
+    "context_length": 4096,
+    "embedding_length": 5376,
+    "feed_forward_length": 64,
+    "attention.head_count": 32,
+    "attention.head_count_kv": 16,
+    "attention.key_length": 128,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
+FACTORS = {f"rope_factors_{length}.weight": (48,) for length in ("long", "short")}
+
+
+def config_of(architecture, num_layers=4, tensors=None, **changes):
+    """Of a header alone; the values of tensors are 2."""
+    keys = {**COMMON, "block_count": num_layers, **changes}
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
+    metadata["general.architecture"] = architecture
+    shapes = {"token_embd.weight": (99, 5376), f"blk.{num_layers - 1}.attn_norm.weight": (5376,), **(tensors or {})}
+    read = Keys(metadata, shapes, lambda name: np.full(shapes[name], 2, np.float32))
+    return translate_config(find_architecture(architecture), read)
+
+
+@pytest.mark.parametrize(("num_layers", "scalar"), [(26, 128), (62, 168)])
+def test_the_scale_of_gemma_3_follows_from_its_size(num_layers, scalar):
+    """27B has its own: hidden_size / num_attention_heads."""
+    assert config_of("gemma3", num_layers)["query_pre_attn_scalar"] == scalar
+
+
+def test_gemma_3_without_a_window_has_global_layers_alone():
+    assert config_of("gemma3")["layer_types"] == ["full_attention"] * 4
+    windowed = config_of("gemma3", **{"attention.sliding_window": 512, "rope.freq_base_swa": 5e3})
+    assert "layer_types" not in windowed
+    found = [windowed[key] for key in ("sliding_window", "sliding_window_pattern", "rope_local_base_freq")]
+    assert found == [512, 6, 5e3]
+
+
+def test_factors_of_phi_3_are_tensors():
+    changes = {"rope.dimension_count": 96, "rope.scaling.original_context_length": 1024}
+    found = config_of("phi3", tensors=FACTORS, **changes, **{"rope.scaling.attn_factor": 1.25})
+    assert found["original_max_position_embeddings"] == 1024
+    expected = {"rope_type": "longrope", "long_factor": [2.0] * 48, "short_factor": [2.0] * 48}
+    assert found["rope_scaling"] == expected | {"attention_factor": 1.25}
+    assert config_of("phi3", **changes)["rope_scaling"] is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"rope_factors_long.weight": (48,)}, r"rope_factors_short.weight is missing, expected \[48\]"),
+        (FACTORS | {"rope_factors_long.weight": (47,)}, r"rope_factors_long.weight is \[47\], expected \[48\]"),
+    ],
+)
+def test_factors_come_in_pairs(tensors, message):
+    with pytest.raises(ModelError, match=message):
+        config_of("phi3", tensors=tensors, **{"rope.dimension_count": 96})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [("gemma3", "attn_logit_softcapping"), ("phi3", "expert_count"), ("qwen3", "final_logit_softcapping")],
+)
+def test_what_is_not_implemented_is_refused_by_name(architecture, key):
+    with pytest.raises(UnsupportedModelError, match=rf"{architecture}.{key} = 8 is not implemented"):
+        config_of(architecture, **{key: 8})
+
+
+def test_names_are_those_of_the_family():
+    gemma3, phi3 = find_architecture("gemma3"), find_architecture("phi3")
+    assert translate_name(gemma3, "blk.3.ffn_norm.weight")[0] == "model.layers.3.pre_feedforward_layernorm.weight"
+    assert translate_name(phi3, "blk.3.ffn_up.weight")[0] == "model.layers.3.mlp.gate_up_proj.weight"
+    assert translate_name(phi3, "rope_factors_long.weight") == ("", None)
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.attn_q_norm.weight', which phi3 as implemented lacks"):
+        translate_name(phi3, "blk.0.attn_q_norm.weight")
