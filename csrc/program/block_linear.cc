@@ -48,7 +48,8 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
   std::vector<Quantized> digits = digits_of(input, 1, {});
   for (Quantized& digit : digits) digit.sums = block_sums_of(symbol, digit);
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
-  std::vector<ValueId> uses = {packed, block_scales, out, outliers.counts, outliers.channels, outliers.values};
+  std::vector<ValueId> uses = {packed,          block_scales,      out,
+                               outliers.counts, outliers.channels, outliers.values};
   for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
@@ -69,15 +70,17 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
                                           .depth_blocks = depth_blocks,
                                           .residual_stride = columns,
                                           .out_stride = columns};
-              multiply_panels(kernel, args, frame, digits, begin, end);
-              add_outliers({.outliers = outliers.in(frame),
-                            .right = args.right,
-                            .right_scales = args.right_scales,
-                            .out = args.out,
-                            .rows = args.rows,
-                            .columns = columns,
-                            .depth_blocks = depth_blocks},
-                           begin, end);
+              const auto add = [&](std::size_t block, std::size_t block_end) {
+                add_outliers({.outliers = outliers.in(frame),
+                              .right = args.right,
+                              .right_scales = args.right_scales,
+                              .out = args.out,
+                              .rows = args.rows,
+                              .columns = columns,
+                              .depth_blocks = depth_blocks},
+                             block, block_end);
+              };
+              multiply_panels(kernel, args, frame, digits, begin, end, add);
             });
   return out;
 }

@@ -24,11 +24,11 @@ Quantized quantize(QuantizeFunction* function, const std::vector<float>& input, 
   const GuardedBuffer<float> scales(rows);
   const GuardedBuffer<std::int32_t> sums(rows);
   const QuantizeArgs args = {.input = guarded_input.data(),
-                       .values = values.data(),
-                       .scales = scales.data(),
-                       .sums = sums.data(),
-                       .width = width,
-                       .padded_width = padded_width};
+                             .values = values.data(),
+                             .scales = scales.data(),
+                             .sums = sums.data(),
+                             .width = width,
+                             .padded_width = padded_width};
   for (std::size_t row = rows; row-- > 0;) function(args, row, row + 1);
   return {values.copy(), scales.copy(), sums.copy()};
 }

@@ -35,13 +35,13 @@ KernelTable<AddOutliersFunction> add_outliers_f32_s8col_table() {
 KernelTable<AddBlockOutliersFunction> add_outliers_f32_u4block_table() {
   static constexpr std::array rows = {
       KernelRow<AddBlockOutliersFunction>{Isa::avx512vnni, "add_outliers_f32_u4block_avx512vnni",
-                                     CHUNKRT_ON_X86(add_outliers_f32_u4block_avx512vnni)},
+                                          CHUNKRT_ON_X86(add_outliers_f32_u4block_avx512vnni)},
       KernelRow<AddBlockOutliersFunction>{Isa::avx2, "add_outliers_f32_u4block_avx2",
-                                     CHUNKRT_ON_X86(add_outliers_f32_u4block_avx2)},
+                                          CHUNKRT_ON_X86(add_outliers_f32_u4block_avx2)},
       KernelRow<AddBlockOutliersFunction>{Isa::neon, "add_outliers_f32_u4block_neon",
-                                     CHUNKRT_ON_ARM(add_outliers_f32_u4block_neon)},
+                                          CHUNKRT_ON_ARM(add_outliers_f32_u4block_neon)},
       KernelRow<AddBlockOutliersFunction>{Isa::reference, "add_outliers_f32_u4block_reference",
-                                     add_outliers_f32_u4block_reference},
+                                          add_outliers_f32_u4block_reference},
   };
   return rows;
 }

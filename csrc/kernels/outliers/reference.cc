@@ -11,7 +11,7 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kSums = 16;
+constexpr std::size_t kSums = 64;
 
 float sum_of_magnitudes(const float* input, std::size_t width) {
   std::array<float, kSums> sums = {};
@@ -31,7 +31,10 @@ void take_outliers_f32_f32_reference(const TakeOutliersArgs& args, std::size_t r
     float* rest = args.rest + row * args.width;
     const float mean = sum_of_magnitudes(input, args.width) / static_cast<float>(args.width);
     std::copy(input, input + args.width, rest);
-    take_listed(args, row, kOutlierRatio * mean);
+    args.outliers.counts[row] = 0;
+    for (std::size_t k = 0; k < args.width; ++k) {
+      if (std::fabs(input[k]) > kOutlierRatio * mean) take_one(args, row, k);
+    }
   }
 }
 
@@ -69,8 +72,8 @@ void add_outliers_f32_u4block_reference(const AddBlockOutliersArgs& args, std::s
       for (std::int32_t i = 0; i < args.outliers.counts[row]; ++i) {
         const std::size_t k = static_cast<std::size_t>(channels[i]), column = n % kBlockColumns;
         const std::size_t depth_block = n / kBlockColumns * args.depth_blocks + k / kBlockDepth;
-        const std::uint8_t both =
-            args.right[depth_block * kBlockBytes + (k % kBlockDepth / 8 * kBlockColumns + column) * 4 + k % 4];
+        const std::uint8_t both = args.right[depth_block * kBlockBytes +
+                                             (k % kBlockDepth / 8 * kBlockColumns + column) * 4 + k % 4];
         const float q = static_cast<float>(k % 8 < 4 ? both & 15 : both >> 4);
         const std::uint16_t* scales = args.right_scales + depth_block * 2 * kBlockColumns;
         float scale = 0.0f, minimum = 0.0f;
