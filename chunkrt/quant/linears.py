@@ -31,9 +31,9 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
     """A pass, in place: make every linear what a scheme says.
 
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: the initializers are those of
-    `initializer_values`. Under a dynamic scheme each linear is one of DYNAMIC_OPS, and the functions that define these
-    are in the model. Under a static one each is standard ONNX that quantises and dequantises its input, weight and
-    output: what an NPU's compiler reads. Under "float" nothing changes.
+    `initializer_values`. Under a dynamic scheme each linear is a DynamicLinear or a BlockLinear, and the
+    functions that define these are in the model. Under a static one each is standard ONNX that quantises and
+    dequantises its input, weight and output: what an NPU's compiler reads. Under "float" nothing changes.
     """
     if scheme.weight_bits is None:
         return

@@ -26,11 +26,11 @@ def take_outliers(x: Float32) -> tuple[Float32, Float32]:
     padded = np.zeros((rows, -(-width // NUM_SUMS) * NUM_SUMS), np.float32)
     padded[:, :width] = np.abs(x)
     sums = np.zeros((rows, NUM_SUMS), np.float32)
-    for part in np.split(padded, padded.shape[1] // NUM_SUMS, axis=1):
-        sums += part
-    while sums.shape[1] > 1:
-        low, high = np.split(sums, 2, axis=1)
-        sums = low + high
     with np.errstate(over="ignore", invalid="ignore"):
+        for part in np.split(padded, padded.shape[1] // NUM_SUMS, axis=1):
+            sums += part
+        while sums.shape[1] > 1:
+            low, high = np.split(sums, 2, axis=1)
+            sums = low + high
         is_outlier = np.abs(x) > np.float32(OUTLIER_RATIO) * (sums / np.float32(width))
     return np.where(is_outlier, x, np.float32(0)), np.where(is_outlier, np.float32(0), x)

@@ -76,7 +76,7 @@ class Scheme:
         return 16 if _matches(weight, self.wide) else self.activation_bits
 
     def num_digits(self, weight: str) -> int:
-        """How many int8 digits the activations of a linear take: 1 or 2."""
+        """How many int8 digits the activations of a linear take: 1, or on a grid of 16 bits 2."""
         return self.activation_bits_of(weight) // 8
 
     def weight_bits_of(self, weight: str) -> Literal[4, 8] | None:
