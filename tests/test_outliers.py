@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from native_isas import isa_parameters
@@ -25,6 +25,7 @@ ROWS = st.integers(1, 130).flatmap(
 
 
 @given(ROWS)
+@settings(deadline=None)
 def test_every_value_is_an_outlier_or_of_the_rest(parts):
     x = parts[0] * parts[1]
     outliers, rest = take_outliers(x)
@@ -35,6 +36,7 @@ def test_every_value_is_an_outlier_or_of_the_rest(parts):
 
 
 @given(ROWS)
+@settings(deadline=None)
 def test_an_outlier_is_beyond_8_times_the_mean_magnitude(parts):
     x = parts[0] * parts[1]
     outliers, _ = take_outliers(x)
