@@ -14,7 +14,7 @@ Float32 = NDArray[np.float32]
 OUTLIER_RATIO = 8
 """An outlier is more than so many times its row's mean magnitude; fewer than an eighth of a row can be."""
 
-NUM_SUMS = 16
+NUM_SUMS = 64
 
 
 def take_outliers(x: Float32) -> tuple[Float32, Float32]:

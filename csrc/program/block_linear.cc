@@ -70,15 +70,17 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
                                           .depth_blocks = depth_blocks,
                                           .residual_stride = columns,
                                           .out_stride = columns};
-              multiply_panels(kernel, args, frame, digits, begin, end);
-              add_outliers({.outliers = outliers.in(frame),
-                            .right = args.right,
-                            .right_scales = args.right_scales,
-                            .out = args.out,
-                            .rows = args.rows,
-                            .columns = columns,
-                            .depth_blocks = depth_blocks},
-                           begin, end);
+              const auto add = [&](std::size_t block, std::size_t block_end) {
+                add_outliers({.outliers = outliers.in(frame),
+                              .right = args.right,
+                              .right_scales = args.right_scales,
+                              .out = args.out,
+                              .rows = args.rows,
+                              .columns = columns,
+                              .depth_blocks = depth_blocks},
+                             block, block_end);
+              };
+              multiply_panels(kernel, args, frame, digits, begin, end, add);
             });
   return out;
 }

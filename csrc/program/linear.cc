@@ -159,16 +159,18 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
                                      .groups = groups,
                                      .residual_stride = columns,
                                      .out_stride = columns};
-              multiply_panels(kernel, args, frame, digits, begin, end);
-              if (!outliers) return;
-              add_outliers({.outliers = outliers->in(frame),
-                            .packed = args.right,
-                            .scales = args.right_scales,
-                            .out = args.out,
-                            .rows = args.rows,
-                            .columns = columns,
-                            .groups = groups},
-                           begin, end);
+              const auto add = [&](std::size_t block, std::size_t block_end) {
+                if (!outliers) return;
+                add_outliers({.outliers = outliers->in(frame),
+                              .packed = args.right,
+                              .scales = args.right_scales,
+                              .out = args.out,
+                              .rows = args.rows,
+                              .columns = columns,
+                              .groups = groups},
+                             block, block_end);
+              };
+              multiply_panels(kernel, args, frame, digits, begin, end, add);
             });
   if (!input_step) return out;
   const auto* given = static_cast<const float*>(value(scales).data);

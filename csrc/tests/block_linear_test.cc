@@ -49,9 +49,9 @@ struct BlockWeight {
 void multiply(std::vector<float> row, const BlockWeight& weight, const float* bias, const float* residual,
               float* out) {
   const std::size_t depth = row.size(), columns = weight.q.size() / depth;
-  float sums[16] = {};
-  for (std::size_t k = 0; k < depth; ++k) sums[k % 16] += std::fabs(row[k]);
-  for (std::size_t half = 8; half > 0; half /= 2) {
+  float sums[64] = {};
+  for (std::size_t k = 0; k < depth; ++k) sums[k % 64] += std::fabs(row[k]);
+  for (std::size_t half = 32; half > 0; half /= 2) {
     for (std::size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
   const float limit = 8.0f * (sums[0] / static_cast<float>(depth));

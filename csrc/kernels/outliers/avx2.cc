@@ -1,5 +1,7 @@
-// outliers with AVX2: two registers of partial sums stand for the sixteen lanes.
+// outliers with AVX2.
 #include <immintrin.h>
+
+#include <bit>
 
 #include "kernels/block_gemm/block_gemm.h"
 #include "kernels/gemm/gemm.h"
@@ -17,8 +19,12 @@ __m256i first_lanes(std::size_t count) {
 
 __m256 magnitude_of(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 
-float fold(__m256 low, __m256 high) {
-  const __m256 eight = _mm256_add_ps(low, high);
+constexpr std::size_t kSums = 8;
+
+float fold(const __m256 (&sums)[kSums]) {
+  const __m256 first = _mm256_add_ps(_mm256_add_ps(sums[0], sums[4]), _mm256_add_ps(sums[2], sums[6]));
+  const __m256 second = _mm256_add_ps(_mm256_add_ps(sums[1], sums[5]), _mm256_add_ps(sums[3], sums[7]));
+  const __m256 eight = _mm256_add_ps(first, second);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
@@ -27,19 +33,37 @@ float fold(__m256 low, __m256 high) {
 void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
   const float* input = args.input + row * args.width;
   float* rest = args.rest + row * args.width;
-  __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()}, largest = _mm256_setzero_ps();
-  for (std::size_t k = 0; k < args.width; k += kLanes) {
+  __m256 sums[kSums] = {}, largest = _mm256_setzero_ps();
+  std::size_t k = 0;
+  const auto measure = [&](std::size_t v, __m256 x) {
+    sums[v] = _mm256_add_ps(sums[v], magnitude_of(x));
+    largest = _mm256_max_ps(largest, magnitude_of(x));
+  };
+  for (; k + kSums * kLanes <= args.width; k += kSums * kLanes) {
+    for (std::size_t v = 0; v < kSums; ++v) {
+      const __m256 x = _mm256_loadu_ps(input + k + v * kLanes);
+      _mm256_storeu_ps(rest + k + v * kLanes, x);
+      measure(v, x);
+    }
+  }
+  for (std::size_t v = 0; k < args.width; ++v, k += kLanes) {
     const __m256i inside = first_lanes(args.width - k);
     const __m256 x = _mm256_maskload_ps(input + k, inside);
     _mm256_maskstore_ps(rest + k, inside, x);
-    __m256& sum = sums[k / kLanes % 2];
-    sum = _mm256_add_ps(sum, magnitude_of(x));
-    largest = _mm256_max_ps(largest, magnitude_of(x));
+    measure(v, x);
   }
   args.outliers.counts[row] = 0;
-  const float limit = kOutlierRatio * (fold(sums[0], sums[1]) / static_cast<float>(args.width));
-  if (_mm256_movemask_ps(_mm256_cmp_ps(largest, _mm256_set1_ps(limit), _CMP_GT_OQ)) == 0) return;
-  take_listed(args, row, limit);
+  const __m256 limit = _mm256_set1_ps(kOutlierRatio * (fold(sums) / static_cast<float>(args.width)));
+  const auto beyond = [&](__m256 magnitudes) {
+    return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitudes, limit, _CMP_GT_OQ)));
+  };
+  if (beyond(largest) == 0) return;
+  for (k = 0; k < args.width; k += kLanes) {
+    std::uint32_t found = beyond(magnitude_of(_mm256_maskload_ps(input + k, first_lanes(args.width - k))));
+    for (; found != 0; found &= found - 1) {
+      take_one(args, row, k + static_cast<std::size_t>(std::countr_zero(found)));
+    }
+  }
 }
 
 void add_to_row(const AddOutliersArgs& args, std::size_t row, std::size_t block) {

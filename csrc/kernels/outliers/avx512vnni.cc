@@ -1,8 +1,11 @@
 // outliers with AVX-512.
 #include <immintrin.h>
 
+#include <bit>
+
 #include "kernels/block_gemm/block_gemm.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/lanes_avx512.h"
 #include "kernels/outliers/list.h"
 
 namespace chunkrt {
@@ -10,33 +13,49 @@ namespace {
 
 constexpr std::size_t kLanes = 16, kMostBlocksAtOnce = 3;
 
-__mmask16 first_lanes(std::size_t count) {
-  return count >= kLanes ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
-}
+constexpr std::size_t kSums = 4;
 
-float fold(__m512 sums) {
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
+float fold(const __m512 (&sums)[kSums]) {
+  const __m512 sixteen = _mm512_add_ps(_mm512_add_ps(sums[0], sums[2]), _mm512_add_ps(sums[1], sums[3]));
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(sixteen), _mm512_extractf32x8_ps(sixteen, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// Calls visit(k, v, x) for every vector x of a row, the v-th of four neighbours.
+template <typename Visit>
+void for_each_vector(const float* input, std::size_t width, const Visit& visit) {
+  std::size_t k = 0;
+  for (; k + kSums * kLanes <= width; k += kSums * kLanes) {
+#pragma GCC unroll 4
+    for (std::size_t v = 0; v < kSums; ++v) visit(k + v * kLanes, v, _mm512_loadu_ps(input + k + v * kLanes));
+  }
+  for (std::size_t v = 0; k < width; ++v, k += kLanes) {
+    visit(k, v, _mm512_maskz_loadu_ps(first_lanes(width - k), input + k));
+  }
+}
+
 void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
   const float* input = args.input + row * args.width;
   float* rest = args.rest + row * args.width;
-  __m512 sums = _mm512_setzero_ps(), largest = _mm512_setzero_ps();
-  for (std::size_t k = 0; k < args.width; k += kLanes) {
-    const __mmask16 inside = first_lanes(args.width - k);
-    const __m512 x = _mm512_maskz_loadu_ps(inside, input + k);
-    _mm512_mask_storeu_ps(rest + k, inside, x);
-    const __m512 magnitude = _mm512_abs_ps(x);
-    sums = _mm512_add_ps(sums, magnitude);
-    largest = _mm512_max_ps(largest, magnitude);
-  }
+  __m512 sums[kSums] = {}, largest[kSums] = {};
+  for_each_vector(input, args.width, [&](std::size_t k, std::size_t v, __m512 x) {
+    store_lanes(rest + k, first_lanes(args.width - k), x);
+    sums[v] = _mm512_add_ps(sums[v], _mm512_abs_ps(x));
+    largest[v] = _mm512_max_ps(largest[v], _mm512_abs_ps(x));
+  });
   args.outliers.counts[row] = 0;
-  const float limit = kOutlierRatio * (fold(sums) / static_cast<float>(args.width));
-  if (_mm512_cmp_ps_mask(largest, _mm512_set1_ps(limit), _CMP_GT_OQ) == 0) return;
-  take_listed(args, row, limit);
+  const __m512 limit = _mm512_set1_ps(kOutlierRatio * (fold(sums) / static_cast<float>(args.width)));
+  const auto beyond = [&](__m512 magnitude) { return _mm512_cmp_ps_mask(magnitude, limit, _CMP_GT_OQ); };
+  const __m512 all =
+      _mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3]));
+  if (beyond(all) == 0) return;
+  for_each_vector(input, args.width, [&](std::size_t k, std::size_t, __m512 x) {
+    for (std::uint32_t found = beyond(_mm512_abs_ps(x)); found != 0; found &= found - 1) {
+      take_one(args, row, k + static_cast<std::size_t>(std::countr_zero(found)));
+    }
+  });
 }
 
 // The products of one row with neighbouring blocks of columns.
@@ -64,7 +83,7 @@ void add_to_row(const AddOutliersArgs& args, std::size_t row, std::size_t block)
     float* out = args.out + row * args.columns + column;
     const __m512 scales = _mm512_maskz_loadu_ps(inside, args.scales + column);
     const __m512 result = _mm512_fmadd_ps(sums[b], scales, _mm512_maskz_loadu_ps(inside, out));
-    _mm512_mask_storeu_ps(out, inside, result);
+    store_lanes(out, inside, result);
   }
 }
 
@@ -114,7 +133,7 @@ void add_outliers_f32_u4block_avx512vnni(const AddBlockOutliersArgs& args, std::
       const std::size_t column = block * kBlockColumns;
       const __mmask16 inside = first_lanes(args.columns - column);
       float* out = args.out + row * args.columns + column;
-      _mm512_mask_storeu_ps(out, inside, _mm512_add_ps(_mm512_maskz_loadu_ps(inside, out), sum));
+      store_lanes(out, inside, _mm512_add_ps(_mm512_maskz_loadu_ps(inside, out), sum));
     }
   }
 }

@@ -11,9 +11,10 @@
 // and with a weight in 4-bit blocks (kernels/block_gemm/block_gemm.h), b = k / 32:
 //   e = fma(x[k], fma(q[k, n], scale[b, n], minimum[b, n]), e),  out[m, n] = out[m, n] + e
 //
-// The sum has 16 partial sums and is folded as in norm.h; a fused multiply-add rounds once, everything else
-// rounds each operation. So every instruction set and every split gives the same bits. A row whose sum is
-// not finite has no outliers, and is left as it is to the quantisation.
+// The sum has 64 partial sums, number i adding |x[i]|, |x[i + 64]|, ..., which are then folded: i += i + 32
+// for i < 32, i += i + 16, and so on. A fused multiply-add rounds once, everything else rounds each
+// operation. So every instruction set and every split gives the same bits. A row whose sum is not finite has
+// no outliers, and is left as it is to the quantisation.
 //
 // Source of the idea: Dettmers et al., LLM.int8() (2022), section 3.2, which fixes the channels beforehand.
 #pragma once

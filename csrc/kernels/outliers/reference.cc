@@ -11,7 +11,7 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kSums = 16;
+constexpr std::size_t kSums = 64;
 
 float sum_of_magnitudes(const float* input, std::size_t width) {
   std::array<float, kSums> sums = {};
@@ -31,7 +31,10 @@ void take_outliers_f32_f32_reference(const TakeOutliersArgs& args, std::size_t r
     float* rest = args.rest + row * args.width;
     const float mean = sum_of_magnitudes(input, args.width) / static_cast<float>(args.width);
     std::copy(input, input + args.width, rest);
-    take_listed(args, row, kOutlierRatio * mean);
+    args.outliers.counts[row] = 0;
+    for (std::size_t k = 0; k < args.width; ++k) {
+      if (std::fabs(input[k]) > kOutlierRatio * mean) take_one(args, row, k);
+    }
   }
 }
 

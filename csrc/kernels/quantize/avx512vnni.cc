@@ -1,6 +1,7 @@
 // quantize with AVX-512.
 #include <immintrin.h>
 
+#include "kernels/lanes_avx512.h"
 #include "kernels/quantize/quantize.h"
 
 namespace chunkrt {
@@ -9,10 +10,6 @@ namespace {
 constexpr std::size_t kLanes = 16;
 constexpr int kInfinityBits = 0x7f800000;
 constexpr int kNanBits = 0x7fc00000;
-
-__mmask16 first_lanes(std::size_t count) {
-  return count >= kLanes ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
-}
 
 // max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
 int largest_magnitude_bits(const float* input, std::size_t width) {
