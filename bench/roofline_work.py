@@ -69,7 +69,7 @@ def work_of(plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Iterable
                 num_bytes += stored[weight]
             elif node.op in ATTENTION_OPS:
                 width = cast(int, node.attributes["num_heads"]) * cast(int, node.attributes["head_dim"])
-                attention_macs += 2 * chunk.pairs * width
+                attention_macs += 2 * chunk.pairs(cast(int, node.attributes["window"])) * width
     return Work(linear_macs=linear_macs, digit_macs=digit_macs, attention_macs=attention_macs, weight_bytes=num_bytes)
 
 
