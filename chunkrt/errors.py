@@ -23,7 +23,14 @@ class ModelError(ChunkrtError):
 
 
 class UnsupportedModelError(ModelError):
-    """The checkpoint is sound, but its architecture or one of its features is not implemented."""
+    """The checkpoint is sound, but its architecture or one of its features is not implemented.
+
+    `feature`: what asks for it, by name: a key of the config, or a tensor. Empty where nothing does by itself.
+    """
+
+    def __init__(self, message: str, *, feature: str = "") -> None:
+        super().__init__(message)
+        self.feature = feature
 
 
 class PartitionError(ChunkrtError):

@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "Talk with a model.",
     "bench": "Measure prefill and decode speed.",
     "trace": "Tell where the time of a traced run went.",
+    "support": "Tell what there is for a checkpoint, and what is missing.",
     "plan": "Show how a model is cut into subgraphs.",
     "calibrate": "Measure activation ranges on some text.",
     "eval": "Measure how good a model is, and how far from float.",

@@ -74,11 +74,21 @@ class Parameter:
         """The types that the checkpoint has its tensors in. Raises ModelError if one is missing."""
         return {source.info(name).stored_as for name in self.checkpoint_tensors}
 
-    def _check(self, source: TensorSource) -> None:
+    def misfit(self, source: TensorSource) -> str:
+        """The first of its tensors whose shape is another than it must be, in words; empty if there is none.
+
+        Raises:
+            ModelError: the checkpoint lacks one of them.
+        """
         for name, expected in self.checkpoint_tensors.items():
             found = source.info(name).shape
             if found != expected:
-                raise ModelError(f"{source.path.name}: tensor {name} is {list(found)}, expected {list(expected)}")
+                return f"tensor {name} is {list(found)}, expected {list(expected)}"
+        return ""
+
+    def _check(self, source: TensorSource) -> None:
+        if misfit := self.misfit(source):
+            raise ModelError(f"{source.path.name}: {misfit}")
 
     def value(self) -> ir.Value:
         """The weight in the graph being traced."""

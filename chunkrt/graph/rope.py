@@ -17,6 +17,9 @@ from chunkrt.graph.modules import Module, Parameter
 
 Float64 = NDArray[np.float64]
 
+SCALING_KEY = "rope_scaling"
+"""What refusals name, wherever the config says it: in newer ones it is a part of `rope_parameters`."""
+
 
 class RotaryTables(Module):
     """cos and sin [context_length, rotary_dim / 2], one pair for all layers that share it.
@@ -72,7 +75,9 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
     parameters = rope_parameters(config)
     base, rule = _base(parameters, head_dim), parameters["rope_type"]
     if parameters.get("attention_factor") not in (None, 1):
-        raise UnsupportedModelError(f"attention_factor = {parameters['attention_factor']!r} of RoPE is not supported")
+        raise UnsupportedModelError(
+            f"attention_factor = {parameters['attention_factor']!r} of RoPE is not supported", feature=SCALING_KEY
+        )
     try:
         if rule == "default":
             return base
@@ -82,7 +87,9 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
             return _llama3(base, parameters)
     except KeyError as error:
         raise ModelError(f"rope scaling {rule!r} needs {error}, which the config does not give") from error
-    raise UnsupportedModelError(f"rope scaling {rule!r} is not supported; there are: default, linear, llama3")
+    raise UnsupportedModelError(
+        f"rope scaling {rule!r} is not supported; there are: default, linear, llama3", feature=SCALING_KEY
+    )
 
 
 def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -> RotaryTables:
@@ -144,7 +151,9 @@ def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
 def _factors(parameters: Mapping[str, Any], key: str, length: int) -> Float64:
     values = parameters.get(key)
     if values is None:
-        raise UnsupportedModelError(f"rope scaling {parameters['rope_type']!r} without {key!r} is not supported")
+        raise UnsupportedModelError(
+            f"rope scaling {parameters['rope_type']!r} without {key!r} is not supported", feature=SCALING_KEY
+        )
     if not isinstance(values, list) or len(values) != length:
         raise ModelError(f"the config's {key} of RoPE is {str(values)[:60]}, expected {length} numbers")
     return np.array([_positive({key: value}, key) for value in values])

@@ -100,9 +100,10 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
         UnsupportedModelError: a model or pre-tokeniser that is not implemented; the message lists those that
             are.
     """
-    model = _text(metadata, "tokenizer.ggml.model", "none")
-    if model in ("none", "no_vocab"):
+    kind = read_kind(metadata)
+    if kind is None:
         return None
+    model, pre = kind
     tokens = _list(metadata, "tokens", str)
     types = _list(metadata, "token_type", int, len(tokens), default=TokenType.NORMAL)
     adds_space = model == "llama" and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
@@ -114,14 +115,11 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
         raise ModelError(f"tokenizer.ggml.tokens holds {twice!r} twice")
     if model == "gpt2":
-        pre = _pre_tokenizer(metadata)
-        library = _byte_level(metadata, vocab, pre)
-        default_bos, default_eos, add_bos = None, None, pre.add_bos
-    elif model == "llama":
+        library = _byte_level(metadata, vocab, PRE_TOKENIZERS[pre])
+        default_bos, default_eos, add_bos = None, None, PRE_TOKENIZERS[pre].add_bos
+    else:
         library = _sentence_piece(metadata, vocab, types, adds_space)
         default_bos, default_eos, add_bos = 1, 2, True
-    else:
-        raise UnsupportedModelError(f"the tokenizer model {model!r} is not implemented; gpt2 and llama are")
     bos_id = _id(metadata, "bos", len(tokens), default_bos)
     ends = [_id(metadata, "eos", len(tokens), default_eos)]
     ends += [_id(metadata, name, len(tokens)) for name in ("eot", "eom")]
@@ -145,6 +143,31 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
         chat_template=_text(metadata, "tokenizer.chat_template", "") or None,
     )
+
+
+def read_kind(metadata: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The tokenizer's model and pre-tokeniser ("" for SentencePiece, which has none), or None if there is no tokenizer.
+
+    Raises:
+        ModelError, UnsupportedModelError: see `read_metadata`.
+    """
+    model = _text(metadata, "tokenizer.ggml.model", "none")
+    if model in ("none", "no_vocab"):
+        return None
+    if model == "llama":
+        return model, ""
+    if model != "gpt2":
+        key = "tokenizer.ggml.model"
+        raise UnsupportedModelError(
+            f"the tokenizer model {model!r} is not implemented; gpt2 and llama are", feature=key
+        )
+    pre = _text(metadata, "tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise UnsupportedModelError(
+            f"the pre-tokeniser {pre!r} is not implemented; there are: {known}", feature="tokenizer.ggml.pre"
+        )
+    return model, pre
 
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreTokenizer) -> tokenizers.Tokenizer:
@@ -199,14 +222,6 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     ]
     merges.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2])))
     return [(left, right) for _, left, right in merges]
-
-
-def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
-    name = _text(metadata, "tokenizer.ggml.pre", "default")
-    if name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise UnsupportedModelError(f"the pre-tokeniser {name!r} is not implemented; there are: {known}")
-    return PRE_TOKENIZERS[name]
 
 
 def _text(metadata: Mapping[str, Any], key: str, default: str) -> str:

@@ -9,11 +9,14 @@ from chunkrt.errors import ModelError
 from chunkrt.weights.gguf import GgufSource
 from chunkrt.weights.gguf_header import MAGIC
 from chunkrt.weights.safetensors import SafetensorsSource
-from chunkrt.weights.source import TensorSource
+from chunkrt.weights.source import Refuse, TensorSource, strictly
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> TensorSource:
+def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> TensorSource:
     """Open a GGUF file or a Hugging Face folder; the content decides, not the name.
+
+    Args:
+        refuse: see `GgufSource`; a folder shows all that it has in any case.
 
     Raises:
         ModelError: it is neither, or it is damaged.
@@ -32,6 +35,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorSource:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     if start == MAGIC:
-        return GgufSource(path)
+        return GgufSource(path, refuse=refuse)
     hint = "name its folder instead" if path.suffix == ".safetensors" else "fetch it again if it should be"
     raise ModelError(f"{path} is not a GGUF file (it starts with {start!r}); {hint}")

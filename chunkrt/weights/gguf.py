@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
-from chunkrt.weights.gguf_header import GgufTensor, read_header
+from chunkrt.weights.gguf_header import GgufHeader, GgufTensor, read_header
 from chunkrt.weights.gguf_keys import Keys
-from chunkrt.weights.gguf_layout import Layout
+from chunkrt.weights.gguf_layout import AS_IT_IS, Layout
 from chunkrt.weights.gguf_names import EACH, find_architecture, translate_config, translate_name
 from chunkrt.weights.mapping import map_file
-from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, TensorInfo
+from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, Refuse, TensorInfo, strictly
 
 Q4_0_ZERO = 8
 """Q4_0 has no minima: w = (integer - 8) * scale."""
@@ -29,6 +31,9 @@ class GgufSource:
 
     Args:
         path: a GGUF file, version 2 or 3, little-endian, in one piece.
+        refuse: told of what is not implemented; by default it raises that. If it does not, a refused key is passed
+            over, and so is a tensor that the architecture lacks. Where the config cannot be told, `architecture` and
+            the names of tensors are the file's own, and `config` is empty.
 
     Raises:
         ModelError: the file is not GGUF, is truncated, or its header contradicts itself or the file's size.
@@ -41,7 +46,7 @@ class GgufSource:
     metadata: Mapping[str, Any]
     """GGUF's own keys, "tokenizer.ggml.tokens" among them; a value is decoded each time it is read."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> None:
         self.path = Path(path)
         self._data = map_file(self.path)
         header = read_header(self._data, self.path)
@@ -50,19 +55,35 @@ class GgufSource:
             raise UnsupportedModelError(
                 f"{self.path} is one of {parts} parts; join them first (llama-gguf-split --merge)"
             )
-        shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+        self.architecture, self.config = str(self.metadata.get("general.architecture")), {}
+        self._tensors: dict[str, tuple[GgufTensor, Layout]] = {n: (t, AS_IT_IS) for n, t in header.tensors.items()}
+        refusals: list[UnsupportedModelError] = []
         try:
-            architecture = find_architecture(self.metadata.get("general.architecture"))
-            keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
-            self.config = translate_config(architecture, keys)
-            self._tensors: dict[str, tuple[GgufTensor, Layout]] = {}
-            for tensor in header.tensors.values():
-                name, layout = translate_name(architecture, self.config, tensor)
-                for part_name, part in _parts(name, tensor):
-                    self._tensors[part_name] = (part, layout)
+            self._translate(header, refusals.append)
+        except UnsupportedModelError as error:
+            refusals.append(error)
         except ModelError as error:
-            raise type(error)(f"{self.path}: {error}") from error
-        self.architecture = architecture.model_type
+            if not refusals:  # what contradicts itself without the refused keys may make sense with them
+                raise ModelError(f"{self.path}: {error}") from error
+        for refusal in refusals:
+            refuse(UnsupportedModelError(f"{self.path}: {refusal}", feature=refusal.feature))
+
+    def _translate(self, header: GgufHeader, refuse: Refuse) -> None:
+        """The file's words in Hugging Face's. Raises as the constructor does, without the path."""
+        architecture = find_architecture(self.metadata.get("general.architecture"))
+        shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+        keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
+        config = translate_config(architecture, keys, refuse)
+        tensors: dict[str, tuple[GgufTensor, Layout]] = {}
+        for tensor in header.tensors.values():
+            try:
+                name, layout = translate_name(architecture, config, tensor)
+            except UnsupportedModelError as refusal:
+                refuse(refusal)
+                continue
+            for part_name, part in _parts(name, tensor):
+                tensors[part_name] = (part, layout)
+        self.architecture, self.config, self._tensors = architecture.model_type, config, tensors
 
     def names(self) -> Sequence[str]:
         """Every tensor, in the order of the file's table."""
@@ -71,7 +92,8 @@ class GgufSource:
     def info(self, name: str) -> TensorInfo:
         """Shape in Hugging Face's layout and GGUF's type, as in "Q4_K". Raises ModelError as `read` does."""
         tensor, layout = self._find(name)
-        return TensorInfo(shape=layout.shape(tensor.shape), stored_as=tensor.type.name)
+        is_readable = _is_dequantised(tensor.type)
+        return TensorInfo(shape=layout.shape(tensor.shape), stored_as=tensor.type.name, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor, dequantised; a view of the file (read-only) where it is stored as float32.
@@ -133,6 +155,18 @@ class GgufSource:
         if name not in self._tensors:
             raise ModelError(f"{self.path} has no tensor {name}")
         return self._tensors[name]
+
+
+@cache
+def _is_dequantised(kind: GGMLQuantizationType) -> bool:
+    """Whether the `gguf` package has float32 for a type: it is asked for a block of zeros."""
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        with np.errstate(all="ignore"):
+            dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:

@@ -44,7 +44,8 @@ class Keys:
         if isinstance(value, list) and value:
             kinds = set(value) - {0} if may_lack else set(value)
             if len(kinds) > 1:
-                raise UnsupportedModelError(f"{self.prefix}{key} differs between layers: {value[:8]}")
+                name = self.prefix + key
+                raise UnsupportedModelError(f"{name} differs between layers: {value[:8]}", feature=name)
             value = next(iter(kinds), 0)
         if value in (None, 0) and default is not None:
             return default
@@ -94,7 +95,8 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
     head_dim = keys.count("attention.key_length", default=hidden_size // num_heads or None)
     if keys.count("attention.value_length", default=head_dim) != head_dim:
         raise UnsupportedModelError(
-            "keys and values of different length (GGUF attention.value_length) are not implemented"
+            "keys and values of different length (GGUF attention.value_length) are not implemented",
+            feature=f"{keys.prefix}attention.value_length",
         )
     rotary_dim = keys.count("rope.dimension_count", default=head_dim)
     if rotary_dim > head_dim:

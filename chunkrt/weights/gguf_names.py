@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from chunkrt.errors import ModelError, UnsupportedModelError
@@ -22,6 +23,7 @@ from chunkrt.weights.gguf_layout import (
     rotate_half_rows,
     tiled_value_heads,
 )
+from chunkrt.weights.source import Refuse, strictly
 
 Config = dict[str, Any]
 
@@ -283,6 +285,19 @@ def find_architecture(name: Any) -> Architecture:
     raise UnsupportedModelError(f"the GGUF architecture {name!r} is not implemented; there are: {known}")
 
 
+def is_known_name(name: str) -> bool:
+    """Whether any architecture has a tensor of that name, GGUF's or Hugging Face's."""
+    short = re.sub(r"^(blk|model\.layers)\.[0-9]+\.|\.(weight|bias)$", "", name)
+    return short in _known_names() or name in _known_names()
+
+
+@cache
+def _known_names() -> frozenset[str]:
+    """Of all tables, what comes after the layer and before ".weight"."""
+    tables = [table for a in ARCHITECTURES.values() for table in (a.model, a.layer)]
+    return frozenset(name for table in tables for row in table.items() for name in row)
+
+
 def translate_name(architecture: Architecture, config: Config, tensor: GgufTensor) -> tuple[str, Layout]:
     """A tensor's name in Hugging Face's words, and how it becomes what Hugging Face has.
 
@@ -301,7 +316,7 @@ def translate_name(architecture: Architecture, config: Config, tensor: GgufTenso
     part = part or ""
     if module not in modules and module + part not in modules:
         raise UnsupportedModelError(
-            f"it holds the tensor {name!r}, which {architecture.model_type} as implemented lacks"
+            f"it holds the tensor {name!r}, which {architecture.model_type} as implemented lacks", feature=name
         )
     prefix = "" if layer is None else f"model.layers.{layer}."
     known_as = modules[module] + part if module in modules else modules[module + part]
@@ -322,8 +337,11 @@ def _layout(architecture: Architecture, config: Config, module: str, tensor: Ggu
     return rotate_half_rows(num_heads, num_rows)
 
 
-def translate_config(architecture: Architecture, keys: Keys) -> Config:
+def translate_config(architecture: Architecture, keys: Keys, refuse: Refuse = strictly) -> Config:
     """Hugging Face's config keys from the metadata and the tensors' shapes.
+
+    Args:
+        refuse: told of every key of `Architecture.refused` that is set.
 
     Raises:
         ModelError: a key is missing, of the wrong type or out of range.
@@ -331,6 +349,7 @@ def translate_config(architecture: Architecture, keys: Keys) -> Config:
     """
     for key in sorted(architecture.refused):
         if keys.get(key):
-            raise UnsupportedModelError(f"{keys.prefix}{key} = {keys.get(key)} is not implemented")
+            name = keys.prefix + key
+            refuse(UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented", feature=name))
     config = {"model_type": architecture.model_type, **common_config(keys, is_hybrid=architecture.is_hybrid)}
     return config | architecture.config(keys, config)

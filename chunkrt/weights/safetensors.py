@@ -78,7 +78,8 @@ class SafetensorsSource:
     def info(self, name: str) -> TensorInfo:
         """Shape and safetensors' type, as in "BF16". Raises ModelError if there is no tensor of that name."""
         tensor = self._find(name)
-        return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype)
+        is_readable = tensor.dtype == "BF16" or tensor.dtype in _FLOATS
+        return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor as float32; a view of the file (read-only) where it is stored so.

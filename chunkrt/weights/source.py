@@ -7,13 +7,15 @@ layout (linears [out_features, in_features], no permuted rows). A decoder family
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from chunkrt.errors import UnsupportedModelError
 
 BLOCK_DEPTH = 32
 """Weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
@@ -25,10 +27,14 @@ FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What the header says of a tensor: its shape in Hugging Face's layout and the type it is stored in."""
+    """What the header says of a tensor: its shape in Hugging Face's layout and the type it is stored in.
+
+    `is_readable`: whether `TensorSource.read` makes float32 of that type.
+    """
 
     shape: tuple[int, ...]
     stored_as: str
+    is_readable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,15 @@ class BlockTensor:
         blocks = self.integers.reshape(*self.scales.shape, BLOCK_DEPTH).astype(np.float32)
         values = blocks * self.scales[..., None].astype(np.float32) + self.minima[..., None].astype(np.float32)
         return values.reshape(self.integers.shape)
+
+
+Refuse = Callable[[UnsupportedModelError], None]
+"""What is told of each thing in a checkpoint that is not implemented; it may go on by returning."""
+
+
+def strictly(refusal: UnsupportedModelError) -> None:
+    """Go no further: raise the refusal."""
+    raise refusal
 
 
 class TensorSource(Protocol):

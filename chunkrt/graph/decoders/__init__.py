@@ -45,29 +45,41 @@ def build_decoder(source: TensorSource) -> Module:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
         ModelError: a tensor is missing, or one is left that nothing reads.
     """
+    decoder, _ = make_decoder(source)
+    missing, unread = match_tensors(decoder, source)
+    if missing:
+        name, parameter = next(iter(missing.items()))
+        raise ModelError(
+            f"{source.path.name}: tensor {name} is missing, needed by {parameter}"
+            + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+        )
+    if unread:
+        raise ModelError(
+            f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the "
+            f"{source.architecture} decoder reads it" + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
+        )
+    return decoder
+
+
+def make_decoder(source: TensorSource) -> tuple[Module, DecoderConfig]:
+    """The module tree that a checkpoint's config asks for, whatever tensors there are; and the config as it was read.
+
+    Raises:
+        UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
+        ModelError: the config contradicts itself.
+    """
     if source.architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"{source.path.name}: architecture {source.architecture!r} is not supported; "
             f"supported are: {', '.join(sorted(FAMILIES))}"
         )
     config = read_config(source, DEFAULTS.get(source.architecture))
-    decoder = FAMILIES[source.architecture](config).named()
-    _account(decoder, source)
-    return decoder
+    return FAMILIES[source.architecture](config).named(), config
 
 
-def _account(decoder: Module, source: TensorSource) -> None:
-    """Every parameter finds its tensors, and every tensor its parameter."""
+def match_tensors(decoder: Module, source: TensorSource) -> tuple[dict[str, str], list[str]]:
+    """Tensors that the checkpoint lacks, with the parameter that needs each; and those that no parameter reads."""
     present = set(source.names())
     needed = {t: p.name for p in decoder.parameters() for t in p.checkpoint_tensors}
-    if missing := [name for name in needed if name not in present]:
-        raise ModelError(
-            f"{source.path.name}: tensor {missing[0]} is missing, needed by {needed[missing[0]]}"
-            + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
-        )
-    unread = [name for name in source.names() if name not in needed and not UNUSED_TENSORS.search(name)]
-    if unread:
-        raise ModelError(
-            f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the "
-            f"{source.architecture} decoder reads it" + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
-        )
+    missing = {name: parameter for name, parameter in needed.items() if name not in present}
+    return missing, [name for name in source.names() if name not in needed and not UNUSED_TENSORS.search(name)]

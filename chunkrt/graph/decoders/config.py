@@ -19,6 +19,8 @@ from chunkrt.graph.rope import inverse_frequencies
 from chunkrt.weights.source import TensorSource
 
 LONGEST_CONTEXT = 2**24
+LARGEST_SIZE = 2**24
+"""Of anything that a config counts: beyond, it is damaged. No array may be made for what it claims."""
 ROPE_DIVISOR = "rope_freqs.weight"
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -76,6 +78,15 @@ class DecoderConfig:
         value = self.raw.get(key)
         return default if value is None else bool(value)
 
+    def layer_indices(self, key: str) -> Sequence[int]:
+        """Some layers, by their indices; none if the config does not say. Raises ModelError if it is no list."""
+        indices = self.raw.get(key)
+        if indices is None:
+            return ()
+        if not isinstance(indices, list | tuple) or any(type(index) is not int for index in indices):
+            raise ModelError(f"{self.where}: {key} is {indices!r}, expected a list of layers' indices")
+        return indices
+
     def layer_types(self, default: Sequence[str], known: Collection[str]) -> Sequence[str]:
         """What each layer is, as the config's `layer_types` says it.
 
@@ -89,7 +100,9 @@ class DecoderConfig:
                 f"{self.where}: layer_types is {types!r}, expected a word for each of {self.num_layers} layers"
             )
         if unknown := [kind for kind in types if kind not in known]:
-            raise UnsupportedModelError(f"{self.where}: a layer is {unknown[0]!r}; supported are: {', '.join(known)}")
+            raise UnsupportedModelError(
+                f"{self.where}: a layer is {unknown[0]!r}; supported are: {', '.join(known)}", feature="layer_types"
+            )
         return types
 
     def sliding_layers(self, rule: Callable[[int], bool]) -> list[bool]:
@@ -106,7 +119,9 @@ class DecoderConfig:
         """Refuse what the config asks for and the family does not have. Raises UnsupportedModelError."""
         if asked := [name for name, is_asked in settings.items() if is_asked]:
             value = self.raw.get(asked[0])
-            raise UnsupportedModelError(f"{self.where}: {asked[0]} = {value!r} is not supported in this family")
+            raise UnsupportedModelError(
+                f"{self.where}: {asked[0]} = {value!r} is not supported in this family", feature=asked[0]
+            )
 
 
 def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None) -> DecoderConfig:
@@ -122,13 +137,15 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     config, where = {**(defaults or {}), **source.config}, source.path.name
     if config.get("quantization_config"):
         raise UnsupportedModelError(
-            f"{where}: the checkpoint is quantised by another library; use the float checkpoint or a GGUF"
+            f"{where}: the checkpoint is quantised by another library; use the float checkpoint or a GGUF",
+            feature="quantization_config",
         )
     hidden, heads = _count(config, where, "hidden_size"), _count(config, where, "num_attention_heads")
     kv_heads = _count(config, where, "num_key_value_heads", default=heads)
     head_dim = _count(config, where, "head_dim", default=hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+    check_size(heads * head_dim, where, "num_attention_heads * head_dim")
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim is {head_dim}; RoPE needs an even one")
     if (layers := _count(config, where, "num_hidden_layers")) > len(source.names()):
@@ -147,7 +164,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         activation=_activation(config, where),
         sliding_window=_sliding_window(config, where, context),
-        norm_offset=float(config.get("norm_offset", 0)),
+        norm_offset=_norm_offset(config, where),
         rope_divisor=ROPE_DIVISOR if ROPE_DIVISOR in source.names() else None,
         raw=config,
         where=where,
@@ -161,7 +178,14 @@ def _count(config: Mapping[str, Any], where: str, key: str, default: int | None 
         raise ModelError(f"{where}: the config does not give {key!r}")
     if type(value) is not int or value < least:
         raise ModelError(f"{where}: {key} is {value!r}, expected a {'positive ' if least else ''}whole number")
+    check_size(value, where, key)
     return value
+
+
+def check_size(size: int, where: str, what: str) -> None:
+    """Raise ModelError if it is beyond what any model has."""
+    if size > LARGEST_SIZE:
+        raise ModelError(f"{where}: {what} is {size}; at most {LARGEST_SIZE} is believed")
 
 
 def _epsilon(config: Mapping[str, Any], where: str) -> float:
@@ -171,21 +195,30 @@ def _epsilon(config: Mapping[str, Any], where: str) -> float:
     return float(value)
 
 
+def _norm_offset(config: Mapping[str, Any], where: str) -> float:
+    value = config.get("norm_offset", 0)
+    if value not in (0, 1):
+        raise ModelError(f"{where}: norm_offset is {value!r}, expected 0 or 1")
+    return float(value)
+
+
 def _context_length(config: Mapping[str, Any], where: str) -> int:
     """The context, refused where it is beyond any model's: RoPE tables of that length will be allocated."""
-    length = _count(config, where, "max_position_embeddings")
-    if length > LONGEST_CONTEXT:
+    key = "max_position_embeddings"
+    length = config.get(key)
+    if type(length) is int and length > LONGEST_CONTEXT:
         raise ModelError(
             f"{where}: the config claims a context of {length} tokens; at most {LONGEST_CONTEXT} is believed"
         )
-    return length
+    return _count(config, where, key)
 
 
 def _activation(config: Mapping[str, Any], where: str) -> str:
-    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    name = config.get(key) or "silu"
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{where}: hidden_act {name!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
+            f"{where}: hidden_act {name!r} is not supported; there are: {', '.join(ACTIVATIONS)}", feature=key
         )
     return ACTIVATIONS[name]
 

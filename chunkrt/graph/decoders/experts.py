@@ -16,6 +16,8 @@ from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.parts import FeedForward
 from chunkrt.graph.modules import Float32, Linear, Module, Parameter
 
+MOST_EXPERTS = 4096
+
 
 class SparseMixture(Module):
     """The routed experts, plus the shared one times the sigmoid of its own gate. What routes is on the CPU."""
@@ -23,6 +25,8 @@ class SparseMixture(Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         num_experts = config.count("num_experts")
+        if num_experts > MOST_EXPERTS:
+            raise ModelError(f"{config.where}: num_experts is {num_experts}; at most {MOST_EXPERTS} is believed")
         self.gate = Linear(config.hidden_size, num_experts).to("cpu")
         self.experts = Experts(config, num_experts)
         shared_size = config.count("shared_expert_intermediate_size")

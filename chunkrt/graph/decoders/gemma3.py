@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from chunkrt.errors import UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, head_norm, norm
@@ -108,8 +108,13 @@ def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
     sections = config.raw.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(sections, Mapping) or not sections.keys() <= set(kinds):
-        raise UnsupportedModelError(f"{config.where}: rope_parameters = {sections!r}, expected a section for {kinds}")
-    full = {"rope_theta": config.number("rope_theta"), **(config.raw.get("rope_scaling") or {})}
+        raise UnsupportedModelError(
+            f"{config.where}: rope_parameters = {sections!r}, expected a section for {kinds}", feature="rope_parameters"
+        )
+    scaling = config.raw.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelError(f"{config.where}: rope_scaling is {scaling!r}, expected a table of numbers")
+    full = {"rope_theta": config.number("rope_theta"), **scaling}
     sliding = {"rope_theta": config.number("rope_local_base_freq")}
 
     def tables(parameters: Mapping[str, Any], kind: str) -> RotaryTables:

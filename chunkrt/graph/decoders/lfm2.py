@@ -22,13 +22,12 @@ DEFAULTS = {"rope_theta": 1e6, "tie_word_embeddings": True}
 
 def lfm2(config: DecoderConfig) -> Module:
     """Layers are "conv" or "full_attention", as `layer_types` or, in older configs, `full_attn_idxs` says."""
-    raw = config.raw
     config = replace(
         config,
         intermediate_size=_feed_forward_size(config),
         tie_word_embeddings=config.flag("tie_embedding", config.tie_word_embeddings),
     )
-    attention_layers = raw.get("full_attn_idxs") or range(config.num_layers)
+    attention_layers = config.layer_indices("full_attn_idxs") or range(config.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(config.num_layers)]
     rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     layers = [Layer(config, rope, kind) for kind in config.layer_types(default, ("conv", "full_attention"))]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError
 from chunkrt.graph import ops
-from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import SparseMixture
 from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm, norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Linear, MergedLinear, Module, Parameter
@@ -52,7 +52,7 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
 
 def _has_experts(config: DecoderConfig, index: int) -> bool:
     is_sparse = (index + 1) % config.count("decoder_sparse_step", 1) == 0
-    return is_sparse and bool(config.raw.get("num_experts")) and index not in (config.raw.get("mlp_only_layers") or ())
+    return is_sparse and bool(config.raw.get("num_experts")) and index not in config.layer_indices("mlp_only_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,8 @@ class DeltaSizes:
             v_dim=config.count("linear_value_head_dim", 128),
             taps=config.count("linear_conv_kernel_dim", 4),
         )
+        check_size(sizes.all_k, config.where, "linear_num_key_heads * linear_key_head_dim")
+        check_size(sizes.all_v, config.where, "linear_num_value_heads * linear_value_head_dim")
         if sizes.v_heads % sizes.k_heads:
             raise ModelError(
                 f"{config.where}: {sizes.v_heads} value heads of linear attention cannot share {sizes.k_heads} key "
