@@ -50,7 +50,7 @@ def _kernel_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _model_markdown(report: dict[str, Any]) -> Iterator[str]:
     model, executor, start, memory = (report[key] for key in ("model", "executor", "start", "memory"))
     yield f"{model['name']}, native, {model['scheme']}, chunks of {model['chunk']}. In GMAC: linears, what the integer"
-    yield "units do for them (two digits count twice), and attention. Bounds in ms: arithmetic (linears and attention"
+    yield "units do for them (16-bit grids count twice), and attention. Bounds in ms: arithmetic (linears and attention"
     yield "at their peaks) and memory (every chunk reads its weights once)."
     yield ""
     rows = []

@@ -36,7 +36,8 @@ class Work:
     """What some tasks do.
 
     linear_macs: multiply-adds of the linears as the model defines them. digit_macs: those that the integer units do,
-    which is twice as many where activations take two digits. attention_macs: of scores and weighted sums, over the
+    twice as many where activations lie on a grid of 16 bits, which is two int8 digits. The few of outliers, in float,
+    are not counted. attention_macs: of scores and weighted sums, over the
     positions that each token sees. weight_bytes: of linears, read once for every task.
     """
 

@@ -26,7 +26,7 @@ from chunkrt.errors import (
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.model import Progress, engine_folder
 from chunkrt.npu import compiled_chunk_length, open_npu
-from chunkrt.options import EngineOptions
+from chunkrt.options import CPU_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
 from chunkrt.runtime.executor import Executor, RunResult
@@ -81,8 +81,6 @@ class Engine:
         self.scheme: Scheme = self.manifest.scheme
         self.context_length = _context_length(self.plan, options)
         _check_shift(self.context_length, options)
-        chunk_length = options.chunk_length or compiled_chunk_length(self.manifest)
-        self.chunk_length = _chunk_length(self.context_length, chunk_length)
         self.weights = open_weights(folder)
         self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
@@ -93,7 +91,20 @@ class Engine:
         with running_on(self._cpus):  # the native pool starts its threads here
             self.cpu_backend = make_backend(cpu, threads=num_threads)
         self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
+        self.chunk_length = self._choose_chunk_length()
         self._executor, self._decoder = self._build(progress)
+
+    def _choose_chunk_length(self) -> int:
+        has_npu = self.manifest.npu or self.npu_backend is not self.cpu_backend
+        wanted = self.options.chunk_length
+        if wanted is None and not has_npu:
+            return min(CPU_CHUNK_LENGTH, self.context_length)
+        wanted = wanted or compiled_chunk_length(self.manifest)
+        if wanted > self.context_length:
+            raise ConfigError(
+                f"chunk_length is {wanted}, longer than the context of {self.context_length}; choose a shorter one"
+            )
+        return wanted
 
     def session(self) -> Session:
         """A new, empty session.
@@ -241,11 +252,3 @@ def _check_shift(context_length: int, options: EngineOptions) -> None:
             f"context_keep is {options.context_keep}, but of a context of {context_length} two tokens at least have to "
             "move; keep fewer"
         )
-
-
-def _chunk_length(context_length: int, wanted: int) -> int:
-    if wanted > context_length:
-        raise ConfigError(
-            f"chunk_length is {wanted}, longer than the context of {context_length}; choose a shorter one"
-        )
-    return wanted

@@ -26,7 +26,7 @@ from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.shared_folder import fingerprint
 from chunkrt.weights.store import WeightStore
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""

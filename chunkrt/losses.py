@@ -23,6 +23,7 @@ from chunkrt.graph.plan import Node, Plan, resolve
 from chunkrt.quant.blocks import quantize_to_blocks
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.grid import LinearGrids, excess_over_grid, grids_of, round_to_grid
+from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import LEVELS, Scheme
 from chunkrt.quant.weights import LoadBlocks, linear_nodes, quantize_weight, quantize_weight_in_blocks
 
@@ -149,7 +150,7 @@ class RoundedLinears:
         name = node.inputs[1]
         integers, scale = self.weight(name, scheme)
         if not scheme.is_static:
-            return _multiply_rows(x, integers, scale, scheme.num_digits(name))
+            return _multiply_rows(x, integers, scale)
         grids, bits = self.grids(node, scheme), scheme.activation_bits_of(name)
         result: Float32 = (round_to_grid(x, grids.input_step, bits) @ integers) * (grids.input_step * scale)
         if grids.output_step is not None:
@@ -180,13 +181,11 @@ class RoundedLinears:
         return integers.astype(np.float32), scale
 
 
-def _multiply_rows(x: Float32, integers: Float32, scale: Float32, num_digits: int) -> Float32:
+def _multiply_rows(x: Float32, integers: Float32, scale: Float32) -> Float32:
     """A linear of dynamic activations."""
-    result = np.zeros((len(x), len(scale)), np.float32)
-    for _ in range(num_digits):
-        quantized, row_scale = quantize_rows(x)
-        result += (quantized.astype(np.float32) @ integers) * row_scale * scale
-        x = x - quantized * row_scale
+    outliers, rest = take_outliers(x)
+    quantized, row_scale = quantize_rows(rest)
+    result: Float32 = ((quantized.astype(np.float32) @ integers) * row_scale + outliers @ integers) * scale
     return result
 
 

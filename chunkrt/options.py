@@ -20,6 +20,9 @@ from chunkrt.runtime.state import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
+"""With an NPU."""
+CPU_CHUNK_LENGTH = 128
+"""Without one: a processor reads weights once for all rows of a chunk, and pads none."""
 DEFAULT_CONTEXT_KEEP = 4
 MOST_THREADS = 256
 
@@ -36,7 +39,7 @@ class EngineOptions:
     npu: who plays the NPU: "auto" (an NPU if there is one, else "native"), "qnn" (Qualcomm's NPU, emulated where there
         is none), "native", "onnxrt", "reference", or "off": the whole decoder is one subgraph on the CPU.
     chunk_length: tokens of a chunk, 1 to the context length; by default what an engine directory was compiled for
-        (of several lengths 32, or else the longest), else 32.
+        (of several lengths 32, or else the longest), else 32 with an NPU and up to 128 without one.
     scheme: how linears are quantised; by default what an engine directory was compiled with, else "w8a16" on an NPU,
         else the catalogue's, else "w8a8-dynamic".
     policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.

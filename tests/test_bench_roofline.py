@@ -10,7 +10,7 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.graph.plan import Plan
-from chunkrt.quant.scheme import SCHEMES
+from chunkrt.quant.scheme import SCHEMES, Scheme
 from chunkrt.runtime.policy import Task
 from chunkrt.simulate.shape import Shape
 from chunkrt.simulate.work import cut
@@ -21,9 +21,9 @@ from roofline_machine import PEAK_ASKS, READ_PIECE_BYTES, Machine
 from roofline_tables import markdown
 from roofline_work import Bounds, Peaks, Spread, Work, attainable, work_of
 
-TWO_DIGITS = SCHEMES["w8a8-dynamic"]
+ONE_DIGIT, TWO_DIGITS = SCHEMES["w8a8-dynamic"], SCHEMES["w8a16"]
 QKV, O_PROJ, GATE_UP, DOWN, HEAD = 64 * 128, 64 * 64, 64 * 192, 96 * 64, 64 * 100
-"""Of SMALL: multiply-adds of each linear for one row. qkv, down and the head take two digits."""
+"""Of SMALL: multiply-adds of each linear for one row."""
 
 SMALL = Shape(
     source="made up",
@@ -53,14 +53,17 @@ def tasks_of(plan: Plan, num_chunks: int) -> list[Task]:
     ]
 
 
-def test_the_work_of_a_prefill_is_that_of_a_count_by_hand(plan: Plan) -> None:
-    work = work_of(plan, TWO_DIGITS, cut(70, 32), tasks_of(plan, 3))  # chunks of 32, 32 and 6 tokens
+@pytest.mark.parametrize(("scheme", "num_digits"), [(ONE_DIGIT, 1), (TWO_DIGITS, 2)])
+def test_the_work_of_a_prefill_is_that_of_a_count_by_hand(plan: Plan, scheme: Scheme, num_digits: int) -> None:
+    work = work_of(plan, scheme, cut(70, 32), tasks_of(plan, 3))  # chunks of 32, 32 and 6 tokens
     assert work.linear_macs == 70 * (3 * QKV + 2 * (O_PROJ + GATE_UP + DOWN)) + 6 * (O_PROJ + GATE_UP + DOWN) + HEAD
-    assert (
-        work.digit_macs
-        == 70 * (6 * QKV + 2 * (O_PROJ + GATE_UP + 2 * DOWN)) + 6 * (O_PROJ + GATE_UP + 2 * DOWN) + 2 * HEAD
-    )
+    assert work.digit_macs == num_digits * work.linear_macs
     assert work.attention_macs == 3 * 2 * 64 * sum(range(1, 71))
+
+
+def test_a_head_of_16_bits_takes_two_digits(plan: Plan) -> None:
+    work = work_of(plan, SCHEMES["w8a8"], cut(70, 32), tasks_of(plan, 3))
+    assert work.digit_macs == work.linear_macs + HEAD
 
 
 def test_every_task_reads_its_weights_once(plan: Plan) -> None:
@@ -70,7 +73,7 @@ def test_every_task_reads_its_weights_once(plan: Plan) -> None:
         O_PROJ + GATE_UP + DOWN + 4 * (64 + 192 + 64),
         64 * 112 + 4 * 100,
     )  # packed by 16 columns
-    assert work_of(plan, TWO_DIGITS, cut(70, 32), tasks).weight_bytes == 3 * (3 * qkv + 2 * rest) + rest + head
+    assert work_of(plan, ONE_DIGIT, cut(70, 32), tasks).weight_bytes == 3 * (3 * qkv + 2 * rest) + rest + head
 
 
 def test_the_tasks_of_a_real_run_are_those_that_were_counted() -> None:

@@ -116,20 +116,18 @@ def test_what_float16_cannot_hold_is_refused_by_name(bad):
         quantize_to_blocks(weight, name="head.weight")
 
 
-@given(COLUMNS, DEPTHS, st.sampled_from([1, 2]))
-def test_products_are_those_of_the_values(columns, depth, num_digits):
+@given(COLUMNS, DEPTHS)
+def test_products_are_those_of_the_values(columns, depth):
     """In float64, on the rows as they are quantised; a sum loses a float32 step a block's product and minimum."""
     blocks = random_blocks(columns, depth)
     x = np.random.default_rng(1).standard_normal((5, depth)).astype(np.float32)
+    x[1, 7], x[3, 0], x[3, 31] = -4321.7, 2000.1, 2100.3
     x[2] = 0
-    exact = np.zeros((5, depth))
-    rest = x
-    for _ in range(num_digits):
-        quantized, scale = quantize_rows(rest)
-        exact += quantized * scale.astype(np.float64)
-        rest = rest - quantized * scale
+    is_outlier = np.abs(x) > 1000
+    quantized, scale = quantize_rows(np.where(is_outlier, np.float32(0), x))
+    exact = np.where(is_outlier, x, quantized * scale.astype(np.float64))
     size = np.repeat(15 * np.abs(blocks.scales.astype(np.float64)) + np.abs(blocks.minima), 32, axis=1)
-    found = BlockWeight(blocks, num_digits=num_digits).multiply(x)
+    found = BlockWeight(blocks).multiply(x)
     off = np.abs(found - exact @ blocks.dequantise().T.astype(np.float64))
     assert (off <= (depth + 4) * 2.0**-24 * (np.abs(exact) @ size.T)).all()
     assert not found[2].any()

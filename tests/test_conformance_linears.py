@@ -1,4 +1,4 @@
-"""The conformance suite notices what static linears and their shadows get wrong."""
+"""The conformance suite notices what linears, static and dynamic, and their shadows get wrong."""
 
 import numpy as np
 import pytest
@@ -144,61 +144,105 @@ def test_what_a_linear_gets_wrong_is_noticed(linear):
     assert raised.value.clause == "linears"
 
 
-class BlockLinear:
-    """A linear in blocks of 4 bits in float64, of which others get one thing wrong."""
+class DynamicLinear:
+    """A dynamic linear in float64, of which others get one thing wrong."""
 
     fixed_length = None
 
-    def __init__(self, subgraph, scheme, weights):
-        name = subgraph.nodes[0].inputs[1]
-        self.num_digits = scheme.num_digits(name)
-        blocks = weights.blocks(name)
-        integers = blocks.integers.T.astype(np.float64)
-        scales, minima = (np.repeat(part.T.astype(np.float64), 32, axis=0) for part in (blocks.scales, blocks.minima))
-        self.matrix = self.values(integers, scales, minima)
+    def __init__(self, name, scheme, weights):
+        if scheme.has_blocks(name):
+            blocks = weights.blocks(name)
+            parts = (np.repeat(part.T.astype(np.float64), 32, axis=0) for part in (blocks.scales, blocks.minima))
+            self.matrix = self.values(blocks.integers.T.astype(np.float64), *parts)
+        else:
+            integers, scale = weights.linear(name)
+            self.matrix = integers * scale.astype(np.float64)
 
     def run(self, inputs, outputs):
         ((x,), (out,)) = inputs.values(), outputs.values()
-        rest, result = x, 0.0
-        for _ in range(self.num_digits):
-            integers, scale = quantize_rows(rest)
-            result = result + integers.astype(np.float64) @ self.matrix * scale
-            rest = rest - integers * scale
-        out[...] = result
+        is_outlier = self.is_outlier(x)
+        integers, scale = self.quantize(np.where(is_outlier, np.float32(0), x))
+        out[...] = (integers.astype(np.float64) * scale + self.taken(np.where(is_outlier, x, 0))) @ self.matrix
+
+    def is_outlier(self, x):
+        return np.abs(x) > 8 * np.abs(x).mean(axis=1, keepdims=True)
+
+    def quantize(self, rest):
+        return quantize_rows(rest)
+
+    def taken(self, outliers):
+        return outliers.astype(np.float64)
 
     def values(self, integers, scales, minima):
         return integers * scales + minima
 
 
-class OwnBlockLinears(ReferenceBackend):
-    """The reference, but for linears in blocks that the suite tries alone."""
+class OwnDynamicLinears(ReferenceBackend):
+    """The reference, but for dynamic linears that the suite tries alone: those in blocks, or the others."""
 
     name = "own"
-    linear = BlockLinear
+    linear = DynamicLinear
+
+    def __init__(self, *, in_blocks):
+        super().__init__()
+        self.in_blocks = in_blocks
 
     def compile(self, subgraph, plan, chunk_length, scheme, weights):
-        if is_alone(subgraph, "MatMul") and scheme.has_blocks(subgraph.nodes[0].inputs[1]):
-            return self.linear(subgraph, scheme, weights)
+        weight = subgraph.nodes[0].inputs[1:2]
+        is_own = is_alone(subgraph, "MatMul") and scheme.activations == "dynamic"
+        if is_own and scheme.has_blocks(*weight) == self.in_blocks:
+            return self.linear(*weight, scheme, weights)
         return super().compile(subgraph, plan, chunk_length, scheme, weights)
 
 
-class LeavesTheMinimaAway(BlockLinear):
+class KnowsNoOutliers(DynamicLinear):
+    """What dynamic linears commonly do: the largest value of a row sets the step of all."""
+
+    def is_outlier(self, x):
+        return np.zeros(x.shape, bool)
+
+
+class DropsOutliers(DynamicLinear):
+    def taken(self, outliers):
+        return np.zeros(outliers.shape)
+
+
+class TakesOneOutlier(DynamicLinear):
+    def taken(self, outliers):
+        return np.where(np.arange(outliers.shape[1]) == np.abs(outliers).argmax(axis=1)[:, None], outliers, 0.0)
+
+
+class TakesTheSameChannelsInEveryRow(DynamicLinear):
+    """Those of the first row, as if they were fixed beforehand."""
+
+    def is_outlier(self, x):
+        return super().is_outlier(x[:1]).repeat(len(x), axis=0)
+
+
+class RoundsRowTiesAway(DynamicLinear):
+    def quantize(self, rest):
+        largest = np.abs(rest).max(axis=1, keepdims=True)
+        steps = rest * (127 / np.where(largest > 0, largest, 1))
+        return np.trunc(steps + np.copysign(0.5, steps)), largest / 127
+
+
+class LeavesTheMinimaAway(DynamicLinear):
     def values(self, integers, scales, minima):
         return integers * scales
 
 
-class TakesTheScalesOfTheNextBlock(BlockLinear):
+class TakesTheScalesOfTheNextBlock(DynamicLinear):
     def values(self, integers, scales, minima):
         return integers * np.roll(scales, 32, axis=0) + minima
 
 
-class SwapsTheHalvesOfBytes(BlockLinear):
+class SwapsTheHalvesOfBytes(DynamicLinear):
     def values(self, integers, scales, minima):
         halves = integers.reshape(-1, 2, 4, integers.shape[1])
         return halves[:, ::-1].reshape(integers.shape) * scales + minima
 
 
-class RoundsToEightBits(BlockLinear):
+class RoundsToEightBits(DynamicLinear):
     """The detour that blocks are there to spare."""
 
     def values(self, integers, scales, minima):
@@ -207,15 +251,30 @@ class RoundsToEightBits(BlockLinear):
         return np.rint(exact / step) * step
 
 
-def test_linears_in_blocks_in_float64_conform():
-    check_backend(OwnBlockLinears())
+WRONG_BLOCKS = [LeavesTheMinimaAway, TakesTheScalesOfTheNextBlock, SwapsTheHalvesOfBytes, RoundsToEightBits]
+WRONG_DYNAMIC = [
+    KnowsNoOutliers,
+    DropsOutliers,
+    TakesOneOutlier,
+    TakesTheSameChannelsInEveryRow,
+    RoundsRowTiesAway,
+]
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_dynamic_linears_in_float64_conform(in_blocks):
+    check_backend(OwnDynamicLinears(in_blocks=in_blocks))
 
 
 @pytest.mark.parametrize(
-    "linear", [LeavesTheMinimaAway, TakesTheScalesOfTheNextBlock, SwapsTheHalvesOfBytes, RoundsToEightBits]
+    ("linear", "in_blocks"),
+    [
+        *((linear, in_blocks) for linear in WRONG_DYNAMIC for in_blocks in (False, True)),
+        *((w, True) for w in WRONG_BLOCKS),
+    ],
 )
-def test_what_a_linear_in_blocks_gets_wrong_is_noticed(linear):
-    backend = OwnBlockLinears()
+def test_what_a_dynamic_linear_gets_wrong_is_noticed(linear, in_blocks):
+    backend = OwnDynamicLinears(in_blocks=in_blocks)
     backend.linear = linear
     with pytest.raises(ConformanceError) as raised:
         check_backend(backend)

@@ -29,7 +29,7 @@ def engine():
 def test_defaults(engine):
     with chunkrt.load(CHECKPOINT) as engine:
         assert engine.options == EngineOptions()
-        assert engine.chunk_length == 32
+        assert engine.chunk_length == 128
         assert engine.scheme.name == "w8a8-dynamic"
         assert engine.npu_backend.name == "native"
         assert engine.context_length == 128

@@ -52,11 +52,11 @@ class Tiny:
     def multiply(self, name, x):
         """As the reference backend computes it."""
         if self.scheme.has_blocks(name):
-            return BlockWeight(quantize_to_blocks(self.load(name)), num_digits=self.scheme.num_digits(name)).multiply(x)
+            return BlockWeight(quantize_to_blocks(self.load(name))).multiply(x)
         quantize = quantize_weight_in_blocks if self.scheme.weight_bits_of(name) == 4 else quantize_weight
         integers, scale, *_ = quantize(self.load(name))
         if not self.scheme.is_static:
-            return DynamicWeight(integers, scale, num_digits=self.scheme.num_digits(name)).multiply(x)
+            return DynamicWeight(integers, scale).multiply(x)
         grids = grids_of(linear_nodes(self.plan)[name], self.scheme, self.calibration, scale)
         bits = self.scheme.activation_bits_of(name)
         weight = StaticWeight(integers, scale, bits=bits, input_step=grids.input_step, output_step=grids.output_step)

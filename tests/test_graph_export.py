@@ -86,13 +86,12 @@ def test_quantised_linears_hold_int8_weights_and_their_scales():
     scheme = SCHEMES["w8a8-dynamic"]
     model = with_weights(PLAN.subgraphs, scheme)
     assert not [n for n in model.graph.node if n.op_type == "MatMul"]
-    linears = [n for n in model.graph.node if n.op_type in ("DynamicLinear", "TwoDigitLinear")]
+    linears = [n for n in model.graph.node if n.op_type == "DynamicLinear"]
     assert len(linears) == 2 * 4 + 1
     types = {i.name: i.data_type for i in model.graph.initializer}
     for node in linears:
         assert types[node.input[1]] == onnx.TensorProto.INT8
         assert node.input[2] == f"{node.input[1]}.scale"
-        assert (node.op_type == "TwoDigitLinear") == (scheme.num_digits(node.input[1]) == 2)
 
 
 @pytest.mark.parametrize("scheme", [s for s in TRIED if s.is_static], ids=lambda scheme: scheme.name)

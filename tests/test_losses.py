@@ -198,16 +198,20 @@ def test_multiply_adds_are_sizes_of_weights():
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != "float"])
 @pytest.mark.parametrize("weight", [QKV, DOWN, "lm_head.weight"])
 def test_rounded_linears_are_the_reference_operators(name, weight):
-    """Bit for bit where sums of integers stay below 2^24, else within a step of the output's grid; blocks to 2^-16."""
+    """Bit for bit where sums of integers stay below 2^24, else within a step of the output's grid.
+
+    What rounds in another order is near: rows with outliers to 2^-22, blocks to 2^-16.
+    """
     scheme = find_scheme(name)
     tiny = Tiny(scheme)
     node, bits = linear_nodes(tiny.plan)[weight], scheme.activation_bits_of(weight)
     x = np.random.default_rng(2).standard_normal((9, tiny.load(weight).shape[0]), np.float32)
     x[3] = 0
+    x[5, 2], x[7, [1, 30]] = 4000.7, (-2000, 2400)
     quantize = quantize_weight_in_blocks if scheme.weight_bits_of(weight) == 4 else quantize_weight
     integers, scale, *_ = quantize(tiny.load(weight))
     if scheme.has_blocks(weight):
-        truth = BlockWeight(quantize_to_blocks(tiny.load(weight)), num_digits=scheme.num_digits(weight))
+        truth = BlockWeight(quantize_to_blocks(tiny.load(weight)))
         error = 2.0**-16 * np.abs(truth.multiply(x)).max()
     elif scheme.is_static:
         grids = grids_of(node, scheme, tiny.calibration, scale)
@@ -215,7 +219,12 @@ def test_rounded_linears_are_the_reference_operators(name, weight):
         truth = StaticWeight(integers, scale, bits=bits, **steps)
         error = 0 if bits == 8 or grids.output_step is None else grids.output_step
     else:
-        truth, error = DynamicWeight(integers, scale, num_digits=scheme.num_digits(weight)), 0
+        truth = DynamicWeight(integers, scale)
+        error = (
+            2.0**-22
+            * np.abs(truth.multiply(x)).max(axis=1, keepdims=True)
+            * (np.abs(x) > 1000).any(axis=1, keepdims=True)
+        )
     found = RoundedLinears({weight: tiny.load(weight)}, tiny.calibration).multiply(node, x, scheme)
     assert (found.dtype, found.shape) == (np.float32, (9, len(scale)))
     assert (np.abs(found - truth.multiply(x)) <= np.multiply(1.001, error)).all()

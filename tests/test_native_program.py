@@ -32,7 +32,9 @@ def decoder_layer(threads: int) -> Program:
     position = builder.input("position", "int64", [1])
     logit_rows = builder.input("logit_rows", "int64", ["R"])
     caches = [builder.state(name, [KV_HEADS, "P", HEAD_DIM]) for name in ("keys", "values")]
-    hidden = builder.gather(builder.constant(rng.standard_normal((50, HIDDEN)).astype(np.float16)), ids)
+    table = rng.standard_normal((50, HIDDEN)).astype(np.float16)
+    table[::3, 7] = 1000  # linears meet rows with outliers and rows without
+    hidden = builder.gather(builder.constant(table), ids)
     qkv = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, QKV)
     tables = constant(CONTEXT, HEAD_DIM // 2), constant(CONTEXT, HEAD_DIM // 2)
     attended = builder.attention(
@@ -226,6 +228,8 @@ def test_the_builder_checks_operands() -> None:
     packed = builder.constant(pack(np.ones((6, 5), np.int8)))
     with pytest.raises(ValueError, match="on a grid the bias and the residual are added afterwards; use add"):
         builder.linear(x, packed, weight, weight, input_step=0.1)
+    with pytest.raises(ValueError, match="activations take 1 digit, or on a grid 2, not 2"):
+        builder.linear(x, packed, weight, num_digits=2)
     with pytest.raises(ValueError, match=r"round_to_grid's step: expected a constant float32 \[6\], got float32 \[5\]"):
         builder.round_to_grid(x, weight, 127)
     with pytest.raises(ValueError, match="round_to_grid: expected 1 to 8388608 levels, got 0"):

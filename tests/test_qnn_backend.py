@@ -16,7 +16,7 @@ from chunkrt.backends.qnn.library import open_session
 from chunkrt.backends.qnn.model import npu_model
 from chunkrt.errors import BackendError, CompileError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Node
-from chunkrt.quant.scheme import LEVELS, SCHEMES, SENSITIVE
+from chunkrt.quant.scheme import DOWN_PROJ, HEAD, LEVELS, SCHEMES
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing import check_backend
 from chunkrt.testing.calls import Recording
@@ -31,7 +31,7 @@ if not open_htp().is_emulated:
 
 STATIC = [
     *(scheme for scheme in SCHEMES.values() if scheme.is_static),
-    replace(SCHEMES["w8a8"], name="mixed", wide=SENSITIVE),
+    replace(SCHEMES["w8a8"], name="mixed", wide=(DOWN_PROJ, "*.qkv_proj.weight", HEAD)),
 ]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 OF_16_BITS = [(scheme, DOWN) for scheme in STATIC if scheme.activation_bits_of(DOWN) == 16]

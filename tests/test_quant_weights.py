@@ -184,7 +184,8 @@ def test_an_unknown_scheme_offers_the_nearest():
         find_scheme("w8a8-dynmic")
 
 
-def test_digits_follow_the_weight_s_name():
-    assert W8A8.num_digits("model.layers.3.mlp.down_proj.weight") == 2
-    assert W8A8.num_digits("model.layers.3.mlp.gate_up_proj.weight") == 1
-    assert SCHEMES["float"].num_digits("lm_head.weight") == 1
+@pytest.mark.parametrize("name", ["w8a8-dynamic", "w4a8-dynamic"])
+def test_dynamic_activations_have_one_digit(name):
+    parts = ("self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down")
+    names = [*(f"model.layers.3.{part}_proj.weight" for part in parts), "lm_head.weight"]
+    assert {SCHEMES[name].num_digits(weight) for weight in names} == {1}

@@ -32,7 +32,7 @@ ROOM = 64
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--tests", default="pp128,pp512,pp1024,pp4096,tg64", show_default=True)
-@click.option("--chunk", type=click.IntRange(1), default=32, show_default=True, help="chunkrt's chunk length.")
+@click.option("--chunk", type=click.IntRange(1), help="chunkrt's chunk length; by default its own.")
 @click.option("--peers", "kinds", help=f"Who is measured beside chunkrt: {', '.join(PEERS)}. By default all.")
 @click.option(
     "--shape",
@@ -49,7 +49,7 @@ def peers(
     threads: int,
     rounds: int,
     tests: str,
-    chunk: int,
+    chunk: int | None,
     kinds: str | None,
     shape: str | None,
     seed: int,
@@ -109,12 +109,12 @@ def peers(
             raise click.ClickException(f"{plot_file} cannot be drawn: {error}; pip install matplotlib") from error
 
 
-def choose(kinds: Sequence[str], chunk: int) -> list[Contender]:
+def choose(kinds: Sequence[str], chunk: int | None) -> list[Contender]:
     """chunkrt's contenders and those of the kinds, in the order of the list. Raises UsageError for other kinds."""
     for kind in kinds:
         if kind not in PEERS:
             raise click.UsageError(f"there is no peer {kind!r}; there are: {', '.join(PEERS)}")
-    own = {"chunk_length": chunk}
+    own = {"chunk_length": chunk} if chunk else {}
     return [
         replace(c, options=own | dict(c.options)) if c.kind == "chunkrt" else c
         for c in CONTENDERS

@@ -17,6 +17,7 @@ from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
+from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
 from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
@@ -80,43 +81,41 @@ class ReferenceExecutable:
 class DynamicWeight:
     """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left one is measured row by row."""
 
-    def __init__(self, integers: NDArray[np.int8], scale: Float32, *, num_digits: int) -> None:
+    def __init__(self, integers: NDArray[np.int8], scale: Float32) -> None:
         self._exact = integers.astype(np.float64)  # products of int8 sum exactly in float64, and by BLAS
         self._scale = scale
-        self._num_digits = num_digits
 
     def multiply(self, left: Float32) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]."""
-        result = np.zeros((len(left), len(self._scale)), np.float32)
-        for _ in range(self._num_digits):
-            quantized, row_scale = quantize_rows(left)
-            result += (quantized.astype(np.float64) @ self._exact).astype(np.float32) * row_scale * self._scale
-            left = left - quantized * row_scale
-        return result
+        outliers, rest = take_outliers(left)
+        quantized, row_scale = quantize_rows(rest)
+        result = (quantized.astype(np.float64) @ self._exact).astype(np.float32) * row_scale * self._scale
+        taken: Float32 = ((outliers.astype(np.float64) @ self._exact) * self._scale).astype(np.float32)
+        return result + taken
 
 
 class BlockWeight:
     """A weight [K, N] in blocks of 4 bits, as MatMul's right operand; the left one is measured row by row."""
 
-    def __init__(self, blocks: BlockTensor, *, num_digits: int) -> None:
+    def __init__(self, blocks: BlockTensor) -> None:
         columns, depth = blocks.integers.shape
         integers = blocks.integers.T.reshape(depth // BLOCK_DEPTH, BLOCK_DEPTH, columns).astype(np.float64)
         self._blocks = list(zip(integers, blocks.scales.T, blocks.minima.T, strict=True))
         self._columns = columns
-        self._num_digits = num_digits
 
     def multiply(self, left: Float32) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once together."""
-        result = np.zeros((len(left), self._columns), np.float32)
-        for _ in range(self._num_digits):
-            quantized, row_scale = quantize_rows(left)
-            value = np.zeros_like(result)
-            for index, (integers, scale, minimum) in enumerate(self._blocks):
-                rows = quantized[:, index * BLOCK_DEPTH :][:, :BLOCK_DEPTH].astype(np.float64)
-                value = (rows @ integers * scale + value).astype(np.float32)
-                value = (rows.sum(axis=1, keepdims=True) * minimum + value).astype(np.float32)
-            result += value * row_scale
-            left = left - quantized * row_scale
+        outliers, rest = take_outliers(left)
+        quantized, row_scale = quantize_rows(rest)
+        value = np.zeros((len(left), self._columns), np.float32)
+        taken = np.zeros((len(left), self._columns))
+        for index, (integers, scale, minimum) in enumerate(self._blocks):
+            depth = slice(index * BLOCK_DEPTH, (index + 1) * BLOCK_DEPTH)
+            rows = quantized[:, depth].astype(np.float64)
+            value = (rows @ integers * scale + value).astype(np.float32)
+            value = (rows.sum(axis=1, keepdims=True) * minimum + value).astype(np.float32)
+            taken += outliers[:, depth].astype(np.float64) @ (integers * scale + minimum)
+        result: Float32 = value * row_scale + taken.astype(np.float32)
         return result
 
 
@@ -151,10 +150,10 @@ QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
 
 def _quantized_weight(name: str, scheme: Scheme, weights: WeightStore) -> QuantizedWeight:
     if scheme.has_blocks(name):
-        return BlockWeight(weights.blocks(name), num_digits=scheme.num_digits(name))
+        return BlockWeight(weights.blocks(name))
     integers, scale = weights.linear(name)
     if not scheme.is_static:
-        return DynamicWeight(integers, scale, num_digits=scheme.num_digits(name))
+        return DynamicWeight(integers, scale)
     return StaticWeight(
         integers,
         scale,

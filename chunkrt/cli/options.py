@@ -96,7 +96,12 @@ _ENGINE_OPTIONS = (
         help="Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
         "off: no partition, all on the CPU.",
     ),
-    click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]"),
+    click.option(
+        "--chunk",
+        "chunk_length",
+        type=int,
+        help="Tokens of a chunk.  [default: as compiled, else 32 with an NPU, 128 without]",
+    ),
     click.option(
         "--policy",
         type=click.Choice(list(POLICIES)),

@@ -26,8 +26,8 @@ from chunkrt.model import Progress, engine_folder
 from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import find_scheme
 
-FORMAT = 1
-"""Of the entries on disk."""
+FORMAT = 2
+"""Of the entries on disk; raised when their form changes, or what a scheme computes."""
 
 FLOAT_CHUNK_LENGTH = 128
 """The fastest on `onnxrt` of 64, 128 and 512; values depend on it only within float32's rounding."""

@@ -246,54 +246,58 @@ QuantizeRows (x) => (q, row_scale)
     row_scale = Div (row_max, limit)
 }
 
+<domain: "chunkrt", opset_import: ["": 23]>
+TakeOutliers (x) => (outliers, rest)
+{
+    # values of more than 8 times their row's mean magnitude
+    last = Constant <value_ints = [-1]> ()
+    ratio = Constant <value_float = 8.0> ()
+    zero = Constant <value_float = 0.0> ()
+    magnitude = Abs (x)
+    mean = ReduceMean (magnitude, last)
+    limit = Mul (mean, ratio)
+    is_outlier = Greater (magnitude, limit)
+    outliers = Where (is_outlier, x, zero)
+    rest = Where (is_outlier, zero, x)
+}
+
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
 DynamicLinear (x, weight, weight_scale) => (y)
 {
     # the products of integers are summed in float32, exact up to 2^24
-    q, row_scale = chunkrt.QuantizeRows (x)
+    outliers, rest = chunkrt.TakeOutliers (x)
+    q, row_scale = chunkrt.QuantizeRows (rest)
     weight_float = CastLike (weight, x)
     accumulated = MatMul (q, weight_float)
     by_rows = Mul (accumulated, row_scale)
-    y = Mul (by_rows, weight_scale)
-}
-
-<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-TwoDigitLinear (x, weight, weight_scale) => (y)
-{
-    # what the first int8 row leaves of x is quantised as a second
-    q, row_scale = chunkrt.QuantizeRows (x)
-    approximation = Mul (q, row_scale)
-    remainder = Sub (x, approximation)
-    first = chunkrt.DynamicLinear (x, weight, weight_scale)
-    second = chunkrt.DynamicLinear (remainder, weight, weight_scale)
-    y = Add (first, second)
+    of_outliers = MatMul (outliers, weight_float)
+    sum = Add (by_rows, of_outliers)
+    y = Mul (sum, weight_scale)
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
 BlockLinear (x, weight, block_scale, block_minimum) => (y)
 {
     # weight uint8 [K, N] of 0 to 15; scale and minimum [K / 32, N]. A minimum is multiplied by its block's sum of x
-    q, row_scale = chunkrt.QuantizeRows (x)
+    outliers, rest = chunkrt.TakeOutliers (x)
+    q, row_scale = chunkrt.QuantizeRows (rest)
     scaled_weight = DequantizeLinear <axis = 0, block_size = 32> (weight, block_scale)
-    product = MatMul (q, scaled_weight)
+    from_q = chunkrt.MultiplyBlocks (q, scaled_weight, block_minimum)
+    by_rows = Mul (from_q, row_scale)
+    of_outliers = chunkrt.MultiplyBlocks (outliers, scaled_weight, block_minimum)
+    y = Add (by_rows, of_outliers)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+MultiplyBlocks (x, scaled_weight, block_minimum) => (y)
+{
+    product = MatMul (x, scaled_weight)
     by_block = Constant <value_ints = [0, -1, 32]> ()
-    blocks = Reshape (q, by_block)
+    blocks = Reshape (x, by_block)
     last = Constant <value_ints = [-1]> ()
     sums = ReduceSum <keepdims = 0> (blocks, last)
     of_minima = MatMul (sums, block_minimum)
-    accumulated = Add (product, of_minima)
-    y = Mul (accumulated, row_scale)
-}
-
-<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-TwoDigitBlockLinear (x, weight, block_scale, block_minimum) => (y)
-{
-    q, row_scale = chunkrt.QuantizeRows (x)
-    approximation = Mul (q, row_scale)
-    remainder = Sub (x, approximation)
-    first = chunkrt.BlockLinear (x, weight, block_scale, block_minimum)
-    second = chunkrt.BlockLinear (remainder, weight, block_scale, block_minimum)
-    y = Add (first, second)
+    y = Add (product, of_minima)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>

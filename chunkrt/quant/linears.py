@@ -21,13 +21,8 @@ from chunkrt.weights.source import BLOCK_DEPTH
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 
 MINIMUM_SUFFIX = ".minimum"
-DYNAMIC_OPS = {
-    (False, 1): "DynamicLinear",
-    (False, 2): "TwoDigitLinear",
-    (True, 1): "BlockLinear",
-    (True, 2): "TwoDigitBlockLinear",
-}
-"""By whether the weight is in blocks of 4 bits, and how many digits activations have."""
+DYNAMIC_FUNCTIONS = ("TakeOutliers", "QuantizeRows", "MultiplyBlocks", "DynamicLinear", "BlockLinear")
+"""What linears of dynamic activations consist of."""
 
 SHADOW_STEP_SUFFIX, SHADOW_SCALE_SUFFIX = ".shadow_step", ".shadow_scale"
 
@@ -36,9 +31,9 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
     """A pass, in place: make every linear what a scheme says.
 
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: the initializers are those of
-    `initializer_values`. Under a dynamic scheme each linear is one of DYNAMIC_OPS, and the functions that define these
-    are in the model. Under a static one each is standard ONNX that quantises and dequantises its input, weight and
-    output: what an NPU's compiler reads. Under "float" nothing changes.
+    `initializer_values`. Under a dynamic scheme each linear is a DynamicLinear or a BlockLinear, and the
+    functions that define these are in the model. Under a static one each is standard ONNX that quantises and
+    dequantises its input, weight and output: what an NPU's compiler reads. Under "float" nothing changes.
     """
     if scheme.weight_bits is None:
         return
@@ -54,7 +49,7 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
         else:
             _make_dynamic(graph, node, weight, scheme)
     if not scheme.is_static:
-        for op in ("QuantizeRows", *DYNAMIC_OPS.values()):
+        for op in DYNAMIC_FUNCTIONS:
             function = expansion(op)
             model.functions.setdefault(function.identifier(), function)
 
@@ -68,7 +63,7 @@ def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Sche
     blocked = [depth // BLOCK_DEPTH, columns]
     beside = {SCALE_SUFFIX: blocked, MINIMUM_SUFFIX: blocked} if has_blocks else {SCALE_SUFFIX: [columns]}
     node.domain = DOMAIN
-    node.op_type = DYNAMIC_OPS[has_blocks, scheme.num_digits(weight.name)]
+    node.op_type = "BlockLinear" if has_blocks else "DynamicLinear"
     node.resize_inputs(2 + len(beside))
     for index, (suffix, shape) in enumerate(beside.items(), 2):
         name = weight.name + suffix

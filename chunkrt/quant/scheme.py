@@ -31,11 +31,11 @@ class Scheme:
         activations 4 means a checkpoint's own blocks (GGUF's Q4_0 and Q4_1), kept as they are: w = q * scale + minimum,
         q in [0, 15], a scale and a minimum for each 32 weights of an output channel. Weights that were never quantised
         are brought into such blocks.
-    activations: "dynamic", a scale for each row (token), max|x| / 127, measured as the row passes; "static", one grid
-        for a linear's input and one for its output, calibrated beforehand; None, float32.
+    activations: "dynamic", a scale for each row (token), max|x| / 127, measured as the row passes, once its few
+        outliers are taken out, which are multiplied in float32 (`quant/outliers.py`); "static", one grid for a linear's
+        input and one for its output, calibrated beforehand; None, float32.
     activation_bits: of the linears that `wide` does not name.
-    wide: the linears that 8 bits hurt most; their activations take 16 bits. Dynamic ones take them in two int8 rows,
-        x ~ q1 * s1 + q2 * s2, where the second quantises what the first leaves.
+    wide: static only: the linears that 8 bits hurt most; their activations take 16 bits.
     column_grids: static only: linears whose every output column has a grid of its own.
     float_outputs: static only: linears whose output stays float32. An NPU has none: there, outputs have as many bits as
         inputs.
@@ -76,7 +76,7 @@ class Scheme:
         return 16 if _matches(weight, self.wide) else self.activation_bits
 
     def num_digits(self, weight: str) -> int:
-        """How many int8 digits the activations of a linear take: 1 or 2."""
+        """How many int8 digits the activations of a linear take: 1, or on a grid of 16 bits 2."""
         return self.activation_bits_of(weight) // 8
 
     def weight_bits_of(self, weight: str) -> Literal[4, 8] | None:
@@ -104,10 +104,7 @@ def _matches(weight: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(weight, pattern) for pattern in patterns)
 
 
-DOWN_PROJ, QKV_PROJ, HEAD = "*.down_proj.weight", "*.qkv_proj.weight", "lm_head.weight"
-SENSITIVE = (DOWN_PROJ, QKV_PROJ, HEAD)
-"""down_proj's inputs have single channels thousands of times the median, errors in q and k are magnified by the
-softmax, and the head decides the token; docs/architecture.md has the figures."""
+DOWN_PROJ, HEAD = "*.down_proj.weight", "lm_head.weight"
 
 DEFAULT_EQUALISATION = 0.75
 """For inputs that norms make; others get 0.5 (`quant/equalisation.py`), the head none. On SmolLM2-135M it halves what
@@ -117,8 +114,8 @@ SCHEMES = {
     scheme.name: scheme
     for scheme in (
         Scheme(name="float", weight_bits=None, activations=None),
-        Scheme(name="w8a8-dynamic", weight_bits=8, activations="dynamic", wide=SENSITIVE),
-        Scheme(name="w4a8-dynamic", weight_bits=4, activations="dynamic", wide=SENSITIVE, weights_of_8_bits=(HEAD,)),
+        Scheme(name="w8a8-dynamic", weight_bits=8, activations="dynamic"),
+        Scheme(name="w4a8-dynamic", weight_bits=4, activations="dynamic", weights_of_8_bits=(HEAD,)),
         # down_proj writes the massive values of the residual stream: they sit in a few columns, and one grid for all
         # would be theirs.
         Scheme(name="w8a16", weight_bits=8, activations="static", activation_bits=16, column_grids=(DOWN_PROJ,)),

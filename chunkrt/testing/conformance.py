@@ -11,7 +11,7 @@ import numpy as np
 from chunkrt.backends.base import Backend
 from chunkrt.errors import CompileError, PartitionError
 from chunkrt.graph.plan import SHADOW_OP, Subgraph
-from chunkrt.quant.scheme import HEAD, SCHEMES, SENSITIVE, Scheme
+from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing.calls import Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
@@ -31,7 +31,7 @@ TRIED = (
         name="mixed",
         weight_bits=4,
         weights_of_8_bits=("*.o_proj.weight", "*.gate_up_proj.weight", HEAD),
-        wide=SENSITIVE,
+        wide=(DOWN_PROJ, "*.qkv_proj.weight", HEAD),
         shadowed=("*.o_proj.weight",),
     ),
 )
@@ -65,15 +65,16 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
             the root mean square of the difference, over all rows of an output, is at most 1/256 of the output's; 1/64
             where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a
             `fixed_length` a subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16.
-        linears: a linear alone. A dynamic one of multiples of 1/2 with 127 in every row is exact to 4 * 2^-23 of the
-            sum of its products' magnitudes: rounding is half to even, sums of products are exact; a row of zeros gives
-            zeros. With a weight in blocks it is exact to (K + 4) * 2^-24 of that sum, where an integer times its scale
-            and the minimum are two products. A static one is within one step of its output's grid of the exact sum of
-            the integers, ties of its input going to even; what lies beyond a grid becomes its last level, or anything
-            from there to the end of the integers' type; where the linear has a shadow, the last level. An output in
-            float is within (K + 4) * 2^-24 of the sum of its K products' magnitudes. With a `fixed_length`, which tells
-            of an NPU, values arrive and leave in float16: there a tie may go either way, and a result be off by 2^-10
-            of the sum of its products' magnitudes and by 2^-9 of the output grid's limit.
+        linears: a linear alone. A dynamic one of multiples of 1/2 with 127 in every row, and two outliers of 40 times
+            that in every other, is exact to 4 * 2^-23 of the sum of its products' magnitudes: outliers are multiplied
+            as they are, the rest is rounded half to even, sums of products are exact; a row of zeros gives zeros. With
+            a weight in blocks it is exact to (K + 4) * 2^-24 of that sum, where an integer times its scale and the
+            minimum are two products. A static one is within one step of its output's grid of the exact sum of the
+            integers, ties of its input going to even; what lies beyond a grid becomes its last level, or anything from
+            there to the end of the integers' type; where the linear has a shadow, the last level. An output in float is
+            within (K + 4) * 2^-24 of the sum of its K products' magnitudes. With a `fixed_length`, which tells of an
+            NPU, values arrive and leave in float16: there a tie may go either way, and a result be off by 2^-10 of the
+            sum of its products' magnitudes and by 2^-9 of the output grid's limit.
         shadows: a linear's shadow alone, on steps and half steps. What lies at most 127 steps from zero, or rounds to
             that, ties to even, adds exactly nothing; of all else what it exceeds 127 steps by is multiplied, within the
             bound of an output in float.

@@ -39,6 +39,9 @@ WIDE_UNIT = {8: 1, 16: 32}
 THRESHOLDS = (126.5, 127.0, 127.5, 128.0)
 """Steps around which a value leaves an 8-bit grid: the first two do not, the others do."""
 
+DYNAMIC_OUTLIER = 127.0 * 40
+"""In rows of 18 or more values of up to 127, two such are beyond 8 times the mean magnitude."""
+
 OUTLIER_REACH = 1000
 """Steps from zero, so few that float16 holds halves of them."""
 
@@ -66,7 +69,8 @@ class ExactLinear:
 def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, num_rows: int) -> list[ExactLinear]:
     """What a linear is tried on under a scheme; the last row is zero.
 
-    Dynamic: random multiples of 1/2 with one 127 a row, so that a row's scale is 1 and half of them lie on a tie.
+    Dynamic: random multiples of 1/2 with one 127 a row, so that a row's scale is 1 and half of them lie on a tie; every
+    other row has two outliers as well.
 
     Static: steps near zero, in every other row half steps too, with an output grid that the results just fill; then
     steps over the whole input grid, in every other row beyond its end, with results twice as wide as the output's.
@@ -76,7 +80,11 @@ def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore
     rng, is_odd = np.random.default_rng(0), np.arange(num_rows)[:, None] % 2 == 1
     if not scheme.is_static:
         values = rng.integers(-253, 254, shape) / 2
-        values[np.arange(num_rows), rng.integers(0, shape[1], num_rows)] = 127
+        for index, row in enumerate(values):
+            largest, *outliers = rng.choice(len(row), 3, replace=False)
+            row[largest] = LEVELS[8]
+            if index % 2 == 0:
+                row[outliers] = rng.choice([-1, 1], 2) * DYNAMIC_OUTLIER
         values[-1] = 0
         return [_dynamic(linear, plan, scheme, weights, values)]
     bits = scheme.activation_bits_of(name)
@@ -128,9 +136,9 @@ def exact_shadow(shadow: Node, plan: Plan, weights: WeightStore, num_rows: int) 
 
 
 def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, values: Float64) -> ExactLinear:
-    """The second digit, where the scheme has one, is left a half wherever the first rounded: it is exact as well."""
+    """What is beyond 127 is multiplied as it is."""
     name = linear.inputs[1]
-    taken = values if scheme.num_digits(name) == 2 else np.rint(values)
+    taken = np.where(np.abs(values) > LEVELS[8], values, np.rint(values))
     if scheme.has_blocks(name):
         blocks = weights.blocks(name)
         integers = blocks.integers.T.astype(np.float64)

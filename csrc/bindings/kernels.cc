@@ -117,7 +117,6 @@ void quantize(const Array<float>& input, Array<std::int8_t>& values, Array<float
                                                 .values = values.mutable_data(),
                                                 .scales = scales.mutable_data(),
                                                 .sums = sums.mutable_data(),
-                                                .remainder = nullptr,
                                                 .width = width,
                                                 .padded_width = padded_width},
                                                0, rows);

@@ -92,7 +92,7 @@ void bind_program(py::module_& module) {
       .def("linear", &ProgramBuilder::linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
            "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none())
       .def("block_linear", &ProgramBuilder::block_linear, "input"_a, "packed"_a, "block_scales"_a,
-           "columns"_a, "bias"_a = py::none(), "residual"_a = py::none(), "num_digits"_a = 1)
+           "columns"_a, "bias"_a = py::none(), "residual"_a = py::none())
       .def("shadow_linear", &ProgramBuilder::shadow_linear, "input"_a, "packed"_a, "scales"_a, "input_step"_a,
            "hot_channels"_a)
       .def("add", &ProgramBuilder::add, "left"_a, "right"_a)

@@ -8,6 +8,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/norm/norm.h"
+#include "kernels/outliers/outliers.h"
 #include "kernels/quantize/quantize.h"
 #include "kernels/shadow/shadow.h"
 
@@ -17,6 +18,9 @@ KernelTable<GemmFunction> gemm_f32_s8row_s8col_table();
 KernelTable<BlockGemmFunction> block_gemm_f32_s8row_u4block_table();
 KernelTable<QuantizeFunction> quantize_s8row_f32_table();
 KernelTable<GridQuantizeFunction> quantize_s8grid_f32_table();
+KernelTable<TakeOutliersFunction> take_outliers_f32_f32_table();
+KernelTable<AddOutliersFunction> add_outliers_f32_s8col_table();
+KernelTable<AddBlockOutliersFunction> add_outliers_f32_u4block_table();
 KernelTable<RmsNormFunction> rms_norm_f32_f32_table();
 KernelTable<BinaryFunction> add_f32_f32_f32_table();
 KernelTable<BinaryFunction> mul_f32_f32_f32_table();

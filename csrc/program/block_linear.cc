@@ -26,8 +26,7 @@ ValueId ProgramBuilder::block_sums_of(Symbol rows, const Quantized& digit) {
 }
 
 ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId block_scales, std::size_t columns,
-                                     std::optional<ValueId> bias, std::optional<ValueId> residual,
-                                     std::size_t num_digits) {
+                                     std::optional<ValueId> bias, std::optional<ValueId> residual) {
   const Symbol symbol = rows_of(input, "block_linear's input");
   const std::size_t depth = width_of(input);
   require(depth % kBlockDepth == 0, "block_linear: expected inputs in whole blocks of " +
@@ -45,14 +44,17 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
                    "block_linear's scales and minima");
   require_addends(bias, residual, symbol, columns, "block_linear");
 
-  std::vector<Quantized> digits = digits_of(input, num_digits, {});
+  const Outliers outliers = outliers_of(input);
+  std::vector<Quantized> digits = digits_of(input, 1, {});
   for (Quantized& digit : digits) digit.sums = block_sums_of(symbol, digit);
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
-  std::vector<ValueId> uses = {packed, block_scales, out};
+  std::vector<ValueId> uses = {packed,          block_scales,      out,
+                               outliers.counts, outliers.channels, outliers.values};
   for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
   BlockGemmFunction* kernel = select_kernel(block_gemm_f32_s8row_u4block_table()).function;
+  AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block_table()).function;
   add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
               const BlockGemmArgs args = {.left = nullptr,
@@ -68,7 +70,17 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
                                           .depth_blocks = depth_blocks,
                                           .residual_stride = columns,
                                           .out_stride = columns};
-              multiply_panels(kernel, args, frame, digits, begin, end);
+              const auto add = [&](std::size_t block, std::size_t block_end) {
+                add_outliers({.outliers = outliers.in(frame),
+                              .right = args.right,
+                              .right_scales = args.right_scales,
+                              .out = args.out,
+                              .rows = args.rows,
+                              .columns = columns,
+                              .depth_blocks = depth_blocks},
+                             block, block_end);
+              };
+              multiply_panels(kernel, args, frame, digits, begin, end, add);
             });
   return out;
 }

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/outliers/outliers.h"
 #include "program/program.h"
 
 namespace chunkrt {
@@ -59,7 +60,7 @@ class ProgramBuilder {
   ValueId head_norm(ValueId input, ValueId weight, float epsilon);
   // input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
   // [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N].
-  // With two digits, what the first int8 row leaves of the input is quantised as a second.
+  // The few large values of a row are left out of that and multiplied in float32: see kernels/outliers.
   // With an input step (finite, above 0) the activations of all rows are on its grid instead, as integers q
   // of 8 bits or, in two digits, 16: the result is float(q @ weight) * (input_step * scales), without bias or
   // residual. Each operation rounds once; q @ weight does so where each digit's part of it is within 2^24.
@@ -69,9 +70,9 @@ class ProgramBuilder {
   // input @ weight in 4-bit blocks, activations quantised as linear does without an input step: see
   // kernels/block_gemm/block_gemm.h. The input's width K is a multiple of 32. packed uint8
   // [ceil(N / 16), K / 32, 4, 16, 4], block_scales float16 [ceil(N / 16), K / 32, 2, 16], `columns` is N;
-  // bias, residual and num_digits are as in linear.
+  // bias and residual are as in linear.
   ValueId block_linear(ValueId input, ValueId packed, ValueId block_scales, std::size_t columns,
-                       std::optional<ValueId> bias, std::optional<ValueId> residual, std::size_t num_digits);
+                       std::optional<ValueId> bias, std::optional<ValueId> residual);
   // What saturation takes from a linear of one digit on the grid of `input_step`, times its weight: see
   // kernels/shadow/shadow.h. Beside that linear's operands, hot_channels int32 [H], ascending: rows of the
   // weight that the program keeps in float32. Others are dequantised in every run that finds outliers in
@@ -119,6 +120,15 @@ class ProgramBuilder {
     ValueId sums;
   };
 
+  struct Outliers {
+    ValueId rest;
+    ValueId counts;
+    ValueId channels;
+    ValueId values;
+    std::size_t capacity;
+    RowOutliers in(const Frame& frame) const;
+  };
+
   const Value& value(ValueId id) const;
   ValueId add_value(Value value);
   // A constant float32 [size] that the program owns.
@@ -149,8 +159,9 @@ class ProgramBuilder {
                       std::optional<ValueId> bias, ValueId conv_state);
   ValueId l2_normalised(ValueId qkv, std::size_t num_k_heads, std::size_t k_dim);
   Quantized quantized_rows(ValueId input);
-  // `remainder`: receives what quantisation leaves of the input.
-  Quantized quantize(ValueId input, std::optional<ValueId> remainder = {});
+  Quantized quantize(ValueId input);
+  // What is large in a value's rows, and the rest; made once. See kernels/outliers/outliers.h.
+  const Outliers& outliers_of(ValueId input);
   std::vector<Quantized> quantize_on_grid(ValueId input, float step, std::size_t num_digits);
   // The int8 rows that stand for a value, each made once; on the grid of a step if there is one.
   std::vector<Quantized> digits_of(ValueId input, std::size_t num_digits, std::optional<float> step);
@@ -160,6 +171,7 @@ class ProgramBuilder {
   std::shared_ptr<ThreadPool> pool_;
   ProgramDefinition definition_;
   std::map<std::tuple<ValueId, std::size_t, std::optional<float>>, std::vector<Quantized>> digits_;
+  std::map<ValueId, Outliers> outliers_;
   std::map<ValueId, ValueId> block_sums_;  // by the digit's values
   bool is_built_ = false;
 };

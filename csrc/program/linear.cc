@@ -19,19 +19,45 @@ ProgramBuilder::Quantized ProgramBuilder::quantized_rows(ValueId input) {
           .sums = temporary(Dtype::int32, {rows})};
 }
 
-ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input, std::optional<ValueId> remainder) {
+RowOutliers ProgramBuilder::Outliers::in(const Frame& frame) const {
+  return {.counts = frame.get<std::int32_t>(counts),
+          .channels = frame.get<std::int32_t>(channels),
+          .values = frame.get<float>(values),
+          .capacity = capacity};
+}
+
+const ProgramBuilder::Outliers& ProgramBuilder::outliers_of(ValueId input) {
+  if (const auto found = outliers_.find(input); found != outliers_.end()) return found->second;
+  const Symbol symbol = rows_of(input, "linear's input");
+  const Dimension rows = rows_dimension(symbol);
+  const std::size_t width = width_of(input), capacity = most_outliers(width);
+  const Outliers out = {.rest = temporary(Dtype::float32, {rows, fixed(width)}),
+                        .counts = temporary(Dtype::int32, {rows}),
+                        .channels = temporary(Dtype::int32, {rows, fixed(capacity)}),
+                        .values = temporary(Dtype::float32, {rows, fixed(capacity)}),
+                        .capacity = capacity};
+  TakeOutliersFunction* kernel = select_kernel(take_outliers_f32_f32_table()).function;
+  add_row_step(symbol, {input, out.rest, out.counts, out.channels, out.values},
+               [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                 kernel({.input = frame.get<const float>(input),
+                         .rest = frame.get<float>(out.rest),
+                         .outliers = out.in(frame),
+                         .width = width},
+                        begin, end);
+               });
+  return outliers_[input] = out;
+}
+
+ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input) {
   const Quantized out = quantized_rows(input);
   const std::size_t width = width_of(input);
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
-  std::vector<ValueId> uses = {input, out.values, out.scales, out.sums};
-  if (remainder) uses.push_back(*remainder);
-  add_row_step(rows_of(input, "linear's input"), uses,
+  add_row_step(rows_of(input, "linear's input"), {input, out.values, out.scales, out.sums},
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  kernel({.input = frame.get<const float>(input),
                          .values = frame.get<std::int8_t>(out.values),
                          .scales = frame.get<float>(out.scales),
                          .sums = frame.get<std::int32_t>(out.sums),
-                         .remainder = remainder ? frame.get<float>(*remainder) : nullptr,
                          .width = width,
                          .padded_width = padded(width)},
                         begin, end);
@@ -70,21 +96,12 @@ std::vector<ProgramBuilder::Quantized> ProgramBuilder::quantize_on_grid(ValueId 
 
 std::vector<ProgramBuilder::Quantized> ProgramBuilder::digits_of(ValueId input, std::size_t num_digits,
                                                                  std::optional<float> step) {
-  require(num_digits == 1 || num_digits == 2,
-          "linear: activations take 1 or 2 digits, not " + std::to_string(num_digits));
+  require(num_digits == 1 || (num_digits == 2 && step),
+          "linear: activations take 1 digit, or on a grid 2, not " + std::to_string(num_digits));
   const auto key = std::tuple(input, num_digits, step);
   if (const auto found = digits_.find(key); found != digits_.end()) return found->second;
-  std::vector<Quantized> digits;
-  if (step) {
-    digits = quantize_on_grid(input, *step, num_digits);
-  } else if (num_digits == 1) {
-    digits = {quantize(input)};
-  } else {
-    const Dimension rows = rows_dimension(rows_of(input, "linear's input"));
-    const ValueId remainder = temporary(Dtype::float32, {rows, fixed(width_of(input))});
-    digits = {quantize(input, remainder)};
-    digits.push_back(quantize(remainder));
-  }
+  const std::vector<Quantized> digits =
+      step ? quantize_on_grid(input, *step, num_digits) : std::vector{quantize(outliers_of(input).rest)};
   digits_[key] = digits;
   return digits;
 }
@@ -117,10 +134,16 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
   const ValueId column_scales = input_step ? floats(std::vector<float>(columns, 1.0f)) : scales;
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
   std::vector<ValueId> uses = {packed, column_scales, out};
+  std::optional<Outliers> outliers;
+  if (!input_step) {
+    outliers = outliers_of(input);
+    uses.insert(uses.end(), {outliers->counts, outliers->channels, outliers->values});
+  }
   for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
   GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
+  AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col_table()).function;
   add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
               const GemmArgs args = {.left = nullptr,
@@ -136,7 +159,18 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
                                      .groups = groups,
                                      .residual_stride = columns,
                                      .out_stride = columns};
-              multiply_panels(kernel, args, frame, digits, begin, end);
+              const auto add = [&](std::size_t block, std::size_t block_end) {
+                if (!outliers) return;
+                add_outliers({.outliers = outliers->in(frame),
+                              .packed = args.right,
+                              .scales = args.right_scales,
+                              .out = args.out,
+                              .rows = args.rows,
+                              .columns = columns,
+                              .groups = groups},
+                             block, block_end);
+              };
+              multiply_panels(kernel, args, frame, digits, begin, end, add);
             });
   if (!input_step) return out;
   const auto* given = static_cast<const float*>(value(scales).data);

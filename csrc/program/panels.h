@@ -10,8 +10,8 @@
 
 namespace chunkrt {
 
-// Blocks of columns that one call of a kernel gets where there are several digits, and of which a piece has a
-// multiple. So few that the second digit finds a panel's weights in the cache; and the widest gemm kernel
+// Blocks of columns that one call of a kernel gets, and of which a piece has a multiple. So few that the
+// second digit, or the outliers, find a panel's weights and results in the cache; and the widest gemm kernel
 // likes three best, the others do not mind.
 inline constexpr std::size_t kBlocksPerPanel = 3;
 
@@ -20,22 +20,24 @@ inline std::size_t ceil_divide(std::size_t value, std::size_t divisor) {
 }
 
 // Computes the columns of blocks [begin, end): the digits' products with the weight, and the bias and the
-// residual once. A digit names its values int8, scales float32 and sums int32 in the frame.
-template <typename Args, typename Digit>
+// residual once; `add_outliers` adds to a panel's columns afterwards. A digit names its values int8, scales
+// float32 and sums int32 in the frame.
+template <typename Args, typename Digit, typename AddOutliers>
 void multiply_panels(void (*kernel)(const Args&, std::size_t, std::size_t), const Args& args,
-                     const Frame& frame, const std::vector<Digit>& digits, std::size_t begin,
-                     std::size_t end) {
-  const std::size_t panel = digits.size() == 1 ? end - begin : kBlocksPerPanel;
-  for (std::size_t block = begin; block < end; block += panel) {
+                     const Frame& frame, const std::vector<Digit>& digits, std::size_t begin, std::size_t end,
+                     const AddOutliers& add_outliers) {
+  for (std::size_t block = begin; block < end; block += kBlocksPerPanel) {
+    const std::size_t panel_end = std::min(block + kBlocksPerPanel, end);
     Args product = args;
     for (const Digit& digit : digits) {
       product.left = frame.get<const std::int8_t>(digit.values);
       product.left_scales = frame.get<const float>(digit.scales);
       product.left_sums = frame.get<const std::int32_t>(digit.sums);
-      kernel(product, block, std::min(block + panel, end));
+      kernel(product, block, panel_end);
       product.bias = nullptr;
       product.residual = product.out;
     }
+    add_outliers(block, panel_end);
   }
 }
 

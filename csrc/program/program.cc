@@ -85,16 +85,39 @@ std::string expectation(const Value& value, const Sizes& sizes) {
 struct Program::Workspace {
   AlignedBytes arena;
   AlignedBytes scratch;
+  AlignedBytes row_locals;
   std::vector<void*> data;
+  std::vector<std::vector<void*>> data_of_members;  // `data`, but for a thread's own rows
   std::vector<Dtype> dtypes;
 };
 
 Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool)
     : definition_(std::move(definition)), pool_(std::move(pool)) {
+  row_local_bytes_ = lay_out_rows();
   lay_out_arena();
 }
 
 Program::~Program() = default;
+
+std::size_t Program::lay_out_rows() {
+  row_locals_.resize(definition_.stages.size());
+  std::size_t most = 0;
+  std::vector<std::size_t> used(definition_.stages.size());
+  for (ValueId id = 0; id < definition_.values.size(); ++id) {
+    Value& value = definition_.values[id];
+    if (value.kind != ValueKind::temporary || value.first_stage != value.last_stage) continue;
+    const Stage& stage = definition_.stages[value.first_stage];
+    if (!stage.rows || stage.steps.size() < 2 || value.shape[0].symbol != stage.rows) continue;
+    std::size_t row_bytes = bytes_of(value.dtype);
+    for (std::size_t i = 1; i < value.shape.size(); ++i) row_bytes *= value.shape[i].size;
+    std::size_t& offset = used[value.first_stage];
+    row_locals_[value.first_stage].push_back({.value = id, .row_bytes = row_bytes, .offset = offset});
+    offset = round_up(offset + kRowsAtOnce * row_bytes, kAlignment);
+    most = std::max(most, offset);
+    value.is_row_local = true;
+  }
+  return most;
+}
 
 void Program::lay_out_arena() {
   struct Placed {
@@ -103,7 +126,7 @@ void Program::lay_out_arena() {
   };
   std::vector<Placed> placed;
   for (Value& value : definition_.values) {
-    if (value.kind != ValueKind::temporary) continue;
+    if (value.kind != ValueKind::temporary || value.is_row_local) continue;
     std::size_t bytes = bytes_of(value.dtype);
     for (const Dimension& dimension : value.shape) {
       bytes *= dimension.symbol ? definition_.max_rows : dimension.size;
@@ -139,6 +162,8 @@ std::unique_ptr<Program::Workspace> Program::borrow_workspace() {
   workspace->arena = allocate(arena_bytes_);
   const std::size_t scratch_bytes = round_up(definition_.scratch_floats * sizeof(float), kAlignment);
   workspace->scratch = allocate(scratch_bytes * pool_->budget());
+  workspace->row_locals = allocate(row_local_bytes_ * pool_->budget());
+  workspace->data_of_members.resize(pool_->budget());
   for (const Value& value : definition_.values) {
     void* data = const_cast<void*>(value.data);  // steps only read constants
     if (value.kind == ValueKind::temporary) data = workspace->arena.get() + value.arena_offset;
@@ -194,12 +219,22 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
   float* scratch = reinterpret_cast<float*>(workspace->scratch.get());
   const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
   ThreadPool::Team team(*pool_);
-  for (const Stage& stage : definition_.stages) {
+  for (std::size_t index = 0; index < definition_.stages.size(); ++index) {
+    const Stage& stage = definition_.stages[index];
     const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {
       const std::size_t at_once = stage.steps.size() > 1 ? kRowsAtOnce : end - begin;
+      std::vector<void*>& data = workspace->data_of_members[member];
+      data = workspace->data;
+      const Frame own = {.data = data, .dtypes = frame.dtypes, .sizes = frame.sizes};
+      std::byte* rows = workspace->row_locals.get() + member * row_local_bytes_;
       for (; begin < end; begin += at_once) {
+        // Where row 0 would be, if there were room for it.
+        for (const RowLocal& local : row_locals_[index]) {
+          const auto place = reinterpret_cast<std::uintptr_t>(rows + local.offset) - begin * local.row_bytes;
+          data[local.value] = reinterpret_cast<void*>(place);
+        }
         const std::size_t last = std::min(begin + at_once, end);
-        for (const Step& step : stage.steps) step(frame, begin, last, scratch + member * scratch_floats);
+        for (const Step& step : stage.steps) step(own, begin, last, scratch + member * scratch_floats);
       }
     };
     const std::size_t num_items = stage.num_items(frame);

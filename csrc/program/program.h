@@ -3,7 +3,7 @@
 // Weights are constants, used where they lie. Temporaries share an arena, laid out once by their lifetimes. A
 // stage is a loop over independent items (rows, blocks of columns, ...) that a team's threads divide among
 // themselves; row-wise steps that follow each other share one stage, so that a row stays in one thread's
-// cache between them.
+// cache between them. Temporaries that no other stage reads have memory for the few rows in work alone.
 #pragma once
 
 #include <cstddef>
@@ -74,7 +74,15 @@ class Program {
  private:
   struct Workspace;
 
+  // A temporary of one stage's rows. A thread has room for those that it works on.
+  struct RowLocal {
+    ValueId value;
+    std::size_t row_bytes;
+    std::size_t offset;  // into the thread's memory
+  };
+
   void lay_out_arena();
+  std::size_t lay_out_rows();
   std::unique_ptr<Workspace> borrow_workspace();
   void bind(std::span<const TensorView> views, const std::vector<ValueId>& ids, const char* what,
             Workspace& workspace, Sizes& sizes) const;
@@ -82,6 +90,8 @@ class Program {
   ProgramDefinition definition_;
   std::shared_ptr<ThreadPool> pool_;
   std::size_t arena_bytes_ = 0;
+  std::vector<std::vector<RowLocal>> row_locals_;  // by stage
+  std::size_t row_local_bytes_ = 0;                // a thread's
   std::mutex mutex_;
   std::vector<std::unique_ptr<Workspace>> idle_workspaces_;
 };

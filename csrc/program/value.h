@@ -66,7 +66,8 @@ struct Value {
   std::string name = {};  // of inputs, states and outputs
   Dtype dtype;            // a cache may also be float16 or int8
   Shape shape;
-  bool is_cache = false;  // a state of keys or values
+  bool is_cache = false;      // a state of keys or values
+  bool is_row_local = false;  // a temporary of which only the rows in work are kept
   // Of a constant.
   const void* data = nullptr;
   std::shared_ptr<const void> owner = {};

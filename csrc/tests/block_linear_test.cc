@@ -45,17 +45,23 @@ struct BlockWeight {
   std::vector<std::uint16_t> packed_scales;
 };
 
-// Adds one digit of a row to `out`, and takes it from the row.
-void add_digit(std::vector<float>& row, const BlockWeight& weight, const float* bias, float* out) {
+// One row's product: its outliers in float, the rest in int8.
+void multiply(std::vector<float> row, const BlockWeight& weight, const float* bias, const float* residual,
+              float* out) {
   const std::size_t depth = row.size(), columns = weight.q.size() / depth;
+  float sums[64] = {};
+  for (std::size_t k = 0; k < depth; ++k) sums[k % 64] += std::fabs(row[k]);
+  for (std::size_t half = 32; half > 0; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  const float limit = 8.0f * (sums[0] / static_cast<float>(depth));
+  const std::vector<float> whole = row;
+  for (float& x : row) x = std::fabs(x) > limit ? 0.0f : x;
   float largest = 0.0f;
   for (const float x : row) largest = std::max(largest, std::fabs(x));
   const float inverse = 127.0f / largest, scale = largest / 127.0f;
   std::vector<int> digit(depth);
-  for (std::size_t k = 0; k < depth; ++k) {
-    digit[k] = static_cast<int>(std::nearbyint(row[k] * inverse));
-    row[k] = row[k] - static_cast<float>(digit[k]) * scale;
-  }
+  for (std::size_t k = 0; k < depth; ++k) digit[k] = static_cast<int>(std::nearbyint(row[k] * inverse));
   for (std::size_t n = 0; n < columns; ++n) {
     float value = 0.0f;
     for (std::size_t b = 0; b < depth / 32; ++b) {
@@ -69,11 +75,19 @@ void add_digit(std::vector<float>& row, const BlockWeight& weight, const float* 
     }
     value *= scale;
     if (bias != nullptr) value += bias[n];
-    out[n] = value + out[n];
+    if (residual != nullptr) value += residual[n];
+    float taken = 0.0f;
+    for (std::size_t k = 0; k < depth; ++k) {
+      if (!(std::fabs(whole[k]) > limit)) continue;
+      const std::size_t place = k / 32 * columns + n;
+      const float q = static_cast<float>(weight.q[k * columns + n]);
+      taken = std::fma(whole[k], std::fma(q, weight.scales[place], weight.minima[place]), taken);
+    }
+    out[n] = value + taken;
   }
 }
 
-// Two linears in blocks of one input: in one digit, and in two with a bias and a residual.
+// Two linears in blocks of one input: alone, and with a bias and a residual. Every third row has outliers.
 void test_two_linears() {
   for (const std::size_t depth : {32u, 64u, 160u, 576u}) {
     for (const std::size_t columns : {1u, 15u, 16u, 17u, 49u, 130u}) {
@@ -83,6 +97,9 @@ void test_two_linears() {
       BlockWeight weight(depth, columns, random);
       std::vector<float> x = random.floats(rows * depth, 2.0f),
                          residual = random.floats(rows * columns, 1.0f);
+      for (std::size_t m = 0; m < rows; m += 3) {
+        for (std::size_t k = m; k < depth; k += 29) x[m * depth + k] *= 100.0f;
+      }
       const std::vector<float> bias = random.floats(columns, 1.0f);
 
       ProgramBuilder builder(std::make_shared<ThreadPool>(2), rows);
@@ -94,8 +111,8 @@ void test_two_linears() {
       const ValueId scales =
           builder.constant(weight.packed_scales.data(), Dtype::float16, {blocks, depth / 32, 2, 16}, nullptr);
       const ValueId biases = builder.constant(bias.data(), Dtype::float32, {columns}, nullptr);
-      builder.output("one", builder.block_linear(input, packed, scales, columns, {}, {}, 1));
-      builder.output("two", builder.block_linear(input, packed, scales, columns, biases, added, 2));
+      builder.output("one", builder.block_linear(input, packed, scales, columns, {}, {}));
+      builder.output("two", builder.block_linear(input, packed, scales, columns, biases, added));
       std::vector<float> one(rows * columns), two(rows * columns);
       const TensorView inputs[] = {{x.data(), "float32", {rows, depth}, true, false},
                                    {residual.data(), "float32", {rows, columns}, true, false}};
@@ -103,16 +120,15 @@ void test_two_linears() {
                                     {two.data(), "float32", {rows, columns}, true, true}};
       builder.build()->run(inputs, outputs);
 
-      std::vector<float> expected_one(rows * columns), expected_two = residual;
+      std::vector<float> expected_one(rows * columns), expected_two(rows * columns);
       for (std::size_t m = 0; m < rows; ++m) {
         const auto begin = x.begin() + static_cast<std::ptrdiff_t>(m * depth);
-        std::vector<float> row(begin, begin + static_cast<std::ptrdiff_t>(depth)), same_row = row;
-        add_digit(same_row, weight, nullptr, expected_one.data() + m * columns);
-        add_digit(row, weight, bias.data(), expected_two.data() + m * columns);
-        add_digit(row, weight, nullptr, expected_two.data() + m * columns);
+        const std::vector<float> row(begin, begin + static_cast<std::ptrdiff_t>(depth));
+        multiply(row, weight, nullptr, nullptr, expected_one.data() + m * columns);
+        multiply(row, weight, bias.data(), residual.data() + m * columns, expected_two.data() + m * columns);
       }
-      check_same(one.data(), expected_one.data(), one.size(), what + ", one digit");
-      check_same(two.data(), expected_two.data(), two.size(), what + ", two digits");
+      check_same(one.data(), expected_one.data(), one.size(), what + ", alone");
+      check_same(two.data(), expected_two.data(), two.size(), what + ", with a bias and a residual");
     }
   }
 }

@@ -26,13 +26,12 @@ class Constants {
     return builder_.constant(data->data(), Dtype::float32, shape, data);
   }
 
-  ValueId linear(ValueId input, std::size_t depth, std::size_t columns, std::optional<ValueId> residual,
-                 std::size_t num_digits = 1) {
+  ValueId linear(ValueId input, std::size_t depth, std::size_t columns, std::optional<ValueId> residual) {
     return builder_.linear(input, packed(depth, columns), floats({columns}, 2e-3f), floats({columns}, 0.1f),
-                           residual, num_digits);
+                           residual, 1);
   }
 
-  ValueId block_linear(ValueId input, std::size_t depth, std::size_t columns, std::size_t num_digits) {
+  ValueId block_linear(ValueId input, std::size_t depth, std::size_t columns) {
     const std::size_t blocks = (columns + 15) / 16;
     const auto halves = std::make_shared<std::vector<std::uint16_t>>(blocks * depth);
     for (std::uint16_t& half : *halves) half = static_cast<std::uint16_t>(random_.int8s(1)[0] & 0x9fff);
@@ -44,7 +43,7 @@ class Constants {
         builder_.constant(packed->data(), Dtype::uint8, {blocks, depth / 32, 4, 16, 4}, packed);
     const ValueId scales =
         builder_.constant(halves->data(), Dtype::float16, {blocks, depth / 32, 2, 16}, halves);
-    return builder_.block_linear(input, weight, scales, columns, floats({columns}, 0.1f), {}, num_digits);
+    return builder_.block_linear(input, weight, scales, columns, floats({columns}, 0.1f), {});
   }
 
   // On a static grid, of 8 or 16 bits.
@@ -105,12 +104,11 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   const ValueId gate = builder.columns(gate_up, 0, kInner), up = builder.columns(gate_up, kInner, kInner);
   const ValueId apart = builder.mul(builder.mul(gate, builder.sigmoid(gate)), up);
   const ValueId inner = builder.add(builder.silu_mul(gate_up), apart);
-  const ValueId dynamic = constants.linear(inner, kInner, kHidden, residual, 2);
+  const ValueId dynamic = constants.linear(inner, kInner, kHidden, residual);
   const ValueId grids = builder.add(constants.grid_linear(inner, kInner, kHidden, 1),
                                     constants.grid_linear(inner, kInner, kHidden, 2));
   const ValueId whole_block = builder.columns(inner, 0, 32);
-  const ValueId in_blocks = builder.add(constants.block_linear(whole_block, 32, kHidden, 1),
-                                        constants.block_linear(whole_block, 32, kHidden, 2));
+  const ValueId in_blocks = constants.block_linear(whole_block, 32, kHidden);
   const ValueId out = builder.add(builder.add(builder.add(dynamic, grids), in_blocks),
                                   constants.shadow_linear(inner, kInner, kHidden));
   builder.output("logits",

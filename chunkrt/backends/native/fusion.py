@@ -4,11 +4,11 @@
     Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
     Split -> Gelu(gate) -> Mul(., up)                      GeluMul(x)
 
-Requires: nodes in execution order. Ensures: the same bits as without fusion, except where a dynamic scheme gives a
-linear's activations two digits: its bias and residual are then added before the second, in another order of rounding.
-Under a static scheme no linear takes part: its result is scaled, and rounded to a grid if it has one, before
-anything is added. Nothing is fused whose inner results are needed elsewhere. A fused node stands where its last part
-stood: its operands are all there then.
+Requires: nodes in execution order. Ensures: the same bits as without fusion, except in rows of a linear's input
+that have outliers: the products of these are added after bias and residual, without fusion before them, which rounds in
+another order. Under a static scheme no linear takes part: its result is scaled, and rounded to a grid if it has one,
+before anything is added. Nothing is fused whose inner results are needed elsewhere. A fused node stands where its last
+part stood: its operands are all there then.
 """
 
 from __future__ import annotations

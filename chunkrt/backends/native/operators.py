@@ -131,8 +131,7 @@ def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, resid
     if scheme.has_blocks(weight):
         packed, scales = (builder.constant(array) for array in lowering.weights.packed_blocks(weight))
         beside = lowering.optional_value(bias), lowering.optional_value(residual)
-        columns, num_digits = lowering.width(weight), scheme.num_digits(weight)
-        return [builder.block_linear(lowering.value(left), packed, scales, columns, *beside, num_digits)]
+        return [builder.block_linear(lowering.value(left), packed, scales, lowering.width(weight), *beside)]
     packed, scales = (builder.constant(array) for array in lowering.weights.packed_linear(weight))
     biases, residuals = lowering.optional_value(bias), lowering.optional_value(residual)
     operands = (lowering.value(left), packed, scales, biases, residuals, scheme.num_digits(weight))

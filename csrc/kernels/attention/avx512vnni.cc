@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "kernels/attention/blocked.h"
+#include "kernels/lanes_avx512.h"
 
 namespace chunkrt {
 namespace {
@@ -27,8 +28,8 @@ void rope(const float* input, const float* cos, const float* sin, std::size_t he
     const __m512 c = _mm512_maskz_loadu_ps(lanes, cos + i), s = _mm512_maskz_loadu_ps(lanes, sin + i);
     const __m512 roped_first = _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s));
     const __m512 roped_second = _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s));
-    _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(roped_first, scales));
-    _mm512_mask_storeu_ps(out + i + half, lanes, _mm512_mul_ps(roped_second, scales));
+    store_lanes(out + i, lanes, _mm512_mul_ps(roped_first, scales));
+    store_lanes(out + i + half, lanes, _mm512_mul_ps(roped_second, scales));
   }
   for (std::size_t i = rotary_dim; i < head_dim; ++i) out[i] = input[i] * scale;
 }
@@ -46,7 +47,7 @@ void dequantize(const std::int8_t* values, float scale, float* out, std::size_t 
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 lanes = lanes_of(i, count);
     const __m512i integers = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, values + i));
-    _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), scales));
+    store_lanes(out + i, lanes, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), scales));
   }
 }
 
@@ -201,7 +202,7 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
     }
 #pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) {
-      _mm512_mask_storeu_ps(tile.outs[q] + d + v * kLanes, mask[v], sums[q][v]);
+      store_lanes(tile.outs[q] + d + v * kLanes, mask[v], sums[q][v]);
     }
   }
 }

@@ -53,7 +53,6 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
                                   .values = integers,
                                   .scales = &scale,
                                   .sums = &sum,
-                                  .remainder = nullptr,
                                   .width = args.head_dim,
                                   .padded_width = (args.head_dim + 3) / 4 * 4},
                                  0, 1);

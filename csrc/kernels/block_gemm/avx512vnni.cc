@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels/block_gemm/block_gemm.h"
+#include "kernels/lanes_avx512.h"
 
 namespace chunkrt {
 namespace {
@@ -150,7 +151,7 @@ void store(const BlockGemmArgs& args, std::size_t row, std::size_t block, __m512
     const float* residual = args.residual + row * args.residual_stride + column;
     value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, residual));
   }
-  _mm512_mask_storeu_ps(args.out + row * args.out_stride + column, mask, value);
+  store_lanes(args.out + row * args.out_stride + column, mask, value);
 }
 
 template <std::size_t Rows, std::size_t Blocks>

@@ -2,15 +2,12 @@
 #include <immintrin.h>
 
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/lanes_avx512.h"
 
 namespace chunkrt {
 namespace {
 
 constexpr std::size_t kLanes = 16;
-
-__mmask16 first_lanes(std::size_t count) {
-  return count >= kLanes ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
-}
 
 __m512 exponential(__m512 x) {
   // min and max return their second operand if one is NaN, which keeps it.
@@ -76,7 +73,7 @@ void add_f32_f32_f32_avx512vnni(const float* left, const float* right, float* ou
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
     const __m512 l = _mm512_maskz_loadu_ps(mask, left + i), r = _mm512_maskz_loadu_ps(mask, right + i);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_add_ps(l, r));
+    store_lanes(out + i, mask, _mm512_add_ps(l, r));
   }
 }
 
@@ -84,42 +81,42 @@ void mul_f32_f32_f32_avx512vnni(const float* left, const float* right, float* ou
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
     const __m512 l = _mm512_maskz_loadu_ps(mask, left + i), r = _mm512_maskz_loadu_ps(mask, right + i);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(l, r));
+    store_lanes(out + i, mask, _mm512_mul_ps(l, r));
   }
 }
 
 void sigmoid_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
-    _mm512_mask_storeu_ps(out + i, mask, sigmoid(_mm512_maskz_loadu_ps(mask, input + i)));
+    store_lanes(out + i, mask, sigmoid(_mm512_maskz_loadu_ps(mask, input + i)));
   }
 }
 
 void exp_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
-    _mm512_mask_storeu_ps(out + i, mask, decay(_mm512_maskz_loadu_ps(mask, input + i)));
+    store_lanes(out + i, mask, decay(_mm512_maskz_loadu_ps(mask, input + i)));
   }
 }
 
 void gelu_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
-    _mm512_mask_storeu_ps(out + i, mask, gelu(_mm512_maskz_loadu_ps(mask, input + i)));
+    store_lanes(out + i, mask, gelu(_mm512_maskz_loadu_ps(mask, input + i)));
   }
 }
 
 void softplus_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
-    _mm512_mask_storeu_ps(out + i, mask, softplus(_mm512_maskz_loadu_ps(mask, input + i)));
+    store_lanes(out + i, mask, softplus(_mm512_maskz_loadu_ps(mask, input + i)));
   }
 }
 
 void tanh_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
-    _mm512_mask_storeu_ps(out + i, mask, hyperbolic_tangent(_mm512_maskz_loadu_ps(mask, input + i)));
+    store_lanes(out + i, mask, hyperbolic_tangent(_mm512_maskz_loadu_ps(mask, input + i)));
   }
 }
 
@@ -127,7 +124,7 @@ void silu_mul_f32_f32_f32_avx512vnni(const float* gate, const float* up, float* 
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
     const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i), u = _mm512_maskz_loadu_ps(mask, up + i);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u));
+    store_lanes(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u));
   }
 }
 
@@ -135,7 +132,7 @@ void gelu_mul_f32_f32_f32_avx512vnni(const float* gate, const float* up, float* 
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
     const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i), u = _mm512_maskz_loadu_ps(mask, up + i);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(gelu(g), u));
+    store_lanes(out + i, mask, _mm512_mul_ps(gelu(g), u));
   }
 }
 
@@ -149,14 +146,14 @@ void round_to_grid_f32_f32_f32_avx512vnni(const float* input, const float* steps
         _mm512_roundscale_ps(_mm512_div_ps(x, step), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     // min and max return their second operand if one is NaN, which keeps it.
     const __m512 bounded = _mm512_max_ps(least, _mm512_min_ps(most, q));
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(bounded, step));
+    store_lanes(out + i, mask, _mm512_mul_ps(bounded, step));
   }
 }
 
 void widen_f32_f16_avx512vnni(const std::uint16_t* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const __mmask16 mask = first_lanes(count - i);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, input + i)));
+    store_lanes(out + i, mask, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, input + i)));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/lanes_avx512.h"
 
 namespace chunkrt {
 namespace {
@@ -117,7 +118,8 @@ void store(const GemmArgs& args, std::size_t row, std::size_t block, __m512i sum
     const float* residual = args.residual + row * args.residual_stride + column;
     value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, residual));
   }
-  _mm512_mask_storeu_ps(args.out + row * args.out_stride + column, mask, value);
+  float* out = args.out + row * args.out_stride + column;
+  store_lanes(out, mask, value);
 }
 
 template <std::size_t Rows, std::size_t Blocks>

@@ -1,16 +1,13 @@
 // norm with AVX-512.
 #include <immintrin.h>
 
+#include "kernels/lanes_avx512.h"
 #include "kernels/norm/norm.h"
 
 namespace chunkrt {
 namespace {
 
 constexpr std::size_t kLanes = 16;
-
-__mmask16 first_lanes(std::size_t count) {
-  return count >= kLanes ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
-}
 
 float fold(__m512 sums) {
   const __m256 low = _mm512_castps512_ps256(sums);
@@ -34,7 +31,7 @@ void norm_row(const RmsNormArgs& args, std::size_t row) {
     const __mmask16 mask = first_lanes(args.width - i);
     const __m512 x = _mm512_maskz_loadu_ps(mask, input + i);
     const __m512 weight = _mm512_maskz_loadu_ps(mask, args.weight + i);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(x, inverse), weight));
+    store_lanes(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(x, inverse), weight));
   }
 }
 

@@ -70,10 +70,6 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
         _mm256_cvtps_epi32(_mm256_round_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     sums = _mm256_add_epi32(sums, rounded);
     store_bytes(values + i, args.padded_width - i, rounded);
-    if (args.remainder != nullptr) {
-      const __m256 taken = _mm256_mul_ps(_mm256_cvtepi32_ps(rounded), _mm256_set1_ps(scale));
-      _mm256_maskstore_ps(args.remainder + row * args.width + i, inside, _mm256_sub_ps(x, taken));
-    }
   }
   args.sums[row] = sum_of_lanes(sums);
   args.scales[row] = scale;

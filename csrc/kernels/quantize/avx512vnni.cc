@@ -1,6 +1,7 @@
 // quantize with AVX-512.
 #include <immintrin.h>
 
+#include "kernels/lanes_avx512.h"
 #include "kernels/quantize/quantize.h"
 
 namespace chunkrt {
@@ -9,10 +10,6 @@ namespace {
 constexpr std::size_t kLanes = 16;
 constexpr int kInfinityBits = 0x7f800000;
 constexpr int kNanBits = 0x7fc00000;
-
-__mmask16 first_lanes(std::size_t count) {
-  return count >= kLanes ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
-}
 
 // max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
 int largest_magnitude_bits(const float* input, std::size_t width) {
@@ -33,7 +30,6 @@ int largest_magnitude_bits(const float* input, std::size_t width) {
 
 __m512i round(__m512 x) { return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-template <bool HasRemainder>
 void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const float* input = args.input + row * args.width;
   std::int8_t* values = args.values + row * args.padded_width;
@@ -44,10 +40,6 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const __mmask16 kept = is_zero ? __mmask16{0} : __mmask16{0xffff};
   const __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : 127.0f / largest);
   const float nan = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(kNanBits)));
-  const __m512 scale = _mm512_set1_ps(!is_finite ? nan : is_zero ? 0.0f : largest / 127.0f);
-  const auto left = [scale](__m512 x, __m512i rounded) {
-    return _mm512_sub_ps(x, _mm512_mul_ps(_mm512_cvtepi32_ps(rounded), scale));
-  };
   __m512i sums = _mm512_setzero_si512();
   std::size_t i = 0;
   for (; i + kLanes <= args.width; i += kLanes) {  // stores with a mask are many times slower
@@ -55,7 +47,6 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
     const __m512i rounded = round(_mm512_maskz_mul_ps(kept, x, inverse));
     sums = _mm512_add_epi32(sums, rounded);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i), _mm512_cvtepi32_epi8(rounded));
-    if (HasRemainder) _mm512_storeu_ps(args.remainder + row * args.width + i, left(x, rounded));
   }
   if (i < args.padded_width) {
     const __mmask16 inside = first_lanes(args.width - i);
@@ -63,12 +54,9 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
     const __m512i rounded = round(_mm512_maskz_mul_ps(kept, x, inverse));
     sums = _mm512_add_epi32(sums, rounded);
     _mm512_mask_cvtepi32_storeu_epi8(values + i, first_lanes(args.padded_width - i), rounded);
-    if (HasRemainder) {
-      _mm512_mask_storeu_ps(args.remainder + row * args.width + i, inside, left(x, rounded));
-    }
   }
   args.sums[row] = _mm512_reduce_add_epi32(sums);
-  args.scales[row] = _mm512_cvtss_f32(scale);
+  args.scales[row] = !is_finite ? nan : is_zero ? 0.0f : largest / 127.0f;
 }
 
 void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {
@@ -108,9 +96,7 @@ void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {
 }  // namespace
 
 void quantize_s8row_f32_avx512vnni(const QuantizeArgs& args, std::size_t row_begin, std::size_t row_end) {
-  for (std::size_t row = row_begin; row < row_end; ++row) {
-    args.remainder == nullptr ? quantize_row<false>(args, row) : quantize_row<true>(args, row);
-  }
+  for (std::size_t row = row_begin; row < row_end; ++row) quantize_row(args, row);
 }
 
 void quantize_s8grid_f32_avx512vnni(const GridQuantizeArgs& args, std::size_t row_begin,

@@ -26,19 +26,6 @@ std::uint32_t largest_magnitude_bits(const float* input, std::size_t width) {
   return vmaxvq_u32(largest);
 }
 
-// out = input - float(values) * scale.
-void subtract(const float* input, const std::int8_t* values, float scale, float* out, std::size_t width) {
-  std::size_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) {
-    const int16x8_t integers = vmovl_s8(vld1_s8(values + i));
-    const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(integers)));
-    const float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(integers)));
-    vst1q_f32(out + i, vsubq_f32(vld1q_f32(input + i), vmulq_n_f32(low, scale)));
-    vst1q_f32(out + i + 4, vsubq_f32(vld1q_f32(input + i + 4), vmulq_n_f32(high, scale)));
-  }
-  for (; i < width; ++i) out[i] = input[i] - static_cast<float>(values[i]) * scale;
-}
-
 void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const float* input = args.input + row * args.width;
   std::int8_t* values = args.values + row * args.padded_width;
@@ -66,9 +53,6 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   for (; i < args.padded_width; ++i) values[i] = 0;
   args.sums[row] = vaddvq_s32(sums) + rest_sum;
   args.scales[row] = scale;
-  if (args.remainder != nullptr) {
-    subtract(input, values, scale, args.remainder + row * args.width, args.width);
-  }
 }
 
 // What two registers of integers are in int8; they fit.

@@ -3,7 +3,6 @@
 // quantize_s8row, with one scale a row:
 //
 //   scale = max|x| / 127,  value = round_half_to_even(x * (127 / max|x|)) in [-127, 127]
-//   remainder = x - (float(value) * scale), each operation rounded
 //
 // The same bits on every instruction set. A row whose max|x| is below 2^-120 counts as zero: values, scale
 // and sum are 0. A row that holds an infinity or a NaN gets scale NaN and values 0, so that whatever is
@@ -30,7 +29,6 @@ struct QuantizeArgs {
   std::int8_t* values;  // int8 [rows, padded_width]; columns from width on are set to 0
   float* scales;        // float32 [rows]
   std::int32_t* sums;   // int32 [rows]: the sum of each row of `values`
-  float* remainder;     // float32 [rows, width]: what the values leave of the input; or nullptr
   std::size_t width;
   std::size_t padded_width;  // width rounded up to a multiple of 4
 };

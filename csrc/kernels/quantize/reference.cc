@@ -29,10 +29,6 @@ void quantize_s8row_f32_reference(const QuantizeArgs& args, std::size_t row_begi
     const float scale = is_zero ? 0.0f : largest / 127.0f;
     args.sums[row] = sum;
     args.scales[row] = is_finite ? scale : std::numeric_limits<float>::quiet_NaN();
-    if (args.remainder == nullptr) continue;
-    for (std::size_t i = 0; i < args.width; ++i) {
-      args.remainder[row * args.width + i] = input[i] - static_cast<float>(values[i]) * args.scales[row];
-    }
   }
 }
 

@@ -2,16 +2,13 @@
 #include <immintrin.h>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/lanes_avx512.h"
 #include "kernels/shadow/shadow.h"
 
 namespace chunkrt {
 namespace {
 
 constexpr std::size_t kLanes = 16;
-
-__mmask16 first_lanes(std::size_t count) {
-  return count >= kLanes ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
-}
 
 void find_in_block(const FindOutliersArgs& args, std::size_t block) {
   const OutlierLists& lists = args.lists;
@@ -61,7 +58,7 @@ void dequantize_row_f32_s8col_avx512vnni(const DequantizeRowArgs& args, std::siz
     const __m512i bytes = _mm512_loadu_si512(group);
     const __m512i integers = _mm512_srai_epi32(_mm512_sll_epi32(bytes, to_top), 24);
     const __m512 scales = _mm512_maskz_loadu_ps(inside, args.scales + column);
-    _mm512_mask_storeu_ps(out, inside, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), scales));
+    store_lanes(out, inside, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), scales));
     group += args.groups * kGemmBytesPerGroup;
     out += kGemmColumnsPerBlock;
   }
@@ -80,7 +77,7 @@ void add_outer_product_f32_f32_f32_avx512vnni(const AddOuterProductArgs& args) {
     if (rest == 0) continue;
     const __m512 product = _mm512_mul_ps(left, _mm512_maskz_loadu_ps(rest, args.right + whole));
     const __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(rest, out + whole), product);
-    _mm512_mask_storeu_ps(out + whole, rest, sum);
+    store_lanes(out + whole, rest, sum);
   }
 }
 

@@ -1,0 +1,36 @@
+"""The few large values of a row, which are taken out before the others are quantised to int8.
+
+One value a thousand times the median would leave the others a grid too coarse to be told apart. Dettmers et al.,
+LLM.int8() (2022), section 3.2, take channels out that are fixed beforehand; here every row tells its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32 = NDArray[np.float32]
+
+OUTLIER_RATIO = 8
+"""An outlier is more than so many times its row's mean magnitude; fewer than an eighth of a row can be."""
+
+NUM_SUMS = 64
+
+
+def take_outliers(x: Float32) -> tuple[Float32, Float32]:
+    """Rows [T, K] as (outliers, rest): each 0 where the other is not. A row that is not finite has no outliers.
+
+    The sum of magnitudes is taken in the order of the native kernels, so that the same values are outliers.
+    """
+    rows, width = x.shape
+    padded = np.zeros((rows, -(-width // NUM_SUMS) * NUM_SUMS), np.float32)
+    padded[:, :width] = np.abs(x)
+    sums = np.zeros((rows, NUM_SUMS), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in np.split(padded, padded.shape[1] // NUM_SUMS, axis=1):
+            sums += part
+        while sums.shape[1] > 1:
+            low, high = np.split(sums, 2, axis=1)
+            sums = low + high
+        is_outlier = np.abs(x) > np.float32(OUTLIER_RATIO) * (sums / np.float32(width))
+    return np.where(is_outlier, x, np.float32(0)), np.where(is_outlier, np.float32(0), x)

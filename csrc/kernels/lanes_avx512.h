@@ -1,0 +1,26 @@
+// Loads and stores of a vector's first lanes, for the files that are compiled with AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+
+namespace chunkrt {
+namespace {
+
+inline __mmask16 first_lanes(std::size_t count) {
+  return count >= 16 ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
+}
+
+// A store with a mask cannot hand what it wrote to a load soon after; on AMD's processors that costs most of
+// a short loop's time. So a whole vector is stored without one.
+inline void store_lanes(float* out, __mmask16 lanes, __m512 value) {
+  if (lanes == 0xffff) {
+    _mm512_storeu_ps(out, value);
+  } else {
+    _mm512_mask_storeu_ps(out, lanes, value);
+  }
+}
+
+}  // namespace
+}  // namespace chunkrt

@@ -1,0 +1,89 @@
+// outliers: the few large values of a row are taken out before it is quantised to int8, so that the others
+// keep a fine grid; their products with the weight are added in float32.
+//
+//   mean = (|x[0]| + ... + |x[width - 1]|) / width,  limit = 8 * mean
+//   outliers: those with |x[k]| > limit (fewer than width / 8, since they make up the sum)
+//   rest = x, with 0 where an outlier was
+//
+//   e = 0, then e = fma(x[k], float(weight[k, n]), e) over the outliers k of row m, ascending
+//   out[m, n] = fma(e, scales[n], out[m, n])
+//
+// and with a weight in 4-bit blocks (kernels/block_gemm/block_gemm.h), b = k / 32:
+//   e = fma(x[k], fma(q[k, n], scale[b, n], minimum[b, n]), e),  out[m, n] = out[m, n] + e
+//
+// The sum has 64 partial sums, number i adding |x[i]|, |x[i + 64]|, ..., which are then folded: i += i + 32
+// for i < 32, i += i + 16, and so on. A fused multiply-add rounds once, everything else rounds each
+// operation. So every instruction set and every split gives the same bits. A row whose sum is not finite has
+// no outliers, and is left as it is to the quantisation.
+//
+// Source of the idea: Dettmers et al., LLM.int8() (2022), section 3.2, which fixes the channels beforehand.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace chunkrt {
+
+inline constexpr float kOutlierRatio = 8.0f;
+
+// More than a row can have, whatever rounding does to its sum.
+constexpr std::size_t most_outliers(std::size_t width) { return width / 7 + 1; }
+
+struct RowOutliers {
+  std::int32_t* counts;    // int32 [rows]
+  std::int32_t* channels;  // int32 [rows, capacity]: the k of the first counts[row], ascending
+  float* values;           // float32 [rows, capacity]: their x
+  std::size_t capacity;    // most_outliers(width)
+};
+
+struct TakeOutliersArgs {
+  const float* input;  // float32 [rows, width]
+  float* rest;         // float32 [rows, width]
+  RowOutliers outliers;
+  std::size_t width;
+};
+
+using TakeOutliersFunction = void(const TakeOutliersArgs& args, std::size_t row_begin, std::size_t row_end);
+
+TakeOutliersFunction take_outliers_f32_f32_reference;
+TakeOutliersFunction take_outliers_f32_f32_avx2;
+TakeOutliersFunction take_outliers_f32_f32_avx512vnni;
+TakeOutliersFunction take_outliers_f32_f32_neon;
+
+struct AddOutliersArgs {
+  RowOutliers outliers;
+  const std::int8_t* packed;  // the weight, as kernels/gemm/gemm.h has it
+  const float* scales;        // float32 [columns]
+  float* out;                 // float32 [rows, columns]
+  std::size_t rows;
+  std::size_t columns;
+  std::size_t groups;  // of 4 channels
+};
+
+// Adds the outliers' products to the columns of blocks [block_begin, block_end).
+using AddOutliersFunction = void(const AddOutliersArgs& args, std::size_t block_begin, std::size_t block_end);
+
+AddOutliersFunction add_outliers_f32_s8col_reference;
+AddOutliersFunction add_outliers_f32_s8col_avx2;
+AddOutliersFunction add_outliers_f32_s8col_avx512vnni;
+AddOutliersFunction add_outliers_f32_s8col_neon;
+
+struct AddBlockOutliersArgs {
+  RowOutliers outliers;
+  const std::uint8_t* right;          // the weight, as kernels/block_gemm/block_gemm.h has it
+  const std::uint16_t* right_scales;  // as there
+  float* out;                         // float32 [rows, columns]
+  std::size_t rows;
+  std::size_t columns;
+  std::size_t depth_blocks;  // of 32 channels
+};
+
+using AddBlockOutliersFunction = void(const AddBlockOutliersArgs& args, std::size_t block_begin,
+                                      std::size_t block_end);
+
+AddBlockOutliersFunction add_outliers_f32_u4block_reference;
+AddBlockOutliersFunction add_outliers_f32_u4block_avx2;
+AddBlockOutliersFunction add_outliers_f32_u4block_avx512vnni;
+AddBlockOutliersFunction add_outliers_f32_u4block_neon;
+
+}  // namespace chunkrt
