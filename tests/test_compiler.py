@@ -345,7 +345,7 @@ def test_of_a_large_file_the_size_is_compared(engine_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 1}, r"engine format 1, this chunkrt reads 4; compile the model again"),
+        ({"format": 1}, rf"engine format 1, this chunkrt reads {FORMAT}; compile the model again"),
         ({"surprise": 1}, "is not an engine directory .*surprise"),
         ({"scheme": as_json(SCHEMES["float"])}, "the stored weights do not belong to the plan"),
         ({"scheme": as_json(SCHEMES["w8a8"])}, "the stored weights do not belong to the plan"),
