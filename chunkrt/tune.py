@@ -32,19 +32,16 @@ PARTITIONS: Mapping[str, Placement] = {
     "qkv_proj on cpu": {"model.layers.*.self_attn.qkv_proj": "cpu"},
     "o_proj on cpu": {"model.layers.*.self_attn.o_proj": "cpu"},
     "attention's linears on cpu": {"model.layers.*.self_attn": "cpu"},
-    "down_proj on cpu": {"model.layers.*.mlp.down_proj": "cpu"},
+    "down_proj on cpu": {"model.layers.*.down_proj": "cpu"},
     "feed-forward on cpu": {"model.layers.*.mlp": "cpu"},
-    "norms on cpu": {"model.layers.*_layernorm": "cpu", "model.norm": "cpu"},
-    "norms, residuals on cpu": {
-        "model": "cpu",
-        "model.layers.*.self_attn.*_proj": "npu",
-        "model.layers.*.mlp": "npu",
-    },
+    "norms on cpu": {"model.*norm": "cpu"},
+    "norms, residuals on cpu": {"model": "cpu", "model.layers.*_proj": "npu", "model.layers.*.mlp": "npu"},
     "head on npu": {"lm_head": "npu"},
     "all on cpu": ALL_ON_CPU,
 }
 """The partitions that are searched. By nature linears, norms, residuals and activations are on the NPU; attention over
-the cache, the embedding and the head on the CPU. The embedding, a look-up, and attention stay there."""
+the cache, the embedding and the head on the CPU. The embedding, a look-up, and attention stay there. Feed-forwards are
+called "mlp" here, see `partitions_of`."""
 
 CHUNK_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512)
 """Multiples of 32 all of them, since an NPU computes other lengths as the next one."""
@@ -170,12 +167,12 @@ def tune(
     partitions, left_out = {NATURAL: PARTITIONS[NATURAL]}, {}
     if fixed.reason and placements:
         raise ConfigError(f"{fixed.reason}; its placement is fixed too, leave other placements away")
+    [plan] = plans_of(model, [{}], progress)
     if not fixed.reason:
-        partitions = {**PARTITIONS, **(placements or {})}
+        partitions = {**partitions_of(plan), **(placements or {})}
         left_out = _refused(partitions, plans_of(model, list(partitions.values()), progress), find_scheme(scheme))
         partitions = {name: placement for name, placement in partitions.items() if name not in left_out}
     if chunk_lengths is None:
-        [plan] = plans_of(model, [{}], progress)
         lengths = [n for n in lengths if n <= plan.context_length] or [plan.context_length]
     rows = experiment(
         model,
@@ -209,6 +206,16 @@ def tune(
         num_simulated=len(choices),
         left_out=left_out,
     )
+
+
+def partitions_of(plan: Plan) -> dict[str, Placement]:
+    """PARTITIONS with the name that this decoder, as it is cut by nature, has for its feed-forwards."""
+    names = {part for subgraph in plan.subgraphs for node in subgraph.nodes for part in node.name.split(".")}
+    feed_forward = "feed_forward" if "feed_forward" in names else "mlp"
+    return {
+        name: {pattern.replace(".mlp", f".{feed_forward}"): device for pattern, device in placement.items()}
+        for name, placement in PARTITIONS.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,12 @@ import sys
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import settings
 
 from chunkrt.cli import main
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

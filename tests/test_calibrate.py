@@ -95,7 +95,7 @@ def by_hand(folder, tokens):
         gate, up = (
             keep(f"{p}.mlp.{name}", half) for name, half in zip(("gate", "up"), np.split(both, 2, 1), strict=True)
         )
-        silu = keep(f"{p}.mlp.silu", gate * keep(f"{p}.mlp.sigmoid", 1 / (1 + np.exp(-gate))))
+        silu = keep(f"{p}.mlp.silu", gate * keep(f"{p}.mlp.silu_sigmoid", 1 / (1 + np.exp(-gate))))
         down = keep(f"{p}.mlp.down_proj.output", linear(keep(f"{p}.mlp.gated", silu * up), f"{p}.mlp.down_proj"))
         hidden = keep(f"{p}.output", hidden + down)
     keep("lm_head.output", linear(keep("last_hidden", norm("model.norm", hidden)), "lm_head"))

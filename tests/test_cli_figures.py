@@ -139,8 +139,10 @@ def test_plan_saves_every_subgraph_as_onnx(command, tmp_path, scheme):
 
 def test_models_for_people_and_in_json(command):
     finished = command("models")
-    head, *rows = (line.split() for line in finished.out.splitlines())
+    *table, terms = finished.out.splitlines()
+    head, *rows = (line.split() for line in table)
     assert head == ["NAME", "FAMILY", "SIZE", "LICENCE", "PULLED"]
+    assert terms.startswith("gemma-3-270m: terms of use at https://")
     assert ["smollm2-135m-instruct", "llama", "98", "MB", "apache-2.0", "no"] in rows
     known = {model["name"]: model for model in json.loads(command("models", "--json").out)}
     assert known["smollm2-135m-instruct"]["path"] is None

@@ -123,6 +123,14 @@ def test_what_the_npu_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert "the NPU has no Gather" in found.left_out["look-up on npu"]
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "gemma3_window_5"])
+def test_every_partition_is_one_of_any_family(name: str) -> None:
+    found = tune(str(checkpoint(name)), "sd8gen3", prompt_lengths=[40], chunk_lengths=[32], workers=1)
+    assert found.left_out == {}
+    assert {c.partition for c in found.choices} == set(PARTITIONS)
+    assert len({c.times_ms for c in found.choices if c.partition not in (NATURAL, "norms on cpu")}) > 5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

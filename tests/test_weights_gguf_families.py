@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.weights.gguf_header import GgufTensor
 from chunkrt.weights.gguf_keys import Keys
 from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
 
@@ -73,10 +75,15 @@ def test_what_is_not_implemented_is_refused_by_name(architecture, key):
         config_of(architecture, **{key: 8})
 
 
+def name_of(architecture, name, *shape):
+    """Of a tensor, in Hugging Face's words."""
+    tensor = GgufTensor(name=name, shape=shape, type=GGMLQuantizationType.F32, start=0, num_bytes=0)
+    return translate_name(find_architecture(architecture), config_of(architecture), tensor)[0]
+
+
 def test_names_are_those_of_the_family():
-    gemma3, phi3 = find_architecture("gemma3"), find_architecture("phi3")
-    assert translate_name(gemma3, "blk.3.ffn_norm.weight")[0] == "model.layers.3.pre_feedforward_layernorm.weight"
-    assert translate_name(phi3, "blk.3.ffn_up.weight")[0] == "model.layers.3.mlp.gate_up_proj.weight"
-    assert translate_name(phi3, "rope_factors_long.weight") == ("", None)
+    assert name_of("gemma3", "blk.3.ffn_norm.weight", 5376) == "model.layers.3.pre_feedforward_layernorm.weight"
+    assert name_of("phi3", "blk.3.ffn_up.weight", 128, 5376) == "model.layers.3.mlp.gate_up_proj.weight"
+    assert name_of("phi3", "rope_factors_long.weight", 48) == ""
     with pytest.raises(UnsupportedModelError, match=r"'blk.0.attn_q_norm.weight', which phi3 as implemented lacks"):
-        translate_name(phi3, "blk.0.attn_q_norm.weight")
+        name_of("phi3", "blk.0.attn_q_norm.weight", 128)
