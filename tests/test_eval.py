@@ -90,7 +90,7 @@ def test_the_same_to_read(command, text):
     arguments = ("eval", GGUF, "--text", text, "--npu", "native", "--window", 64, "--windows", 2)
     figures = json.loads(command(*arguments, "--json").out)["text"]["figures"]
     out = command(*arguments).out
-    assert f"{GGUF}: w8a8-dynamic on native, chunks of 32" in out
+    assert f"{GGUF}: w8a8-dynamic on native, chunks of 128" in out
     assert "part 1/1: 2 of" in out
     assert "float on onnxrt; 2 windows from the cache, 0 computed" in out
     assert f"{figures['perplexity']:.4f}" in out
