@@ -55,6 +55,7 @@ class ProgramBuilder:
         num_digits: int = 1,
         input_step: float | None = None,
     ) -> int: ...
+    def float_linear(self, input: int, weight: int) -> int: ...
     def block_linear(
         self,
         input: int,

@@ -18,6 +18,8 @@
 #include <thread>
 #include <vector>
 
+#include "memory_pool.h"
+
 namespace chunkrt {
 
 class ThreadPool {
@@ -36,6 +38,8 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   std::size_t budget() const { return budget_; }
+  // What those that compute here share beside the threads.
+  MemoryPool& memory() { return memory_; }
 
  private:
   struct Loop;
@@ -46,6 +50,7 @@ class ThreadPool {
   bool take_permit();
   void return_permit();
 
+  MemoryPool memory_;
   const std::size_t budget_;
   std::atomic<std::size_t> permits_;
   std::atomic<std::size_t> waiting_callers_{0};

@@ -257,6 +257,12 @@ def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float
     return normalised
 
 
+@operators.register("FloatLinear", "chunkrt")
+def _float_linear(left: Float32, weight: Float32) -> Float32:
+    result: Float32 = (left.astype(np.float64) @ weight).astype(np.float32)
+    return result
+
+
 @operators.register("RoutedExperts", "chunkrt")
 def _routed_experts(
     hidden: Float32,

@@ -217,6 +217,13 @@ Route <top_k, norm_topk_prob> (router_logits) => (weights)
     weights = ScatterElements <axis = -1> (nothing, indices, values)
 }
 
+<domain: "chunkrt", opset_import: ["": 23]>
+FloatLinear (x, weight) => (y)
+{
+    # a linear that no scheme quantises
+    y = MatMul (x, weight)
+}
+
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
 RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => (output)
 {

@@ -17,7 +17,7 @@ def operations_per_row(node: Node, plan: Plan) -> int:
     with k and summed, gets its update, and is multiplied with q and summed. Every other operator counts one for each
     element of its results.
     """
-    if node.op == "MatMul":
+    if node.op in ("MatMul", "FloatLinear"):
         return 2 * prod(resolve(plan.tensors[node.inputs[1]].shape, {}))
     if node.op == EXPERTS_OP:
         elements = sum(prod(resolve(plan.tensors[name].shape, {})[1:]) for name in node.inputs[2:])

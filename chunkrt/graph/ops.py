@@ -202,6 +202,12 @@ def linear_attention(
     return output
 
 
+def float_linear(left: ir.Value, weight: ir.Value, *, name: str = "float_linear") -> ir.Value:
+    """left [T, K] @ weight [K, N] in float32 whatever the scheme: for what decides, as a router does."""
+    shape = (*shape_of(left)[:-1], shape_of(weight)[-1])
+    return _one("FloatLinear", [left, weight], shape, name, domain="chunkrt")
+
+
 def routed_experts(
     hidden: ir.Value,
     router_logits: ir.Value,

@@ -91,6 +91,7 @@ void bind_program(py::module_& module) {
       .def("head_norm", &ProgramBuilder::head_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("linear", &ProgramBuilder::linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
            "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none())
+      .def("float_linear", &ProgramBuilder::float_linear, "input"_a, "weight"_a)
       .def("block_linear", &ProgramBuilder::block_linear, "input"_a, "packed"_a, "block_scales"_a,
            "columns"_a, "bias"_a = py::none(), "residual"_a = py::none())
       .def("shadow_linear", &ProgramBuilder::shadow_linear, "input"_a, "packed"_a, "scales"_a, "input_step"_a,

@@ -5,6 +5,7 @@
 #include "kernels/block_gemm/block_gemm.h"
 #include "kernels/dispatch.h"
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/float_linear/float_linear.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/norm/norm.h"
@@ -21,6 +22,7 @@ KernelTable<GridQuantizeFunction> quantize_s8grid_f32_table();
 KernelTable<TakeOutliersFunction> take_outliers_f32_f32_table();
 KernelTable<AddOutliersFunction> add_outliers_f32_s8col_table();
 KernelTable<AddBlockOutliersFunction> add_outliers_f32_u4block_table();
+KernelTable<FloatLinearFunction> float_linear_f32_f32_table();
 KernelTable<RmsNormFunction> rms_norm_f32_f32_table();
 KernelTable<BinaryFunction> add_f32_f32_f32_table();
 KernelTable<BinaryFunction> mul_f32_f32_f32_table();

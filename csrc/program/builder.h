@@ -68,6 +68,8 @@ class ProgramBuilder {
   ValueId linear(ValueId input, ValueId packed, ValueId scales, std::optional<ValueId> bias,
                  std::optional<ValueId> residual, std::size_t num_digits,
                  std::optional<float> input_step = {});
+  // input @ weight in float32, a constant float32 [K, N]: see kernels/float_linear/float_linear.h.
+  ValueId float_linear(ValueId input, ValueId weight);
   // input @ weight in 4-bit blocks, activations quantised as linear does without an input step: see
   // kernels/block_gemm/block_gemm.h. The input's width K is a multiple of 32. packed uint8
   // [ceil(N / 16), K / 32, 4, 16, 4], block_scales float16 [ceil(N / 16), K / 32, 2, 16], `columns` is N;

@@ -179,4 +179,27 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
   return mul(out, floats(std::move(products)));
 }
 
+ValueId ProgramBuilder::float_linear(ValueId input, ValueId weight) {
+  const Symbol symbol = rows_of(input, "float_linear's input");
+  const std::size_t depth = width_of(input);
+  require(value(weight).shape.size() == 2, "float_linear: expected a weight float32 [K, N], got " +
+                                               describe(value(weight).dtype, value(weight).shape));
+  const std::size_t columns = width_of(weight);
+  require_constant(weight, Dtype::float32, {fixed(depth), fixed(columns)}, "float_linear's weight");
+  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
+  FloatLinearFunction* kernel = select_kernel(float_linear_f32_f32_table()).function;
+  const std::size_t items = ceil_divide(columns, kFloatLinearColumns);
+  add_stage([items](const Frame&) { return items; }, 1, {input, weight, out},
+            [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+              kernel({.left = frame.get<const float>(input),
+                      .weight = frame.get<const float>(weight),
+                      .out = frame.get<float>(out),
+                      .rows = frame.size_of(symbol),
+                      .depth = depth,
+                      .columns = columns},
+                     begin, end);
+            });
+  return out;
+}
+
 }  // namespace chunkrt

@@ -9,7 +9,7 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kAlignment = 64;       // a cache line, and the widest vector
+constexpr std::size_t kAlignment = MemoryPool::kAlignment;
 constexpr std::size_t kPiecesPerThread = 4;  // so that a slower core takes fewer
 constexpr std::size_t kRowsAtOnce =
     2;  // through all steps of a stage, so that they stay in the first-level cache
@@ -23,15 +23,6 @@ std::string describe(const TensorView& view) {
   for (std::size_t i = 0; i < view.shape.size(); ++i)
     text += (i > 0 ? ", " : "") + std::to_string(view.shape[i]);
   return text + "]";
-}
-
-struct AlignedDelete {
-  void operator()(std::byte* bytes) const { ::operator delete[](bytes, std::align_val_t{kAlignment}); }
-};
-using AlignedBytes = std::unique_ptr<std::byte[], AlignedDelete>;
-
-AlignedBytes allocate(std::size_t bytes) {
-  return AlignedBytes(static_cast<std::byte*>(::operator new[](bytes, std::align_val_t{kAlignment})));
 }
 
 // What a run may give: a cache as it was declared, in float16, or in int8 with each row's scale.
@@ -83,17 +74,17 @@ std::string expectation(const Value& value, const Sizes& sizes) {
 
 // What one run needs for itself.
 struct Program::Workspace {
-  AlignedBytes arena;
-  AlignedBytes scratch;
-  AlignedBytes row_locals;
+  std::byte* scratch;     // of every member
+  std::byte* row_locals;  // of every member
   std::vector<void*> data;
-  std::vector<std::vector<void*>> data_of_members;  // `data`, but for a thread's own rows
   std::vector<Dtype> dtypes;
+  std::vector<std::vector<void*>> data_of_members;  // `data`, but for a thread's own rows
 };
 
 Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool)
     : definition_(std::move(definition)), pool_(std::move(pool)) {
   row_local_bytes_ = lay_out_rows();
+  scratch_bytes_ = round_up(definition_.scratch_floats * sizeof(float), kAlignment);
   lay_out_arena();
 }
 
@@ -149,26 +140,18 @@ void Program::lay_out_arena() {
   }
 }
 
-std::unique_ptr<Program::Workspace> Program::borrow_workspace() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!idle_workspaces_.empty()) {
-      std::unique_ptr<Workspace> workspace = std::move(idle_workspaces_.back());
-      idle_workspaces_.pop_back();
-      return workspace;
-    }
-  }
-  auto workspace = std::make_unique<Workspace>();
-  workspace->arena = allocate(arena_bytes_);
-  const std::size_t scratch_bytes = round_up(definition_.scratch_floats * sizeof(float), kAlignment);
-  workspace->scratch = allocate(scratch_bytes * pool_->budget());
-  workspace->row_locals = allocate(row_local_bytes_ * pool_->budget());
-  workspace->data_of_members.resize(pool_->budget());
+Program::Workspace Program::make_workspace(std::byte* memory) const {
+  const std::size_t members = pool_->budget();
+  Workspace workspace = {.scratch = memory + arena_bytes_,
+                         .row_locals = memory + arena_bytes_ + scratch_bytes_ * members,
+                         .data = {},
+                         .dtypes = {},
+                         .data_of_members = std::vector<std::vector<void*>>(members)};
   for (const Value& value : definition_.values) {
     void* data = const_cast<void*>(value.data);  // steps only read constants
-    if (value.kind == ValueKind::temporary) data = workspace->arena.get() + value.arena_offset;
-    workspace->data.push_back(data);
-    workspace->dtypes.push_back(value.dtype);
+    if (value.kind == ValueKind::temporary) data = memory + value.arena_offset;
+    workspace.data.push_back(data);
+    workspace.dtypes.push_back(value.dtype);
   }
   return workspace;
 }
@@ -201,10 +184,12 @@ void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>
 }
 
 void Program::run(std::span<const TensorView> inputs, std::span<const TensorView> outputs) {
-  std::unique_ptr<Workspace> workspace = borrow_workspace();
-  Frame frame{.data = workspace->data, .dtypes = workspace->dtypes};
-  bind(inputs, definition_.inputs, "input", *workspace, frame.sizes);
-  bind(outputs, definition_.outputs, "output", *workspace, frame.sizes);
+  const MemoryPool::Block memory =
+      pool_->memory().borrow(arena_bytes_ + (scratch_bytes_ + row_local_bytes_) * pool_->budget());
+  Workspace workspace = make_workspace(memory.get());
+  Frame frame{.data = workspace.data, .dtypes = workspace.dtypes};
+  bind(inputs, definition_.inputs, "input", workspace, frame.sizes);
+  bind(outputs, definition_.outputs, "output", workspace, frame.sizes);
   for (const Symbol symbol : {Symbol::T, Symbol::R}) {
     if (frame.size_of(symbol) > definition_.max_rows) {
       throw std::invalid_argument(
@@ -214,19 +199,17 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
   }
   for (const Check& check : definition_.checks) check(frame);
 
-  const std::size_t scratch_floats =
-      round_up(definition_.scratch_floats * sizeof(float), kAlignment) / sizeof(float);
-  float* scratch = reinterpret_cast<float*>(workspace->scratch.get());
   const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
   ThreadPool::Team team(*pool_);
   for (std::size_t index = 0; index < definition_.stages.size(); ++index) {
     const Stage& stage = definition_.stages[index];
     const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {
       const std::size_t at_once = stage.steps.size() > 1 ? kRowsAtOnce : end - begin;
-      std::vector<void*>& data = workspace->data_of_members[member];
-      data = workspace->data;
+      std::vector<void*>& data = workspace.data_of_members[member];
+      data = workspace.data;
       const Frame own = {.data = data, .dtypes = frame.dtypes, .sizes = frame.sizes};
-      std::byte* rows = workspace->row_locals.get() + member * row_local_bytes_;
+      std::byte* rows = workspace.row_locals + member * row_local_bytes_;
+      float* scratch = reinterpret_cast<float*>(workspace.scratch + member * scratch_bytes_);
       for (; begin < end; begin += at_once) {
         // Where row 0 would be, if there were room for it.
         for (const RowLocal& local : row_locals_[index]) {
@@ -234,16 +217,13 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
           data[local.value] = reinterpret_cast<void*>(place);
         }
         const std::size_t last = std::min(begin + at_once, end);
-        for (const Step& step : stage.steps) step(own, begin, last, scratch + member * scratch_floats);
+        for (const Step& step : stage.steps) step(own, begin, last, scratch);
       }
     };
     const std::size_t num_items = stage.num_items(frame);
     const std::size_t fair_share = std::max<std::size_t>((num_items + num_pieces - 1) / num_pieces, 1);
     team.parallel_for(num_items, round_up(fair_share, stage.piece_multiple), std::cref(body));
   }
-
-  const std::lock_guard lock(mutex_);
-  idle_workspaces_.push_back(std::move(workspace));
 }
 
 }  // namespace chunkrt

@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
@@ -83,7 +82,7 @@ class Program {
 
   void lay_out_arena();
   std::size_t lay_out_rows();
-  std::unique_ptr<Workspace> borrow_workspace();
+  Workspace make_workspace(std::byte* memory) const;
   void bind(std::span<const TensorView> views, const std::vector<ValueId>& ids, const char* what,
             Workspace& workspace, Sizes& sizes) const;
 
@@ -92,8 +91,7 @@ class Program {
   std::size_t arena_bytes_ = 0;
   std::vector<std::vector<RowLocal>> row_locals_;  // by stage
   std::size_t row_local_bytes_ = 0;                // a thread's
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Workspace>> idle_workspaces_;
+  std::size_t scratch_bytes_ = 0;                  // a thread's
 };
 
 }  // namespace chunkrt

@@ -9,6 +9,7 @@ namespace chunkrt::testing {
 void test_isa(Suite& suite);
 void test_gemm(Suite& suite);
 void test_block_gemm(Suite& suite);
+void test_float_linear(Suite& suite);
 void test_outliers(Suite& suite);
 void test_quantize(Suite& suite);
 void test_grid(Suite& suite);

@@ -157,6 +157,11 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     return [builder.shadow_linear(lowering.value(left), packed, scales, input_step, hot_channels)]
 
 
+@operators.register("FloatLinear", "chunkrt")
+def _float_linear(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.float_linear(*lowering.values(node))]
+
+
 @operators.register(EXPERTS_OP, "chunkrt")
 def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
     hidden, router_logits, *experts = node.inputs

@@ -14,7 +14,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.parts import FeedForward
-from chunkrt.graph.modules import Float32, Linear, Module, Parameter
+from chunkrt.graph.modules import Float32, Module, Parameter
 
 MOST_EXPERTS = 4096
 
@@ -27,25 +27,26 @@ class SparseMixture(Module):
         num_experts = config.count("num_experts")
         if num_experts > MOST_EXPERTS:
             raise ModelError(f"{config.where}: num_experts is {num_experts}; at most {MOST_EXPERTS} is believed")
-        self.gate = Linear(config.hidden_size, num_experts).to("cpu")
+        self.gate = Gate(config.hidden_size, num_experts)
         self.experts = Experts(config, num_experts)
         shared_size = config.count("shared_expert_intermediate_size")
         self.shared_expert = FeedForward(replace(config, intermediate_size=shared_size))
-        self.shared_expert_gate = SharedGate(config.hidden_size)
+        self.shared_expert_gate = Gate(config.hidden_size, 1)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         shared = self.shared_expert(hidden)
         routed = self.experts(hidden, self.gate(hidden))
-        return ops.add(routed, self.shared_expert_gate(hidden, shared), name="output")
+        with_gate = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden)), name="gated_shared")
+        return ops.add(routed, with_gate, name="output")
 
 
-class SharedGate(Module):
-    """sigmoid(hidden @ weight) * shared, one gate a row. Runs on the CPU unless placed."""
+class Gate(Module):
+    """hidden @ weight, in float32 under every scheme. Runs on the CPU unless placed."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_columns: int) -> None:
         super().__init__()
         self.device = "cpu"
-        self.shape: tuple[int, ...] = (1, width)
+        self.shape: tuple[int, ...] = (num_columns, width)
 
     def declare(self) -> None:
         self.weight = Parameter(
@@ -54,9 +55,8 @@ class SharedGate(Module):
             combine=lambda weight: weight.T,
         )
 
-    def forward(self, hidden: ir.Value, shared: ir.Value) -> ir.Value:
-        gate = ops.sigmoid(ops.matmul(hidden, self.weight.value()))
-        return ops.mul(shared, gate, name="output")
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return ops.float_linear(hidden, self.weight.value(), name="output")
 
 
 class Experts(Module):

@@ -1,0 +1,67 @@
+// Memory that programs borrow while they run. A block that comes back is the next to be lent, so that one
+// program finds what the last one used still in the caches; there are as many blocks as ever were lent at
+// once, each as large as the largest wish that it met.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace chunkrt {
+
+class MemoryPool {
+ public:
+  static constexpr std::size_t kAlignment = 64;  // a cache line, and the widest vector
+
+  // Goes back to its pool, which must live longer.
+  class Block {
+   public:
+    Block(Block&& other) noexcept = default;
+    Block& operator=(Block&& other) = delete;
+    ~Block() {
+      if (bytes_) pool_.take_back(std::move(bytes_), size_);
+    }
+    std::byte* get() const { return bytes_.get(); }
+
+   private:
+    friend class MemoryPool;
+    struct Delete {
+      void operator()(std::byte* bytes) const { ::operator delete[](bytes, std::align_val_t{kAlignment}); }
+    };
+    using Bytes = std::unique_ptr<std::byte[], Delete>;
+    Block(MemoryPool& pool, Bytes bytes, std::size_t size)
+        : pool_(pool), bytes_(std::move(bytes)), size_(size) {}
+
+    MemoryPool& pool_;
+    Bytes bytes_;
+    std::size_t size_;
+  };
+
+  // At least so many bytes, aligned to kAlignment, with anything in them.
+  Block borrow(std::size_t size) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!idle_.empty()) {
+        auto [bytes, available] = std::move(idle_.back());
+        idle_.pop_back();
+        if (available >= size) return Block(*this, std::move(bytes), available);
+      }
+    }
+    auto* bytes = static_cast<std::byte*>(::operator new[](size, std::align_val_t{kAlignment}));
+    return Block(*this, Block::Bytes(bytes), size);
+  }
+
+ private:
+  void take_back(Block::Bytes bytes, std::size_t size) {
+    const std::lock_guard lock(mutex_);
+    idle_.emplace_back(std::move(bytes), size);
+  }
+
+  std::mutex mutex_;
+  std::vector<std::pair<Block::Bytes, std::size_t>> idle_;
+};
+
+}  // namespace chunkrt
