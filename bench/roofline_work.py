@@ -10,12 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from chunkrt.graph.plan import ATTENTION_OPS, Plan, resolve
+from chunkrt.errors import ConfigError
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.plan import ATTENTION_OPS, EXPERTS_OP, Plan, resolve
 from chunkrt.quant.figures import weight_bytes
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.runtime.policy import Task
 from chunkrt.simulate.work import Chunk
+
+NOT_COUNTED = (EXPERTS_OP, LINEAR_ATTENTION_OP, "FloatLinear")
+"""Operators that compute much and are not counted here."""
 
 
 class Spread(NamedTuple):
@@ -37,8 +42,8 @@ class Work:
 
     linear_macs: multiply-adds of the linears as the model defines them. digit_macs: those that the integer units do,
     twice as many where activations lie on a grid of 16 bits, which is two int8 digits. The few of outliers, in float,
-    are not counted. attention_macs: of scores and weighted sums, over the
-    positions that each token sees. weight_bytes: of linears, read once for every task.
+    are not counted. attention_macs: of scores and weighted sums, over the positions that each token sees.
+    weight_bytes: of linears, read once for every task.
     """
 
     linear_macs: int
@@ -55,6 +60,9 @@ def work_of(plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Iterable
         scheme: with integer weights.
         chunks: of the run.
         tasks: those that ran: chunks whose logits nobody wants skip the last subgraphs.
+
+    Raises:
+        ConfigError: an operator of the plan is not counted here.
     """
     stored, linears = weight_bytes(plan, scheme), linear_nodes(plan)
     linear_macs = digit_macs = attention_macs = num_bytes = 0
@@ -70,6 +78,8 @@ def work_of(plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Iterable
             elif node.op in ATTENTION_OPS:
                 width = cast(int, node.attributes["num_heads"]) * cast(int, node.attributes["head_dim"])
                 attention_macs += 2 * chunk.pairs(cast(int, node.attributes["window"])) * width
+            elif node.op in NOT_COUNTED:
+                raise ConfigError(f"the roofline does not count {node.op}, as in {node.name}; take another model")
     return Work(linear_macs=linear_macs, digit_macs=digit_macs, attention_macs=attention_macs, weight_bytes=num_bytes)
 
 

@@ -246,7 +246,7 @@ def test_what_is_not_implemented_is_named(tmp_path, changes, extra, message):
         ({"embedding_length": 0}, "embedding_length must be a positive integer, found 0"),
         ({"feed_forward_length": "many"}, "feed_forward_length must be a positive integer, found 'many'"),
         ({"attention.layer_norm_rms_epsilon": -1.0}, "must be a positive number, found -1.0"),
-        ({"block_count": 4_000_000_000}, "no tensor blk.3999999999"),
+        ({"block_count": 4_000_000_000}, "block_count = 4000000000; at most 16777216 is believed"),
         ({"attention.head_count": 4096}, "attention.key_length must be a positive integer"),
         ({"attention.head_count": 7}, "7 heads"),
         ({"rope.dimension_count": 64}, "exceeds the head length 32"),

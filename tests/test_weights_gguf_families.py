@@ -26,7 +26,8 @@ def config_of(architecture, num_layers=4, tensors=None, **changes):
     keys = {**COMMON, "block_count": num_layers, **changes}
     metadata = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
     metadata["general.architecture"] = architecture
-    shapes = {"token_embd.weight": (99, 5376), f"blk.{num_layers - 1}.attn_norm.weight": (5376,), **(tensors or {})}
+    norms = {f"blk.{layer}.attn_norm.weight": (5376,) for layer in range(min(num_layers, 99))}
+    shapes = {"token_embd.weight": (99, 5376), **norms, **(tensors or {})}
     read = Keys(metadata, shapes, lambda name: np.full(shapes[name], 2, np.float32))
     return translate_config(find_architecture(architecture), read)
 
@@ -68,11 +69,43 @@ def test_factors_come_in_pairs(tensors, message):
 
 @pytest.mark.parametrize(
     ("architecture", "key"),
-    [("gemma3", "attn_logit_softcapping"), ("phi3", "expert_count"), ("qwen3", "final_logit_softcapping")],
+    [
+        ("gemma3", "attn_logit_softcapping"),
+        ("gemma3", "rope.dimension_count"),
+        ("phi3", "expert_count"),
+        ("qwen2", "attention.sliding_window"),
+        ("qwen3", "final_logit_softcapping"),
+    ],
 )
 def test_what_is_not_implemented_is_refused_by_name(architecture, key):
     with pytest.raises(UnsupportedModelError, match=rf"{architecture}.{key} = 8 is not implemented"):
         config_of(architecture, **{key: 8})
+
+
+LINEAR = {
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+    "ssm.group_count": 2,
+    "ssm.state_size": 16,
+    "ssm.conv_kernel": 4,
+}
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "phi3", "qwen2", "qwen3", "qwen3next", "qwen35"])
+def test_a_header_that_claims_more_layers_than_tensors_is_refused(architecture):
+    changes = LINEAR | {"shortconv.l_cache": 3}
+    with pytest.raises(ModelError, match=r"block_count = 4000000, but there are \d+ tensors"):
+        config_of(architecture, 4_000_000, **changes)
+    with pytest.raises(ModelError, match="at most 16777216 is believed"):
+        config_of(architecture, 4_000_000_000, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"ssm.state_size": 2**24}, {"ssm.inner_size": 2**24, "ssm.group_count": 4}])
+def test_linear_attention_wider_than_any_is_refused_before_anything_is_made(changes):
+    architecture = find_architecture("qwen35")
+    config = config_of("qwen35", **LINEAR | changes)
+    with pytest.raises(ModelError, match="columns; at most 16777216 are believed"):
+        architecture.layouts(config)
 
 
 def name_of(architecture, name, *shape):

@@ -260,5 +260,11 @@ def _check(plan: Plan) -> None:
     windows = {n.attributes["window"] for s in plan.subgraphs for n in s.nodes if n.op in ATTENTION_OPS} - {0}
     if len(windows) > 1 or any(type(window) is not int or window < 1 for window in windows):
         raise ValueError(f"its layers have windows of {windows}; one window is possible")
+    for node in (n for s in plan.subgraphs for n in s.nodes if n.op in ATTENTION_OPS):
+        if any(("W" in plan.tensors[name].shape) != bool(node.attributes["window"]) for name in node.inputs[5:]):
+            raise ValueError(f"the caches of {node.name!r} do not go with its window")
+    long_from = plan.long_context_from
+    if long_from is not None and (type(long_from) is not int or long_from < 1):
+        raise ValueError(f"long_context_from is {long_from!r}")
     if plan.output not in known or type(plan.vocab_size) is not int or type(plan.context_length) is not int:
         raise ValueError(f"output {plan.output!r}, vocabulary {plan.vocab_size!r}, context {plan.context_length!r}")

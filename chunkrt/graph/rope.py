@@ -126,6 +126,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ModelError: a section of it is no table of numbers.
+        UnsupportedModelError: it has a section for each kind of layer.
     """
     parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
@@ -133,6 +134,11 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         section = config.get(key) or {}
         if not isinstance(section, Mapping):
             raise ModelError(f"the config's {key} is {section!r}, expected a table of numbers")
+        if nested := [name for name, value in section.items() if isinstance(value, Mapping)]:
+            raise UnsupportedModelError(
+                f"the config's {key} has a section for {nested[0]!r} layers, which is not supported",
+                feature=SCALING_KEY,
+            )
         parameters |= section
     parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     return parameters

@@ -32,5 +32,5 @@ def take_outliers(x: Float32) -> tuple[Float32, Float32]:
         while sums.shape[1] > 1:
             low, high = np.split(sums, 2, axis=1)
             sums = low + high
-        is_outlier = np.abs(x) > np.float32(OUTLIER_RATIO) * (sums / np.float32(width))
+        is_outlier = np.abs(x) > np.float32(OUTLIER_RATIO) * sums / np.float32(width)
     return np.where(is_outlier, x, np.float32(0)), np.where(is_outlier, np.float32(0), x)

@@ -145,6 +145,10 @@ class ModelledWork:
             operations = float(rows * operations_per_row(node, self._plan))
             num_bytes = shared_bytes = float(2 * DTYPE_BYTES["float32"] * self._state_elements(node, symbols))
             kind = "attention"  # its state is read, and written back
+        elif node.op == "FloatLinear":
+            operations = float(rows * operations_per_row(node, self._plan))
+            num_bytes = shared_bytes = float(tensors[node.inputs[1]].num_bytes())
+            kind = "linear_float"
         elif node.op == EXPERTS_OP:
             operations = float(rows * operations_per_row(node, self._plan))
             num_bytes = shared_bytes = self._share_of_experts(node, rows) * sum(

@@ -72,7 +72,7 @@ class Recording:
     """Every value of a decoder over `num_tokens` random tokens, as the reference computes it under a scheme.
 
     Args:
-        most_rows: of a call. Rings are as short as these allow, so that calls wrap around; by default all tokens.
+        most_rows: of a call. Rings are as short as these allow; by default all tokens.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ THRESHOLDS = (126.5, 127.0, 127.5, 128.0)
 """Steps around which a value leaves an 8-bit grid: the first two do not, the others do."""
 
 DYNAMIC_OUTLIER = 127.0 * 40
-"""In rows of 18 or more values of up to 127, two such are beyond 8 times the mean magnitude."""
+"""In rows of 20 or more values of up to 127, two such are beyond 8 times the mean magnitude."""
 
 OUTLIER_REACH = 1000
 """Steps from zero, so few that float16 holds halves of them."""

@@ -22,6 +22,9 @@ from chunkrt.weights.gguf_names import EACH, find_architecture, translate_config
 from chunkrt.weights.mapping import map_file
 from chunkrt.weights.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, Refuse, TensorInfo, strictly
 
+MOST_PARTS = 4096
+"""Tensors that one may stack up: experts."""
+
 Q4_0_ZERO = 8
 """Q4_0 has no minima: w = (integer - 8) * scale."""
 
@@ -175,6 +178,8 @@ def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
         yield name, tensor
     elif name:
         num_parts, *shape = tensor.shape
+        if num_parts > MOST_PARTS:
+            raise ModelError(f"tensor {tensor.name} stacks up {num_parts} others; at most {MOST_PARTS} are believed")
         num_bytes = tensor.num_bytes // num_parts
         for index in range(num_parts):
             start = tensor.start + index * num_bytes

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 
+LARGEST_COUNT = 2**24
+"""Of anything that is counted: beyond any model's, and little enough for lists of that length."""
+
 
 class Keys:
     """An architecture's metadata keys, read with their types checked; names are those after "llama." and the like.
@@ -51,6 +54,8 @@ class Keys:
             return default
         if type(value) is not int or value <= 0:
             raise ModelError(f"{self.prefix}{key} must be a positive integer, found {value!r}")
+        if value > LARGEST_COUNT:
+            raise ModelError(f"{self.prefix}{key} = {value}; at most {LARGEST_COUNT} is believed")
         return value
 
     def per_layer(self, key: str, num_layers: int) -> list[int]:
@@ -108,6 +113,8 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
             "is it a vocabulary or an adapter, not a model?"
         )
     num_layers = keys.count("block_count")
+    if num_layers > len(keys.shapes):
+        raise ModelError(f"{keys.prefix}block_count = {num_layers}, but there are {len(keys.shapes)} tensors")
     if not any(name.startswith(f"blk.{num_layers - 1}.") for name in keys.shapes):
         raise ModelError(f"{keys.prefix}block_count = {num_layers}, but no tensor blk.{num_layers - 1}.* exists")
     return {

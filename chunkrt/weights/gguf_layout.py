@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, QuantizationError
+from chunkrt.weights.gguf_keys import LARGEST_COUNT
 from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
 
 Float32 = NDArray[np.float32]
@@ -98,8 +99,12 @@ def tiled_value_heads(config: Mapping[str, Any]) -> dict[str, Layout]:
     k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if v_heads % k_heads:
         raise ModelError(f"{v_heads} value heads of linear attention cannot share {k_heads} key heads evenly")
-    heads = np.arange(v_heads).reshape(-1, k_heads).T.ravel()
     dim, num_before = config["linear_value_head_dim"], 2 * k_heads * config["linear_key_head_dim"]
+    if num_before + v_heads * dim > LARGEST_COUNT:
+        raise ModelError(
+            f"linear attention of {num_before + v_heads * dim} columns; at most {LARGEST_COUNT} are believed"
+        )
+    heads = np.arange(v_heads).reshape(-1, k_heads).T.ravel()
     of_values = (heads[:, None] * dim + np.arange(dim)).ravel()
     after_keys = np.concatenate([np.arange(num_before), num_before + of_values])
     return {

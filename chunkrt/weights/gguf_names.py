@@ -87,6 +87,9 @@ SANDWICH_NORMS = {
 }
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 GEMMA3_27B_LAYERS = 62
+WINDOWS = frozenset({"attention.sliding_window"})
+"""Refused where layers see all before them."""
+
 SCALINGS = frozenset(
     (
         "attention.clamp_kqv",
@@ -188,6 +191,9 @@ def _experts(keys: Keys, num_layers: int) -> Config:
 def _gemma3(keys: Keys, config: Config) -> Config:
     """Norms hold 1 + w; the scale of attention is in no key, llama.cpp knows it from the number of layers."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    if config["partial_rotary_factor"] != 1:
+        name = f"{keys.prefix}rope.dimension_count"
+        raise UnsupportedModelError(f"{name} = {keys.get('rope.dimension_count')} is not implemented", feature=name)
     is_27b = num_layers == GEMMA3_27B_LAYERS
     found = {
         "norm_offset": 0,
@@ -231,11 +237,11 @@ ARCHITECTURES = {
         model={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
         layer=_LFM2_LAYER,
         layouts=lambda config: {"shortconv.conv": DEPTHWISE},
-        refused=SCALINGS,
+        refused=SCALINGS | WINDOWS,
         config=_lfm2_config,
         is_hybrid=True,
     ),
-    "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS),
+    "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS | WINDOWS),
     "gemma3": Architecture(
         model_type="gemma3_text",
         model=MODEL,
@@ -251,13 +257,13 @@ ARCHITECTURES = {
         refused=SCALINGS,
         config=_phi3,
     ),
-    "qwen3": Architecture(model_type="qwen3", model=MODEL, layer=LAYER | HEAD_NORMS, refused=SCALINGS),
+    "qwen3": Architecture(model_type="qwen3", model=MODEL, layer=LAYER | HEAD_NORMS, refused=SCALINGS | WINDOWS),
     "qwen35": Architecture(
         model_type="qwen3_5_text",
         model=MODEL,
         layer=_QWEN3_NEXT_LAYER,
         layouts=tiled_value_heads,
-        refused=SCALINGS | {"nextn_predict_layers"},
+        refused=SCALINGS | WINDOWS | {"nextn_predict_layers"},
         config=_qwen3_next_config,
     ),
     "qwen3next": Architecture(
@@ -265,7 +271,7 @@ ARCHITECTURES = {
         model=MODEL,
         layer=_QWEN3_NEXT_LAYER | _EXPERTS,
         layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM, "ffn_gate_inp_shexp": SINGLE_ROW},
-        refused=SCALINGS - {"expert_count"},
+        refused=(SCALINGS | WINDOWS) - {"expert_count"},
         config=_qwen3_next_config,
     ),
 }

@@ -39,6 +39,10 @@ std::map<std::string, std::string> selected_kernels() {
   add("gelu_mul_f32_f32_f32", gelu_mul_f32_f32_f32_table());
   add("round_to_grid_f32_f32_f32", round_to_grid_f32_f32_f32_table());
   add("widen_f32_f16", widen_f32_f16_table());
+  add("float_linear_f32_f32", float_linear_f32_f32_table());
+  add("take_outliers_f32_f32", take_outliers_f32_f32_table());
+  add("add_outliers_f32_s8col", add_outliers_f32_s8col_table());
+  add("add_outliers_f32_u4block", add_outliers_f32_u4block_table());
   add("find_outliers_f32_f32", find_outliers_f32_f32_table());
   add("dequantize_row_f32_s8col", dequantize_row_f32_s8col_table());
   add("add_outer_product_f32_f32_f32", add_outer_product_f32_f32_f32_table());

@@ -46,7 +46,7 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
 
   const Outliers outliers = outliers_of(input);
   std::vector<Quantized> digits = digits_of(input, 1, {});
-  for (Quantized& digit : digits) digit.sums = block_sums_of(symbol, digit);
+  digits.front().sums = block_sums_of(symbol, digits.front());
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
   std::vector<ValueId> uses = {packed,          block_scales,      out,
                                outliers.counts, outliers.channels, outliers.values};

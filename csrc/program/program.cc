@@ -184,6 +184,7 @@ void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>
 }
 
 void Program::run(std::span<const TensorView> inputs, std::span<const TensorView> outputs) {
+  ThreadPool::Team team(*pool_);  // who waits for a turn holds no memory
   const MemoryPool::Block memory =
       pool_->memory().borrow(arena_bytes_ + (scratch_bytes_ + row_local_bytes_) * pool_->budget());
   Workspace workspace = make_workspace(memory.get());
@@ -200,7 +201,6 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
   for (const Check& check : definition_.checks) check(frame);
 
   const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
-  ThreadPool::Team team(*pool_);
   for (std::size_t index = 0; index < definition_.stages.size(); ++index) {
     const Stage& stage = definition_.stages[index];
     const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {

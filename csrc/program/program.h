@@ -66,7 +66,7 @@ class Program {
   // of range; then no output and no state has been touched.
   void run(std::span<const TensorView> inputs, std::span<const TensorView> outputs);
 
-  // Bytes of temporaries that one run needs.
+  // Bytes of the temporaries that stages share; scratch and each thread's rows in work come on top.
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::size_t num_stages() const { return definition_.stages.size(); }
 

@@ -54,7 +54,7 @@ void multiply(std::vector<float> row, const BlockWeight& weight, const float* bi
   for (std::size_t half = 32; half > 0; half /= 2) {
     for (std::size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
-  const float limit = 8.0f * (sums[0] / static_cast<float>(depth));
+  const float limit = 8.0f * sums[0] / static_cast<float>(depth);
   const std::vector<float> whole = row;
   for (float& x : row) x = std::fabs(x) > limit ? 0.0f : x;
   float largest = 0.0f;

@@ -32,14 +32,16 @@ Taken take(TakeOutliersFunction* function, const std::vector<float>& input, std:
   return {rest.copy(), values.copy(), counts.copy(), channels.copy()};
 }
 
-// Rows of which one is even, one has very many outliers, one a few, one is zero, and two not finite.
+// Rows of which one is even, one has very many outliers, one a few, one is zero, two are not finite, and in
+// one a third is the smallest number that is not 0.
 std::vector<float> rows_of_every_kind(std::size_t width) {
   Random random(static_cast<std::uint32_t>(width));
-  std::vector<float> input = random.floats(6 * width, 1.0f);
+  std::vector<float> input = random.floats(7 * width, 1.0f);
   for (std::size_t k = 0; k < width; ++k) {
     input[width + k] = k % 12 == 0 ? -3.0f : 1e-6f;
     if (k % 50 == 7) input[2 * width + k] *= 1e4f;
     input[3 * width + k] = 0.0f;
+    input[6 * width + k] = k % 3 == 0 ? std::numeric_limits<float>::denorm_min() : 0.0f;
   }
   input[4 * width + width / 2] = std::numeric_limits<float>::infinity();
   input[5 * width] = std::numeric_limits<float>::quiet_NaN();
@@ -51,15 +53,17 @@ void test_take(TakeOutliersFunction* function) {
     const std::vector<float> input = rows_of_every_kind(width);
     const Taken found = take(function, input, width);
     const std::size_t capacity = most_outliers(width);
-    for (std::size_t row = 0; row < 6; ++row) {
+    for (std::size_t row = 0; row < 7; ++row) {
       const std::string where = "width " + std::to_string(width) + ", row " + std::to_string(row);
       const float* x = input.data() + row * width;
       double sum = 0;
       for (std::size_t k = 0; k < width; ++k) sum += std::fabs(static_cast<double>(x[k]));
-      const double limit = 8.0 * sum / static_cast<double>(width);
+      // In float, since among the smallest numbers there is nothing between two of them.
+      const float limit = static_cast<float>(8.0 * sum / static_cast<double>(width));
       std::int32_t count = 0;
       for (std::size_t k = 0; k < width; ++k) {
-        const bool is_outlier = row < 4 && std::fabs(static_cast<double>(x[k])) > limit;
+        const bool is_finite = row != 4 && row != 5;
+        const bool is_outlier = is_finite && std::fabs(x[k]) > limit;
         const float expected = is_outlier ? 0.0f : x[k];
         check_same(&found.rest[row * width + k], &expected, 1, where + ", the rest");
         if (!is_outlier) continue;

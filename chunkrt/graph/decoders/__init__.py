@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "lfm2": lfm2.DEFAULTS,
     "mistral": llama.MISTRAL_DEFAULTS,
     "phi3": phi3.DEFAULTS,
+    "qwen2": qwen2.DEFAULTS,
     "qwen3": qwen3.DEFAULTS,
     "qwen3_5_text": qwen3_next.DEFAULTS,
     "qwen3_next": qwen3_next.DEFAULTS,

@@ -111,6 +111,8 @@ def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
         raise UnsupportedModelError(
             f"{config.where}: rope_parameters = {sections!r}, expected a section for {kinds}", feature="rope_parameters"
         )
+    if wrong := [section for section in sections.values() if not isinstance(section, Mapping | None)]:
+        raise ModelError(f"{config.where}: rope_parameters has {wrong[0]!r}, expected a table of numbers")
     scaling = config.raw.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ModelError(f"{config.where}: rope_scaling is {scaling!r}, expected a table of numbers")

@@ -17,7 +17,7 @@ from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward
 from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Linear, MergedLinear, Module, RMSNorm
 from chunkrt.graph.rope import RotaryTables
 
-DEFAULTS = {"rope_theta": 1e6, "tie_word_embeddings": True}
+DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "num_key_value_heads": 8, "tie_word_embeddings": True}
 
 
 def lfm2(config: DecoderConfig) -> Module:

@@ -11,6 +11,8 @@ from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedFor
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import RotaryTables
 
+DEFAULTS = {"sliding_window": 4096}
+
 
 def qwen2(config: DecoderConfig) -> Module:
     """Every layer sees all before it, unless the config switches windows on."""

@@ -11,7 +11,7 @@ from chunkrt.graph.decoders.qwen2 import windows
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import RotaryTables
 
-DEFAULTS = {"head_dim": 128}
+DEFAULTS = {"head_dim": 128, "sliding_window": 4096}
 
 
 def qwen3(config: DecoderConfig) -> Module:

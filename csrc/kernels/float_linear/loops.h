@@ -2,6 +2,8 @@
 // including file's instruction set. Included by one file for each; nothing here is seen outside of it.
 #pragma once
 
+#include <math.h>
+
 #include "kernels/float_linear/float_linear.h"
 
 namespace chunkrt {
@@ -16,7 +18,7 @@ void multiply_tile(const FloatLinearArgs& args, std::size_t row, std::size_t col
     for (std::size_t m = 0; m < Rows; ++m) {
       const float x = args.left[(row + m) * args.depth + k];
       for (std::size_t n = 0; n < kFloatLinearColumns; ++n) {
-        sums[m][n] = __builtin_fmaf(x, weight[n], sums[m][n]);
+        sums[m][n] = fmaf(x, weight[n], sums[m][n]);
       }
     }
   }
@@ -40,7 +42,7 @@ void multiply_items(const FloatLinearArgs& args, std::size_t begin, std::size_t 
       for (std::size_t n = column; n < args.columns; ++n) {
         float sum = 0.0f;
         for (std::size_t k = 0; k < args.depth; ++k) {
-          sum = __builtin_fmaf(args.left[row * args.depth + k], args.weight[k * args.columns + n], sum);
+          sum = fmaf(args.left[row * args.depth + k], args.weight[k * args.columns + n], sum);
         }
         args.out[row * args.columns + n] = sum;
       }

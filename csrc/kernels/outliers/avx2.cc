@@ -53,7 +53,7 @@ void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
     measure(v, x);
   }
   args.outliers.counts[row] = 0;
-  const __m256 limit = _mm256_set1_ps(kOutlierRatio * (fold(sums) / static_cast<float>(args.width)));
+  const __m256 limit = _mm256_set1_ps(kOutlierRatio * fold(sums) / static_cast<float>(args.width));
   const auto beyond = [&](__m256 magnitudes) {
     return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitudes, limit, _CMP_GT_OQ)));
   };

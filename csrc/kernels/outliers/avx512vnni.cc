@@ -46,7 +46,7 @@ void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
     largest[v] = _mm512_max_ps(largest[v], _mm512_abs_ps(x));
   });
   args.outliers.counts[row] = 0;
-  const __m512 limit = _mm512_set1_ps(kOutlierRatio * (fold(sums) / static_cast<float>(args.width)));
+  const __m512 limit = _mm512_set1_ps(kOutlierRatio * fold(sums) / static_cast<float>(args.width));
   const auto beyond = [&](__m512 magnitude) { return _mm512_cmp_ps_mask(magnitude, limit, _CMP_GT_OQ); };
   const __m512 all =
       _mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3]));

@@ -42,9 +42,9 @@ void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
     for (std::size_t i = 0; i < half; ++i) sums[i] = vaddq_f32(sums[i], sums[i + half]);
   }
   const float32x2_t two = vadd_f32(vget_low_f32(sums[0]), vget_high_f32(sums[0]));
-  const float mean = (vget_lane_f32(two, 0) + vget_lane_f32(two, 1)) / static_cast<float>(args.width);
+  const float sum = vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
   args.outliers.counts[row] = 0;
-  const float32x4_t limits = vdupq_n_f32(kOutlierRatio * mean);
+  const float32x4_t limits = vdupq_n_f32(kOutlierRatio * sum / static_cast<float>(args.width));
   if (vmaxvq_u32(vcgtq_f32(largest, limits)) == 0) return;
   for (std::size_t k = 0; k < args.width; k += kLanes) {
     const uint32x4_t found = vcagtq_f32(load(input + k, args.width - k), limits);

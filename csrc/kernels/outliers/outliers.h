@@ -1,8 +1,8 @@
 // outliers: the few large values of a row are taken out before it is quantised to int8, so that the others
 // keep a fine grid; their products with the weight are added in float32.
 //
-//   mean = (|x[0]| + ... + |x[width - 1]|) / width,  limit = 8 * mean
-//   outliers: those with |x[k]| > limit (fewer than width / 8, since they make up the sum)
+//   limit = 8 * (|x[0]| + ... + |x[width - 1]|) / width, the product first, which is exact
+//   outliers: those with |x[k]| > limit: fewer than width / 8, since they make up the sum
 //   rest = x, with 0 where an outlier was
 //
 //   e = 0, then e = fma(x[k], float(weight[k, n]), e) over the outliers k of row m, ascending

@@ -29,11 +29,11 @@ void take_outliers_f32_f32_reference(const TakeOutliersArgs& args, std::size_t r
   for (std::size_t row = row_begin; row < row_end; ++row) {
     const float* input = args.input + row * args.width;
     float* rest = args.rest + row * args.width;
-    const float mean = sum_of_magnitudes(input, args.width) / static_cast<float>(args.width);
+    const float limit = kOutlierRatio * sum_of_magnitudes(input, args.width) / static_cast<float>(args.width);
     std::copy(input, input + args.width, rest);
     args.outliers.counts[row] = 0;
     for (std::size_t k = 0; k < args.width; ++k) {
-      if (std::fabs(input[k]) > kOutlierRatio * mean) take_one(args, row, k);
+      if (std::fabs(input[k]) > limit) take_one(args, row, k);
     }
   }
 }
