@@ -69,6 +69,8 @@ class Session:
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
         self._logits: Float32 | None = None
+        self._after_prompt: tuple[int, Float32] | None = None
+        """Where the last prompt ended, and the logits there: a state that cannot go back by a token need not."""
         self._follows_text = False
         self._is_closed = False
         self._cancel = threading.Event()
@@ -133,6 +135,7 @@ class Session:
             )
         self._state.keep_snapshot()
         self._follows_text = isinstance(prompt, str)
+        self._after_prompt = None if self._logits is None else (len(self._tokens), self._logits)
         return result
 
     def generate(
@@ -178,8 +181,11 @@ class Session:
         if not 0 <= position <= self.position:
             raise ConfigError(f"cannot rewind to position {position}; the session is at {self.position}")
         self._state.rewind(min(position, self._state.position))
+        kept = self._after_prompt
+        if kept is not None and position < kept[0]:
+            kept = self._after_prompt = None
         if position < len(self._tokens):
-            self._logits = None
+            self._logits = kept[1] if kept is not None and position == kept[0] else None
         if position <= self.num_kept:
             self._dropped.clear()
         del self._tokens[position:]
@@ -189,7 +195,7 @@ class Session:
         self._check_open()
         copy = Session(self._engine, self._state.fork(), self._tokens)
         copy._dropped = self._dropped.copy()
-        copy._logits = self._logits
+        copy._logits, copy._after_prompt = self._logits, self._after_prompt
         copy._follows_text = self._follows_text
         return copy
 
@@ -247,7 +253,7 @@ class Session:
         self._state.shift(keep, dropped.stop - keep)
         self._dropped += self._tokens[dropped]
         del self._tokens[dropped]
-        self._logits = None
+        self._logits = self._after_prompt = None
 
     def _next_logits(self) -> Float32:
         """Logits after the last token; those of a token that was generated but not yet run are computed now."""

@@ -115,6 +115,21 @@ def test_a_conversation_over_recurrent_state_runs_its_last_answer_again_and_no_m
     check(session)
 
 
+def test_another_answer_to_the_same_prompt_runs_none_of_it_again() -> None:
+    engine = ToyEngine(make_plan(3, kinds=ALL_KINDS))
+    session = engine.session()
+    session.prefill(range(50))
+    answers = []
+    for _ in range(3):
+        engine.num_run = 0
+        answers.append([piece.token_id for piece in session.generate(max_new_tokens=6)])
+        assert engine.num_run <= 6
+        session.rewind(50)
+    assert answers[0] == answers[1] == answers[2]
+    session.rewind(49)
+    check(session)
+
+
 def test_a_rewind_over_a_cache_runs_nothing_again() -> None:
     engine = ToyEngine(make_plan(3))
     session = engine.session()
