@@ -34,8 +34,9 @@ FinishReason = Literal["stop", "length", "context"]
 class PrefillResult:
     """What a prefill gave.
 
-    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `seconds`:
-    wall time. `events`: one record a task, for figures and traces.
+    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `num_tokens`: that
+    were run, earlier ones that the state had lost among them. `seconds`: wall time. `events`: one record a task, for
+    figures and traces.
     """
 
     logits: Float32 | None

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP, find_variant
+from chunkrt.graph.linear_functions import LINEARS
 
 DOMAIN = "chunkrt"
 
@@ -20,73 +21,54 @@ _TEXT = """
 <ir_version: 10, opset_import: ["": 23]>
 placeholder (float[1] x) => (float[1] y) { y = Identity(x) }
 
-<domain: "chunkrt", opset_import: ["": 23]>
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
 CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
     (qkv, position, rope_position, cos, sin, past_key, past_value) => (output, present_key, present_value)
 {
-    # qkv [T, (Nq + 2 Nkv) D] to heads [1, Nq + 2 Nkv, T, D]
-    any_dim = Constant <value_ints = [0, -1]> ()
+    q, k, v = chunkrt.SplitHeads <num_heads: int = @num_heads, num_kv_heads: int = @num_kv_heads,
+                                  head_dim: int = @head_dim> (qkv)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (qkv, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (q, cos, sin, row_positions, table_offset)
+    k_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (k, cos, sin, row_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
     zero = Constant <value_ints = [0]> ()
-    one = Constant <value_ints = [1]> ()
-    minus_one = Constant <value_ints = [-1]> ()
-    dim_scalar = Constant <value_int: int = @head_dim> ()
-    dim = Reshape (dim_scalar, one)
-    by_head = Concat <axis = 0> (any_dim, dim)
-    rows = Reshape (qkv, by_head)
-    heads = Transpose <perm = [1, 0, 2]> (rows)
-    batch = Unsqueeze (heads, zero)
-    num_q_scalar = Constant <value_int: int = @num_heads> ()
-    num_kv_scalar = Constant <value_int: int = @num_kv_heads> ()
-    num_q = Reshape (num_q_scalar, one)
-    num_kv = Reshape (num_kv_scalar, one)
-    counts = Concat <axis = 0> (num_q, num_kv, num_kv)
-    q, k, v = Split <axis = 1> (batch, counts)
-
-    # row t stands at position + t, and in the tables at rope_position + t
-    qkv_shape = Shape (qkv)
-    num_rows = Gather (qkv_shape, zero)
-    start = Squeeze (position, zero)
-    end_1d = Add (position, num_rows)
-    end = Squeeze (end_1d, zero)
-    step = Constant <value_int = 1> ()
-    row_positions = Range (start, end, step)
-    table_offset = Sub (rope_position, position)
-    table_rows = Add (row_positions, table_offset)
-    position_ids = Unsqueeze (table_rows, zero)
-    q_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (q, cos, sin, position_ids)
-    k_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (k, cos, sin, position_ids)
-
-    # row t sees keys 0 .. position + t, of them the last `window` if that is not 0
-    first = Constant <value_int = 0> ()
-    key_positions = Range (first, end, step)
-    limits = Unsqueeze (row_positions, minus_one)
-    is_past = LessOrEqual (key_positions, limits)
-    window_size = Constant <value_int: int = @window> ()
-    window_starts = Sub (limits, window_size)
-    is_recent = Greater (key_positions, window_starts)
-    has_no_window = Equal (window_size, first)
-    is_in_window = Or (is_recent, has_no_window)
-    visible = And (is_past, is_in_window)
     past_k = Unsqueeze (past_key, zero)
     past_v = Unsqueeze (past_value, zero)
     attended, all_k, all_v = Attention <scale: float = @scale> (q_roped, k_roped, v, visible, past_k, past_v)
     present_key = Squeeze (all_k, zero)
     present_value = Squeeze (all_v, zero)
-    by_row = Transpose <perm = [0, 2, 1, 3]> (attended)
-    flat = Constant <value_ints = [0, 0, -1]> ()
-    merged = Reshape (by_row, flat)
-    output = Squeeze (merged, zero)
+    output = chunkrt.JoinHeads (attended)
 }
 
-<domain: "chunkrt", opset_import: ["": 23]>
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
 RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
     (qkv, position, rope_position, cos, sin, past_key, past_value) => (output, present_key, present_value)
 {
-    # qkv [T, (Nq + 2 Nkv) D] to heads [1, Nq + 2 Nkv, T, D]
+    # the cache holds keys as they were projected; each is rotated for the place where it stands now
+    q, k, v = chunkrt.SplitHeads <num_heads: int = @num_heads, num_kv_heads: int = @num_kv_heads,
+                                  head_dim: int = @head_dim> (qkv)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (qkv, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (q, cos, sin, row_positions, table_offset)
+    zero = Constant <value_ints = [0]> ()
+    past_k = Unsqueeze (past_key, zero)
+    past_v = Unsqueeze (past_value, zero)
+    all_k = Concat <axis = 2> (past_k, k)
+    all_v = Concat <axis = 2> (past_v, v)
+    k_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (all_k, cos, sin, key_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+    attended = Attention <scale: float = @scale> (q_roped, k_roped, all_v, visible)
+    present_key = Squeeze (all_k, zero)
+    present_value = Squeeze (all_v, zero)
+    output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SplitHeads <num_heads, num_kv_heads, head_dim> (qkv) => (q, k, v)
+{
+    # [T, (Nq + 2 Nkv) D] to heads [1, N, T, D]
     any_dim = Constant <value_ints = [0, -1]> ()
     zero = Constant <value_ints = [0]> ()
     one = Constant <value_ints = [1]> ()
-    minus_one = Constant <value_ints = [-1]> ()
     dim_scalar = Constant <value_int: int = @head_dim> ()
     dim = Reshape (dim_scalar, one)
     by_head = Concat <axis = 0> (any_dim, dim)
@@ -99,47 +81,59 @@ RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
     num_kv = Reshape (num_kv_scalar, one)
     counts = Concat <axis = 0> (num_q, num_kv, num_kv)
     q, k, v = Split <axis = 1> (batch, counts)
+}
 
-    # row t stands at position + t, and in the tables at rope_position + t
+<domain: "chunkrt", opset_import: ["": 23]>
+FindPlaces (qkv, position, rope_position) => (row_positions, key_positions, table_offset)
+{
+    # row t stands at position + t, keys from 0 on; in the tables all are table_offset further
+    zero = Constant <value_ints = [0]> ()
     qkv_shape = Shape (qkv)
     num_rows = Gather (qkv_shape, zero)
     start = Squeeze (position, zero)
     end_1d = Add (position, num_rows)
     end = Squeeze (end_1d, zero)
+    first = Constant <value_int = 0> ()
     step = Constant <value_int = 1> ()
     row_positions = Range (start, end, step)
-    table_offset = Sub (rope_position, position)
-    table_rows = Add (row_positions, table_offset)
-    position_ids = Unsqueeze (table_rows, zero)
-    q_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (q, cos, sin, position_ids)
-
-    # the cache holds keys as they were projected; each is rotated for the place where it stands now
-    past_k = Unsqueeze (past_key, zero)
-    past_v = Unsqueeze (past_value, zero)
-    all_k = Concat <axis = 2> (past_k, k)
-    all_v = Concat <axis = 2> (past_v, v)
-
-    # row t sees keys 0 .. position + t, of them the last `window` if that is not 0
-    first = Constant <value_int = 0> ()
     key_positions = Range (first, end, step)
+    table_offset = Sub (rope_position, position)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+Rope <rotary_dim> (heads, cos, sin, positions, table_offset) => (roped)
+{
+    zero = Constant <value_ints = [0]> ()
+    table_rows = Add (positions, table_offset)
+    position_ids = Unsqueeze (table_rows, zero)
+    roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (heads, cos, sin, position_ids)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+FindVisible <window> (row_positions, key_positions) => (visible)
+{
+    # row t sees keys 0 .. position + t, of them the last `window` if that is not 0
+    minus_one = Constant <value_ints = [-1]> ()
+    none = Constant <value_int = 0> ()
     limits = Unsqueeze (row_positions, minus_one)
     is_past = LessOrEqual (key_positions, limits)
     window_size = Constant <value_int: int = @window> ()
     window_starts = Sub (limits, window_size)
     is_recent = Greater (key_positions, window_starts)
-    has_no_window = Equal (window_size, first)
+    has_no_window = Equal (window_size, none)
     is_in_window = Or (is_recent, has_no_window)
     visible = And (is_past, is_in_window)
-    key_rows = Add (key_positions, table_offset)
-    key_position_ids = Unsqueeze (key_rows, zero)
-    k_roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (all_k, cos, sin, key_position_ids)
-    attended = Attention <scale: float = @scale> (q_roped, k_roped, all_v, visible)
-    present_key = Squeeze (all_k, zero)
-    present_value = Squeeze (all_v, zero)
-    by_row = Transpose <perm = [0, 2, 1, 3]> (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+JoinHeads (heads) => (rows)
+{
+    # [1, N, T, D] to [T, N D]
+    by_row = Transpose <perm = [0, 2, 1, 3]> (heads)
     flat = Constant <value_ints = [0, 0, -1]> ()
     merged = Reshape (by_row, flat)
-    output = Squeeze (merged, zero)
+    zero = Constant <value_ints = [0]> ()
+    rows = Squeeze (merged, zero)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
@@ -196,171 +190,6 @@ CausalConvolution (x, weight, bias, state) => (y, new_state)
     end = Constant <value_ints = [9223372036854775807]> ()
     new_state = Slice (window, first_kept, end, one)
 }
-
-<domain: "chunkrt", opset_import: ["": 23]>
-Route <top_k, norm_topk_prob> (router_logits) => (weights)
-{
-    # every row's weights of all experts [T, E]: the softmax of the picked ones (of equals the first), 0 of the others
-    one = Constant <value_ints = [1]> ()
-    last = Constant <value_ints = [-1]> ()
-    probabilities = Softmax <axis = -1> (router_logits)
-    count_scalar = Constant <value_int: int = @top_k> ()
-    count = Reshape (count_scalar, one)
-    largest, indices = TopK <axis = -1> (router_logits, count)
-    picked = GatherElements <axis = -1> (probabilities, indices)
-    sums = ReduceSum (picked, last)
-    normalised = Div (picked, sums)
-    is_normalised_int = Constant <value_int: int = @norm_topk_prob> ()
-    is_normalised = Cast <to = 9> (is_normalised_int)
-    values = Where (is_normalised, normalised, picked)
-    nothing = Sub (probabilities, probabilities)
-    weights = ScatterElements <axis = -1> (nothing, indices, values)
-}
-
-<domain: "chunkrt", opset_import: ["": 23]>
-FloatLinear (x, weight) => (y)
-{
-    # a linear that no scheme quantises
-    y = MatMul (x, weight)
-}
-
-<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => (output)
-{
-    # all experts of all rows [E, T, H]
-    zero = Constant <value_ints = [0]> ()
-    rows = Unsqueeze (hidden, zero)
-    both = MatMul (rows, gate_up)
-    gated = chunkrt.SplitSiluMul (both)
-    results = MatMul (gated, down)
-    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob> (router_logits)
-    output = chunkrt.SumExperts (results, weights)
-}
-
-<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicRoutedExperts <top_k, norm_topk_prob>
-    (hidden, router_logits, gate_up, down, gate_up_scale, down_scale) => (output)
-{
-    # as above; the scales are [E, 1, N]
-    zero = Constant <value_ints = [0]> ()
-    rows = Unsqueeze (hidden, zero)
-    both = chunkrt.DynamicLinear (rows, gate_up, gate_up_scale)
-    gated = chunkrt.SplitSiluMul (both)
-    results = chunkrt.DynamicLinear (gated, down, down_scale)
-    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob> (router_logits)
-    output = chunkrt.SumExperts (results, weights)
-}
-
-<domain: "chunkrt", opset_import: ["": 23]>
-SplitSiluMul (both) => (gated)
-{
-    gate, up = Split <axis = -1, num_outputs = 2> (both)
-    squashed = Sigmoid (gate)
-    active = Mul (gate, squashed)
-    gated = Mul (active, up)
-}
-
-<domain: "chunkrt", opset_import: ["": 23]>
-SumExperts (results, weights) => (output)
-{
-    # results [E, T, H], weights [T, E]
-    zero = Constant <value_ints = [0]> ()
-    last = Constant <value_ints = [-1]> ()
-    by_expert = Transpose <perm = [1, 0]> (weights)
-    weight_columns = Unsqueeze (by_expert, last)
-    weighted = Mul (results, weight_columns)
-    output = ReduceSum <keepdims = 0> (weighted, zero)
-}
-
-<domain: "chunkrt", opset_import: ["": 23]>
-QuantizeRows (x) => (q, row_scale)
-{
-    # int8 a row: q = round(x * 127 / max|x|); a row of zeros stays zero
-    last = Constant <value_ints = [-1]> ()
-    limit = Constant <value_float = 127.0> ()
-    tiny = Constant <value_float = 1e-30> ()
-    magnitude = Abs (x)
-    row_max = ReduceMax (magnitude, last)
-    divisor = Max (row_max, tiny)
-    multiplier = Div (limit, divisor)
-    scaled = Mul (x, multiplier)
-    q = Round (scaled)
-    row_scale = Div (row_max, limit)
-}
-
-<domain: "chunkrt", opset_import: ["": 23]>
-TakeOutliers (x) => (outliers, rest)
-{
-    # values of more than 8 times their row's mean magnitude
-    last = Constant <value_ints = [-1]> ()
-    ratio = Constant <value_float = 8.0> ()
-    zero = Constant <value_float = 0.0> ()
-    magnitude = Abs (x)
-    mean = ReduceMean (magnitude, last)
-    limit = Mul (mean, ratio)
-    is_outlier = Greater (magnitude, limit)
-    outliers = Where (is_outlier, x, zero)
-    rest = Where (is_outlier, zero, x)
-}
-
-<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicLinear (x, weight, weight_scale) => (y)
-{
-    # the products of integers are summed in float32, exact up to 2^24
-    outliers, rest = chunkrt.TakeOutliers (x)
-    q, row_scale = chunkrt.QuantizeRows (rest)
-    weight_float = CastLike (weight, x)
-    accumulated = MatMul (q, weight_float)
-    by_rows = Mul (accumulated, row_scale)
-    of_outliers = MatMul (outliers, weight_float)
-    sum = Add (by_rows, of_outliers)
-    y = Mul (sum, weight_scale)
-}
-
-<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-BlockLinear (x, weight, block_scale, block_minimum) => (y)
-{
-    # weight uint8 [K, N] of 0 to 15; scale and minimum [K / 32, N]. A minimum is multiplied by its block's sum of x
-    outliers, rest = chunkrt.TakeOutliers (x)
-    q, row_scale = chunkrt.QuantizeRows (rest)
-    scaled_weight = DequantizeLinear <axis = 0, block_size = 32> (weight, block_scale)
-    from_q = chunkrt.MultiplyBlocks (q, scaled_weight, block_minimum)
-    by_rows = Mul (from_q, row_scale)
-    of_outliers = chunkrt.MultiplyBlocks (outliers, scaled_weight, block_minimum)
-    y = Add (by_rows, of_outliers)
-}
-
-<domain: "chunkrt", opset_import: ["": 23]>
-MultiplyBlocks (x, scaled_weight, block_minimum) => (y)
-{
-    product = MatMul (x, scaled_weight)
-    by_block = Constant <value_ints = [0, -1, 32]> ()
-    blocks = Reshape (x, by_block)
-    last = Constant <value_ints = [-1]> ()
-    sums = ReduceSum <keepdims = 0> (blocks, last)
-    of_minima = MatMul (sums, block_minimum)
-    y = Add (product, of_minima)
-}
-
-<domain: "chunkrt", opset_import: ["": 23]>
-ShadowLinear (x, weight, step, weight_scale) => (y)
-{
-    # what x exceeds an 8-bit grid by, where it does, times the weight in float
-    levels = Constant <value_float = 127.0> ()
-    minus_levels = Constant <value_float = -127.0> ()
-    zero = Constant <value_float = 0.0> ()
-    quotient = Div (x, step)
-    q = Round (quotient)
-    magnitude = Abs (q)
-    is_within = LessOrEqual (magnitude, levels)
-    kept = Clip (q, minus_levels, levels)
-    kept_value = Mul (kept, step)
-    rest = Sub (x, kept_value)
-    excess = Where (is_within, zero, rest)
-    weight_float = CastLike (weight, x)
-    dequantised = Mul (weight_float, weight_scale)
-    y = MatMul (excess, dequantised)
-}
 """
 
 
@@ -378,7 +207,7 @@ LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, us
 
 @cache
 def _functions() -> dict[str, ir.Function]:
-    return {f.name: f for f in ir.from_onnx_text(_TEXT).functions.values()}
+    return {f.name: f for f in ir.from_onnx_text(_TEXT + LINEARS).functions.values()}
 
 
 @cache

@@ -92,17 +92,22 @@ def head_norm(config: DecoderConfig) -> HeadNorm:
 
 
 class Layer(Module):
-    """Attention and feed-forward, each on a normalised input and added back to the residual stream."""
+    """Attention and feed-forward, each on a normalised input and added back to the residual stream.
 
-    def __init__(self, config: DecoderConfig, attention: Module, mlp: Module) -> None:
+    `mixer` is attention, or what a family has in its place under the name of `mixer_name`.
+    """
+
+    def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, mixer_name: str = "self_attn") -> None:
         super().__init__()
         self.input_layernorm = norm(config)
-        self.self_attn = attention
+        setattr(self, mixer_name, mixer)
         self.post_attention_layernorm = norm(config)
         self.mlp = mlp
+        self._mixer = (mixer,)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
+        (mixer,) = self._mixer
+        hidden = ops.add(hidden, mixer(self.input_layernorm(hidden)), name="attention_residual")
         return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
 
 

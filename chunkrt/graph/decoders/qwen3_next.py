@@ -17,7 +17,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import SparseMixture
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm, norm
+from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Linear, MergedLinear, Module, Parameter
 from chunkrt.graph.rope import RotaryTables
 
@@ -46,7 +46,8 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
         if kind == "full_attention":
             layers.append(Layer(config, GatedAttention(config, rope), mlp))
         else:
-            layers.append(DeltaLayer(config, GatedDeltaRule(config, sizes, is_grouped=has_grouped_projections), mlp))
+            rule = GatedDeltaRule(config, sizes, is_grouped=has_grouped_projections)
+            layers.append(Layer(config, rule, mlp, mixer_name="linear_attn"))
     return CausalDecoder(config, Body(config, rope, layers))
 
 
@@ -199,21 +200,6 @@ class GatedAttention(Attention):
     def forward(self, hidden: ir.Value) -> ir.Value:
         gate = self.gate_proj(hidden)
         return self.o_proj(ops.mul(self.attend(hidden), ops.sigmoid(gate), name="gated"))
-
-
-class DeltaLayer(Module):
-    """The delta rule and a feed-forward, each on a normalised input and added back to the residual stream."""
-
-    def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module) -> None:
-        super().__init__()
-        self.input_layernorm = norm(config)
-        self.linear_attn = mixer
-        self.post_attention_layernorm = norm(config)
-        self.mlp = mlp
-
-    def forward(self, hidden: ir.Value) -> ir.Value:
-        hidden = ops.add(hidden, self.linear_attn(self.input_layernorm(hidden)), name="attention_residual")
-        return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
 
 
 def _by_kind(num_groups: int, widths: Sequence[int]) -> list[NDArray[np.int64]]:
