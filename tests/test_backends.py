@@ -367,6 +367,16 @@ class WritesRingsFromTheirBegin(Odd):
                 inputs[name][:, :8] = 0
 
 
+@breaks("values")
+class LosesWhatGoesOverTheEndOfARing(Odd):
+    def run(self, inputs, outputs):
+        super().run(inputs, outputs)
+        for name in self.subgraph.state if self.subgraph.window else ():
+            num_over = inputs["position"][0] + len(inputs[self.subgraph.inputs[0]]) - inputs[name].shape[1]
+            if num_over > 0:
+                inputs[name][:, :num_over] = 0
+
+
 @breaks("repetition")
 class CountsItsCalls(Odd):
     calls = 0

@@ -72,7 +72,9 @@ class Recording:
     """Every value of a decoder over `num_tokens` random tokens, as the reference computes it under a scheme.
 
     Args:
-        most_rows: of a call. Rings are as short as these allow; by default all tokens.
+        most_rows: of a call, by default all tokens. Rings are as short as a session makes them for these.
+
+    `ring`: slots of the caches of layers with a window.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class Recording:
     ) -> None:
         self.plan, self.scheme, self.weights = plan, scheme, weights
         self._most_rows = most_rows or num_tokens
-        ring = (plan.window or 1) - 1 + self._most_rows
-        self._symbols = {"T": num_tokens, "R": num_tokens, "P": plan.context_length, "W": ring}
+        slots = plan.slots(plan.context_length, self._most_rows)
+        self.ring = slots["W"]
+        self._symbols = {"T": num_tokens, "R": num_tokens, **slots}
         self._states: dict[tuple[str, int], State] = {}
         self._values: dict[str, Array] = {
             "input_ids": np.random.default_rng(0).integers(0, plan.vocab_size, num_tokens),

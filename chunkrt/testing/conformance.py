@@ -12,7 +12,7 @@ from chunkrt.backends.base import Backend
 from chunkrt.errors import CompileError, PartitionError
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
-from chunkrt.graph.plan import SHADOW_OP, Subgraph
+from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Subgraph
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing.calls import Recording
@@ -51,7 +51,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     backend `reference`. Its sizes are such that no vector width divides them; then the same under the static schemes
     with multiples of 32, for hardware that takes nothing else, and under those with 4-bit blocks, whose depth is 32.
     At last, under the schemes of TRIED_HYBRID, a decoder of what Llama has not: both kinds of linear attention, norms
-    of heads, attention over a window, whose ring is as short as it may be, and routed experts.
+    of heads, attention over a window, whose ring wraps, and routed experts.
 
     Args:
         chunk_length: an NPU's compiler decides anew for every length; check it with those that it is used with.
@@ -119,9 +119,12 @@ class _Suite:
     ) -> None:
         self.backend = backend
         self.chunk_length = chunk_length
-        self.num_tokens = 3 * chunk_length
-        context = max(config["max_position_embeddings"], self.num_tokens)
+        room = 3 * chunk_length if family is None else 2 * RING_STEP + 3 * chunk_length
+        context = max(config["max_position_embeddings"], room)
         self.decoder = random_decoder(schemes, {**config, "max_position_embeddings": context}, family)
+        plan = self.decoder.plan
+        ring = plan.slots(context, 2 * chunk_length)["W"] if plan.window else 0
+        self.num_tokens = max(3 * chunk_length, ring + chunk_length)
         self.schemes = list(self.decoder.schemes.values())
 
     def check(self) -> int:

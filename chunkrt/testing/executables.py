@@ -75,12 +75,16 @@ class CompiledSubgraph:
         return self.executable.fixed_length is not None
 
     def calls(self, cache_dtype: str = "float32") -> list[Call]:
-        """Every number of rows that it takes; tokens at position 0 and at one within a chunk, the fewest rows first."""
+        """Every number of rows that it takes; tokens at position 0, at one within a chunk, and where a
+        ring wraps; the fewest rows first."""
         fixed = self.executable.fixed_length
         lengths = range(1, self.chunk_length + 1) if fixed is None else (fixed,)
         call = partial(self.recording.call, self.subgraph)
         if self.subgraph.rows == "T":
-            return [call(at, length, cache_dtype=cache_dtype) for length in lengths for at in (0, START)]
+            places = [0, START]
+            if any("W" in self.recording.plan.tensors[name].shape for name in self.subgraph.state):
+                places.append(self.recording.ring - self.chunk_length // 2)
+            return [call(at, length, cache_dtype=cache_dtype) for length in lengths for at in places]
         last_first = range(self.chunk_length)[::-1]
         calls = [call(START, self.chunk_length, logit_rows=last_first[:length]) for length in lengths]
         if fixed is None:
