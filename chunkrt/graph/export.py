@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from chunkrt.graph.functions import DOMAIN, expansions
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
-from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph, Tensor
-from chunkrt.graph.tracing import IR_VERSION, OPSET
+from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
+from chunkrt.graph.tracing import IR_VERSION, OPSET, attribute
 
 PAST = "past"
 """The symbol of a cache's length where it is an input; the output is longer by the rows just appended. A cache of a
@@ -93,7 +93,7 @@ def _present(cache: Tensor) -> ir.Value:
 
 
 def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value]) -> ir.Node:
-    attributes = [_attribute(name, value) for name, value in node.attributes.items()]
+    attributes = [attribute(name, value) for name, value in node.attributes.items()]
     return ir.Node(node.domain, node.op, inputs, attributes, overload=overload(node), outputs=outputs, name=node.name)
 
 
@@ -101,14 +101,3 @@ def _zero(name: str) -> ir.Node:
     """What stands for a bias that is absent: a function cannot ask whether an input is there."""
     output = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
     return ir.Node("", "Constant", [], [ir.AttrFloat32s("value_floats", [0.0])], outputs=[output], name=name)
-
-
-def _attribute(name: str, value: Attribute) -> ir.Attr:
-    if isinstance(value, int):
-        return ir.AttrInt64(name, value)
-    if isinstance(value, float):
-        return ir.AttrFloat32(name, value)
-    if isinstance(value, str):
-        return ir.AttrString(name, value)
-    is_int = all(isinstance(v, int) for v in value)
-    return ir.AttrInt64s(name, [int(v) for v in value]) if is_int else ir.AttrFloat32s(name, value)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 import onnx_ir as ir
 
-from chunkrt.graph.plan import Device
+from chunkrt.graph.plan import Attribute, Device
 
 OPSET = 23
 """The first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -87,7 +87,7 @@ class Trace:
             domain,
             op,
             inputs,
-            [_attribute(name, value) for name, value in attributes.items()],
+            [attribute(name, value) for name, value in attributes.items()],
             outputs=values,
             name=values[0].name,
             metadata_props={**metadata, MODULE_KEY: path},
@@ -172,7 +172,13 @@ def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Valu
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
-def _attribute(name: str, value: int | float | str) -> ir.Attr:
+def attribute(name: str, value: Attribute) -> ir.Attr:
+    """A plan's attribute in ONNX."""
+    if isinstance(value, int):
+        return ir.AttrInt64(name, value)
+    if isinstance(value, float):
+        return ir.AttrFloat32(name, value)
     if isinstance(value, str):
         return ir.AttrString(name, value)
-    return ir.AttrInt64(name, value) if isinstance(value, int) else ir.AttrFloat32(name, value)
+    is_int = all(isinstance(v, int) for v in value)
+    return ir.AttrInt64s(name, [int(v) for v in value]) if is_int else ir.AttrFloat32s(name, value)
