@@ -6,15 +6,10 @@
 #include "program/panels.h"
 
 namespace chunkrt {
-namespace {
-
-std::size_t padded(std::size_t width) { return ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup; }
-
-}  // namespace
 
 ProgramBuilder::Quantized ProgramBuilder::quantized_rows(ValueId input) {
   const Dimension rows = rows_dimension(rows_of(input, "linear's input"));
-  return {.values = temporary(Dtype::int8, {rows, fixed(padded(width_of(input)))}),
+  return {.values = temporary(Dtype::int8, {rows, fixed(padded_depth(width_of(input)))}),
           .scales = temporary(Dtype::float32, {rows}),
           .sums = temporary(Dtype::int32, {rows})};
 }
@@ -59,7 +54,7 @@ ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input) {
                          .scales = frame.get<float>(out.scales),
                          .sums = frame.get<std::int32_t>(out.sums),
                          .width = width,
-                         .padded_width = padded(width)},
+                         .padded_width = padded_depth(width)},
                         begin, end);
                });
   return out;
@@ -88,7 +83,7 @@ std::vector<ProgramBuilder::Quantized> ProgramBuilder::quantize_on_grid(ValueId 
                          .low = target(digits.back()),
                          .high = digits.size() == 2 ? target(digits.front()) : GridDigit{},
                          .width = width,
-                         .padded_width = padded(width)},
+                         .padded_width = padded_depth(width)},
                         begin, end);
                });
   return digits;

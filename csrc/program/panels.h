@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/gemm/gemm.h"
 #include "program/program.h"
 
 namespace chunkrt {
@@ -17,6 +18,11 @@ inline constexpr std::size_t kBlocksPerPanel = 3;
 
 inline std::size_t ceil_divide(std::size_t value, std::size_t divisor) {
   return (value + divisor - 1) / divisor;
+}
+
+// Columns of an int8 row as the gemm kernel reads it.
+inline std::size_t padded_depth(std::size_t depth) {
+  return ceil_divide(depth, kGemmDepthPerGroup) * kGemmDepthPerGroup;
 }
 
 // Computes the columns of blocks [begin, end): the digits' products with the weight, and the bias and the

@@ -78,7 +78,6 @@ struct Program::Workspace {
   std::byte* row_locals;  // of every member
   std::vector<void*> data;
   std::vector<Dtype> dtypes;
-  std::vector<std::vector<void*>> data_of_members;  // `data`, but for a thread's own rows
 };
 
 Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool)
@@ -145,8 +144,7 @@ Program::Workspace Program::make_workspace(std::byte* memory) const {
   Workspace workspace = {.scratch = memory + arena_bytes_,
                          .row_locals = memory + arena_bytes_ + scratch_bytes_ * members,
                          .data = {},
-                         .dtypes = {},
-                         .data_of_members = std::vector<std::vector<void*>>(members)};
+                         .dtypes = {}};
   for (const Value& value : definition_.values) {
     void* data = const_cast<void*>(value.data);  // steps only read constants
     if (value.kind == ValueKind::temporary) data = memory + value.arena_offset;
@@ -199,14 +197,14 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
     }
   }
   for (const Check& check : definition_.checks) check(frame);
+  std::vector data_of_members(pool_->budget(), workspace.data);  // the same, but for rows in work
 
   const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
   for (std::size_t index = 0; index < definition_.stages.size(); ++index) {
     const Stage& stage = definition_.stages[index];
     const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {
       const std::size_t at_once = stage.steps.size() > 1 ? kRowsAtOnce : end - begin;
-      std::vector<void*>& data = workspace.data_of_members[member];
-      data = workspace.data;
+      std::vector<void*>& data = data_of_members[member];
       const Frame own = {.data = data, .dtypes = frame.dtypes, .sizes = frame.sizes};
       std::byte* rows = workspace.row_locals + member * row_local_bytes_;
       float* scratch = reinterpret_cast<float*>(workspace.scratch + member * scratch_bytes_);

@@ -103,7 +103,7 @@ ProgramBuilder::Routing ProgramBuilder::route(ValueId router_logits, std::size_t
 // `row_of` gives the float row of a slot, and may build it in the scratch that it is handed.
 ProgramBuilder::SlotRows ProgramBuilder::quantize_slots(const Routing& routing, std::size_t width,
                                                         std::vector<ValueId> uses, RowOfSlot row_of) {
-  const std::size_t padded = ceil_divide(width, kGemmDepthPerGroup) * kGemmDepthPerGroup;
+  const std::size_t padded = padded_depth(width);
   const Shape of_slots = {rows_dimension(routing.symbol), fixed(routing.top_k)};
   const std::size_t capacity = most_outliers(width);
   const Quantized out = {.values = temporary(Dtype::int8, {of_slots[0], of_slots[1], fixed(padded)}),

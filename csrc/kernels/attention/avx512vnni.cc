@@ -11,18 +11,12 @@ namespace {
 constexpr std::size_t kLanes = 16;
 constexpr std::size_t kQueriesPerTile = 6;
 
-// The lanes of the elements [i, count).
-__mmask16 lanes_of(std::size_t i, std::size_t count) {
-  return count - i >= kLanes ? static_cast<__mmask16>(0xffff)
-                             : static_cast<__mmask16>((1u << (count - i)) - 1u);
-}
-
 void rope(const float* input, const float* cos, const float* sin, std::size_t head_dim,
           std::size_t rotary_dim, float scale, float* out) {
   const std::size_t half = rotary_dim / 2;
   const __m512 scales = _mm512_set1_ps(scale);
   for (std::size_t i = 0; i < half; i += kLanes) {
-    const __mmask16 lanes = lanes_of(i, half);
+    const __mmask16 lanes = first_lanes(half - i);
     const __m512 first = _mm512_maskz_loadu_ps(lanes, input + i);
     const __m512 second = _mm512_maskz_loadu_ps(lanes, input + i + half);
     const __m512 c = _mm512_maskz_loadu_ps(lanes, cos + i), s = _mm512_maskz_loadu_ps(lanes, sin + i);
@@ -36,7 +30,7 @@ void rope(const float* input, const float* cos, const float* sin, std::size_t he
 
 void narrow(const float* input, std::uint16_t* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 lanes = lanes_of(i, count);
+    const __mmask16 lanes = first_lanes(count - i);
     const __m512 values = _mm512_maskz_loadu_ps(lanes, input + i);
     _mm256_mask_storeu_epi16(out + i, lanes, _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
   }
@@ -45,7 +39,7 @@ void narrow(const float* input, std::uint16_t* out, std::size_t count) {
 void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
   const __m512 scales = _mm512_set1_ps(scale);
   for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 lanes = lanes_of(i, count);
+    const __mmask16 lanes = first_lanes(count - i);
     const __m512i integers = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, values + i));
     store_lanes(out + i, lanes, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), scales));
   }
@@ -79,7 +73,7 @@ void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, fl
       rows[i] = keys + (key + i < num_keys ? key + i : num_keys - 1) * head_dim;
     }
     for (std::size_t d = 0; d < head_dim; d += 16) {
-      transpose_16_by_16(rows, d, lanes_of(d, head_dim), out + d * kKeysPerBlock + key);
+      transpose_16_by_16(rows, d, first_lanes(head_dim - d), out + d * kKeysPerBlock + key);
     }
   }
 }
@@ -139,7 +133,7 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
     for (std::size_t key = begin; key < tile.first; ++key) scores[q][key] = -INFINITY;
     __m512 max = _mm512_set1_ps(tile.maxima[q]);
     for (std::size_t key = begin; key < tile.visible[q]; key += kLanes) {
-      const __mmask16 lanes = lanes_of(key, tile.visible[q]);
+      const __mmask16 lanes = first_lanes(tile.visible[q] - key);
       max = _mm512_mask_max_ps(max, lanes, _mm512_loadu_ps(scores[q] + key), max);
     }
     const float new_max = _mm512_reduce_max_ps(max);
@@ -151,7 +145,7 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
     const __m512 max = _mm512_set1_ps(tile.maxima[q]);
     __m512 sum = _mm512_setzero_ps();
     for (std::size_t key = begin; key < tile.visible[q]; key += kLanes) {
-      const __mmask16 lanes = lanes_of(key, tile.visible[q]);
+      const __mmask16 lanes = first_lanes(tile.visible[q] - key);
       const __m512 weight = exp_of_nonpositive(_mm512_sub_ps(_mm512_loadu_ps(scores[q] + key), max));
       _mm512_storeu_ps(scores[q] + key, weight);
       sum = _mm512_mask_add_ps(sum, lanes, sum, weight);
@@ -217,9 +211,9 @@ void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   weigh<N>(tile, weights, rescale);
   for (std::size_t d = 0; d < block.head_dim; d += 2 * kLanes) {
     if (d + kLanes < block.head_dim) {
-      accumulate<N, 2>(block, tile, weights, rescale, d, lanes_of(d + kLanes, block.head_dim));
+      accumulate<N, 2>(block, tile, weights, rescale, d, first_lanes(block.head_dim - (d + kLanes)));
     } else {
-      accumulate<N, 1>(block, tile, weights, rescale, d, lanes_of(d, block.head_dim));
+      accumulate<N, 1>(block, tile, weights, rescale, d, first_lanes(block.head_dim - d));
     }
   }
 }

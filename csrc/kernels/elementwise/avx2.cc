@@ -72,73 +72,61 @@ __m256 hyperbolic_tangent(__m256 x) {
   return _mm256_or_ps(_mm256_blendv_ps(large, small, is_small), sign);
 }
 
+template <typename Function>
+void for_each(const float* input, float* out, std::size_t count, const Function& function) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    _mm256_maskstore_ps(out + i, mask, function(_mm256_maskload_ps(input + i, mask)));
+  }
+}
+
+template <typename Function>
+void for_each(const float* left, const float* right, float* out, std::size_t count,
+              const Function& function) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __m256i mask = first_lanes(count - i);
+    const __m256 l = _mm256_maskload_ps(left + i, mask), r = _mm256_maskload_ps(right + i, mask);
+    _mm256_maskstore_ps(out + i, mask, function(l, r));
+  }
+}
+
 }  // namespace
 
 void add_f32_f32_f32_avx2(const float* left, const float* right, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    const __m256 l = _mm256_maskload_ps(left + i, mask), r = _mm256_maskload_ps(right + i, mask);
-    _mm256_maskstore_ps(out + i, mask, _mm256_add_ps(l, r));
-  }
+  for_each(left, right, out, count, [](__m256 l, __m256 r) { return _mm256_add_ps(l, r); });
 }
 
 void mul_f32_f32_f32_avx2(const float* left, const float* right, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    const __m256 l = _mm256_maskload_ps(left + i, mask), r = _mm256_maskload_ps(right + i, mask);
-    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(l, r));
-  }
+  for_each(left, right, out, count, [](__m256 l, __m256 r) { return _mm256_mul_ps(l, r); });
 }
 
 void sigmoid_f32_f32_avx2(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    _mm256_maskstore_ps(out + i, mask, sigmoid(_mm256_maskload_ps(input + i, mask)));
-  }
+  for_each(input, out, count, [](__m256 x) { return sigmoid(x); });
 }
 
 void exp_f32_f32_avx2(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    _mm256_maskstore_ps(out + i, mask, decay(_mm256_maskload_ps(input + i, mask)));
-  }
+  for_each(input, out, count, [](__m256 x) { return decay(x); });
 }
 
 void gelu_f32_f32_avx2(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    _mm256_maskstore_ps(out + i, mask, gelu(_mm256_maskload_ps(input + i, mask)));
-  }
+  for_each(input, out, count, [](__m256 x) { return gelu(x); });
 }
 
 void softplus_f32_f32_avx2(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    _mm256_maskstore_ps(out + i, mask, softplus(_mm256_maskload_ps(input + i, mask)));
-  }
+  for_each(input, out, count, [](__m256 x) { return softplus(x); });
 }
 
 void tanh_f32_f32_avx2(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    _mm256_maskstore_ps(out + i, mask, hyperbolic_tangent(_mm256_maskload_ps(input + i, mask)));
-  }
+  for_each(input, out, count, [](__m256 x) { return hyperbolic_tangent(x); });
 }
 
 void silu_mul_f32_f32_f32_avx2(const float* gate, const float* up, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    const __m256 g = _mm256_maskload_ps(gate + i, mask), u = _mm256_maskload_ps(up + i, mask);
-    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(_mm256_mul_ps(g, sigmoid(g)), u));
-  }
+  for_each(gate, up, out, count,
+           [](__m256 g, __m256 u) { return _mm256_mul_ps(_mm256_mul_ps(g, sigmoid(g)), u); });
 }
 
 void gelu_mul_f32_f32_f32_avx2(const float* gate, const float* up, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    const __m256 g = _mm256_maskload_ps(gate + i, mask), u = _mm256_maskload_ps(up + i, mask);
-    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(gelu(g), u));
-  }
+  for_each(gate, up, out, count, [](__m256 g, __m256 u) { return _mm256_mul_ps(gelu(g), u); });
 }
 
 void round_to_grid_f32_f32_f32_avx2(const float* input, const float* steps, float levels, float* out,

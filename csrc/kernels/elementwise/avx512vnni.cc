@@ -67,73 +67,61 @@ __m512 hyperbolic_tangent(__m512 x) {
   return _mm512_or_ps(_mm512_mask_blend_ps(is_small, large, small), _mm512_and_ps(_mm512_set1_ps(-0.0f), x));
 }
 
+template <typename Function>
+void for_each(const float* input, float* out, std::size_t count, const Function& function) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    store_lanes(out + i, mask, function(_mm512_maskz_loadu_ps(mask, input + i)));
+  }
+}
+
+template <typename Function>
+void for_each(const float* left, const float* right, float* out, std::size_t count,
+              const Function& function) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    const __m512 l = _mm512_maskz_loadu_ps(mask, left + i), r = _mm512_maskz_loadu_ps(mask, right + i);
+    store_lanes(out + i, mask, function(l, r));
+  }
+}
+
 }  // namespace
 
 void add_f32_f32_f32_avx512vnni(const float* left, const float* right, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    const __m512 l = _mm512_maskz_loadu_ps(mask, left + i), r = _mm512_maskz_loadu_ps(mask, right + i);
-    store_lanes(out + i, mask, _mm512_add_ps(l, r));
-  }
+  for_each(left, right, out, count, [](__m512 l, __m512 r) { return _mm512_add_ps(l, r); });
 }
 
 void mul_f32_f32_f32_avx512vnni(const float* left, const float* right, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    const __m512 l = _mm512_maskz_loadu_ps(mask, left + i), r = _mm512_maskz_loadu_ps(mask, right + i);
-    store_lanes(out + i, mask, _mm512_mul_ps(l, r));
-  }
+  for_each(left, right, out, count, [](__m512 l, __m512 r) { return _mm512_mul_ps(l, r); });
 }
 
 void sigmoid_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    store_lanes(out + i, mask, sigmoid(_mm512_maskz_loadu_ps(mask, input + i)));
-  }
+  for_each(input, out, count, [](__m512 x) { return sigmoid(x); });
 }
 
 void exp_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    store_lanes(out + i, mask, decay(_mm512_maskz_loadu_ps(mask, input + i)));
-  }
+  for_each(input, out, count, [](__m512 x) { return decay(x); });
 }
 
 void gelu_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    store_lanes(out + i, mask, gelu(_mm512_maskz_loadu_ps(mask, input + i)));
-  }
+  for_each(input, out, count, [](__m512 x) { return gelu(x); });
 }
 
 void softplus_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    store_lanes(out + i, mask, softplus(_mm512_maskz_loadu_ps(mask, input + i)));
-  }
+  for_each(input, out, count, [](__m512 x) { return softplus(x); });
 }
 
 void tanh_f32_f32_avx512vnni(const float* input, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    store_lanes(out + i, mask, hyperbolic_tangent(_mm512_maskz_loadu_ps(mask, input + i)));
-  }
+  for_each(input, out, count, [](__m512 x) { return hyperbolic_tangent(x); });
 }
 
 void silu_mul_f32_f32_f32_avx512vnni(const float* gate, const float* up, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i), u = _mm512_maskz_loadu_ps(mask, up + i);
-    store_lanes(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u));
-  }
+  for_each(gate, up, out, count,
+           [](__m512 g, __m512 u) { return _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u); });
 }
 
 void gelu_mul_f32_f32_f32_avx512vnni(const float* gate, const float* up, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i), u = _mm512_maskz_loadu_ps(mask, up + i);
-    store_lanes(out + i, mask, _mm512_mul_ps(gelu(g), u));
-  }
+  for_each(gate, up, out, count, [](__m512 g, __m512 u) { return _mm512_mul_ps(gelu(g), u); });
 }
 
 void round_to_grid_f32_f32_f32_avx512vnni(const float* input, const float* steps, float levels, float* out,
