@@ -1,4 +1,4 @@
-"""The backend of the device "link": sums over ranks, by a communicator. It runs `chunkrt::AllReduce` and nothing else."""
+"""The backend of the device "link": sums over ranks, by a communicator; `chunkrt::AllReduce` and nothing else."""
 
 from __future__ import annotations
 

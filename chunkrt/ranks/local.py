@@ -49,6 +49,7 @@ class LocalCommunicator:
         """See `Communicator.all_reduce`."""
         group = self._group
         with group.changed:
+            self._check_whole()
             # the sum before it may have the same key, and others still take their results from it
             self._wait_for(lambda: key not in group.sums or self.rank not in group.sums[key].partials)
             current = group.sums.setdefault(key, _Sum())
@@ -82,8 +83,12 @@ class LocalCommunicator:
         """Wait, with the group's lock. Raises DeviceLostError if a rank leaves before."""
         group = self._group
         group.changed.wait_for(lambda: group.lost is not None or happens())
-        if group.lost is not None and not happens():
-            raise DeviceLostError(f"rank {group.lost} left, and {Ranks(self.rank, self.size)} waited for its sum")
+        if not happens():
+            self._check_whole()
+
+    def _check_whole(self) -> None:
+        if self._group.lost is not None:
+            raise DeviceLostError(f"rank {self._group.lost} left; {Ranks(self.rank, self.size)} cannot go on")
 
     def _add(self, current: _Sum) -> Float32:
         partials = [current.partials[rank] for rank in range(self.size)]
