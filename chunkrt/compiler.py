@@ -62,8 +62,9 @@ class Planned:
     def settle(self, scheme: Scheme) -> Scheme:
         """A scheme as the checkpoint lets it be: `weights_of_8_bits` names every linear that is not in blocks.
 
-        In blocks are linears all of whose tensors the checkpoint has so, unless a rank's share cuts blocks; and those whose tensors are floats, if the
-        scheme does not keep them in 8 bits and blocks divide their depth. A scheme without blocks comes back as it is.
+        In blocks are linears all of whose tensors the checkpoint has so, unless a rank's share would cut a block; and
+        those whose tensors are floats, if the scheme does not keep them in 8 bits and blocks divide their depth. A
+        scheme without blocks comes back as it is.
 
         Raises:
             ModelError: the checkpoint lacks a tensor.

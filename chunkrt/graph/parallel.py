@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from chunkrt.errors import ConfigError
 from chunkrt.graph import ops
 from chunkrt.graph.modules import Module, Parameter
-from chunkrt.graph.shares import HeadShare, Share
+from chunkrt.graph.shares import HeadShare, Number, Share
 from chunkrt.ranks import ALONE, Ranks
 from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor, TensorSource
 
@@ -233,5 +233,5 @@ class RowParallelLinear(LinearBase):
         return self.with_bias(ops.all_reduce(partial, name="product" if self.has_bias else "output"))
 
 
-def _stacked(parts: Sequence[NDArray[np.generic]]) -> NDArray:
+def _stacked(parts: Sequence[NDArray[Number]]) -> NDArray[Number]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -59,8 +59,8 @@ class Share:
         return Share(self.size * width, self._spread(width))
 
     def _spread(self, width: int) -> NDArray[np.int64]:
-        columns = self.indices[:, None] * width + np.arange(width)
-        return np.minimum(columns, self.size * width).ravel()
+        columns: NDArray[np.int64] = (self.indices[:, None] * width + np.arange(width)).ravel()
+        return np.minimum(columns, self.size * width)
 
     @property
     def length(self) -> int:

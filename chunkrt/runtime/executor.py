@@ -26,7 +26,7 @@ from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.policy import Policy, Task
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.ring import ring_slots
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.schedule import Processor, Schedule, with_link
 from chunkrt.runtime.state import State
 from chunkrt.runtime.workers import Progress, Workers, run_in_caller
 
@@ -57,7 +57,8 @@ class Executor:
         plan: the decoder.
         executables: one for every subgraph, by subgraph name.
         chunk_length: C, tokens a chunk, 1 to the plan's context length.
-        processors: who runs which device role; together they cover the plan's devices.
+        processors: who runs which device role; together they cover the plan's devices but the link, whose tasks wait
+            for other ranks in threads of their own.
         policy: chooses among ready tasks.
         chunks_in_flight: ring slots, at least 1; by default as many as `ring_slots` gives.
         cpus: those that tasks run on, in whichever thread; by default what that thread may use.
@@ -87,13 +88,13 @@ class Executor:
         _check_processors(plan, processors)
         self.plan = plan
         self.chunk_length = chunk_length
-        self.processors = tuple(processors)
         self.policy = policy
         self.cpus = cpus
         self.costs = Costs(plan)
         """What tasks take, learnt from every run."""
-        num_workers = sum(processor.workers for processor in processors)
         num_slots = chunks_in_flight or ring_slots(plan, chunk_length, processors)
+        self.processors = with_link(processors, plan, num_slots)
+        num_workers = sum(processor.workers for processor in self.processors)
         layout = BufferLayout(plan, chunk_length)
         self.ring = [ChunkBuffers(layout) for _ in range(num_slots)]
         self.num_bytes = layout.num_bytes * num_slots
@@ -110,7 +111,7 @@ class Executor:
         ]
         self.is_concurrent = policy.is_concurrent and num_workers > 1
         """Whether tasks may run at once; if not, no run starts threads."""
-        self.splits_chunks = self.is_concurrent and len(processors) > 1 and not plan.flow.is_chain
+        self.splits_chunks = self.is_concurrent and len(self.processors) > 1 and not plan.flow.is_chain
         """Whether tasks of one chunk may run at once, on different processors. A lone chunk on a single one would gain
         nothing: the kernels of each task use all its threads."""
         self._pipeline = Pipeline(
@@ -121,7 +122,7 @@ class Executor:
             num_slots=num_slots,
             slot_bytes=layout.num_bytes,
         )
-        alone = tuple(replace(processor, workers=1) for processor in processors)
+        alone = tuple(replace(processor, workers=1) for processor in self.processors)
         self._pipeline_in_caller = replace(self._pipeline, processors=alone)
         self._workers: Workers | None = None
         self._one_run = Lock()
@@ -331,10 +332,14 @@ def _check_processors(plan: Plan, processors: Sequence[Processor]) -> None:
     for processor in processors:
         if processor.workers < 1:
             raise ConfigError(f"processor {processor.name!r} has {processor.workers} workers; it needs at least 1")
-    devices = frozenset[Device]().union(*(processor.devices for processor in processors))
+        if "link" in processor.devices:
+            raise ConfigError(
+                f"processor {processor.name!r} is for the link, which has workers of its own; leave it away"
+            )
+    devices = frozenset[Device](("link",)).union(*(processor.devices for processor in processors))
     for subgraph in plan.subgraphs:
         if subgraph.device not in devices:
             raise ConfigError(
                 f"no processor runs {subgraph.device!r}, which {subgraph.name} needs; there are: "
-                f"{', '.join(sorted(devices)) or 'none'}"
+                f"{', '.join(sorted(devices - {'link'})) or 'none'}"
             )

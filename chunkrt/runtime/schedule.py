@@ -36,6 +36,19 @@ class Processor:
     workers: int
 
 
+def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int) -> tuple[Processor, ...]:
+    """The processors, and before them the link's workers if the plan has sums over ranks.
+
+    There is a worker for every chunk in flight, so that no sum waits for a worker while the other ranks wait for it:
+    whatever the order in which each rank takes its tasks, the earliest chunk can always go on. They come first, so that
+    what runs one task at a time finishes a chunk before it begins the next.
+    """
+    if not any(subgraph.device == "link" for subgraph in plan.subgraphs):
+        return tuple(processors)
+    link = Processor(name="link", devices=frozenset(("link",)), workers=chunks_in_flight)
+    return (link, *processors)
+
+
 class Schedule:
     """The tasks of one run and their states.
 
