@@ -12,13 +12,14 @@ from threading import current_thread, main_thread
 
 import numpy as np
 
+from chunkrt.affinity import available_cpus
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.ranks.base import Float32, Key, Ranks
 from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
 from chunkrt.ranks.transport import MpiTransport, Peer
 
 AT_ONCE_BYTES = 16 * 1024
-"""Sums are sent whole to every rank if that takes at most so many bytes more than sending parts; it is one step less."""
+"""Sums are sent whole to every rank if that is at most so many bytes more than in parts; it is one step less."""
 
 
 class MpiCommunicator:
@@ -39,7 +40,7 @@ class MpiCommunicator:
         self.rank, self.size = ranks.rank, ranks.size
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self._me = Peer(
-            pid=os.getpid(), machine=_machine(), cpus=_cpus(), version=version, arguments=tuple(arguments)
+            pid=os.getpid(), machine=_machine(), cpus=available_cpus(), version=version, arguments=tuple(arguments)
         )
         self._mailbox = Mailbox()
         self._transport = MpiTransport(ranks, self._me, self._mailbox)
@@ -141,13 +142,6 @@ def _check_alike(peers: Sequence[Peer]) -> None:
                 f"rank {rank} was started with {' '.join(peer.arguments)!r}, rank 0 with "
                 f"{' '.join(peers[0].arguments)!r}; start all ranks alike"
             )
-
-
-def _cpus() -> frozenset[int]:
-    """The CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def _machine() -> tuple[str, ...]:

@@ -201,7 +201,7 @@ class MpiTransport:
     def _deliver(self, source: int, data: Bytes) -> bool:
         """Put a message where it belongs. Returns whether more may follow soon."""
         channel, *about = data[: 8 * len(Envelope._fields)].view(np.int64).tolist()
-        envelope, payload = Envelope(Channel(channel), *about), memoryview(data)[HEADER_BYTES:]
+        envelope, payload = Envelope(Channel(channel), *about), data[HEADER_BYTES:].data
         if envelope.channel == Channel.END:
             self._mailbox.fail(ClosedError("the leader has ended"))
         elif envelope.channel == Channel.LOST:
