@@ -10,6 +10,7 @@ DeviceLostError, and if nobody does, this thread ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -215,10 +216,14 @@ class MpiTransport:
     def _look_for_lost(self, heard: dict[int, float], now: float) -> None:
         for rank in self._others:
             peer = self.peers[rank]
-            if peer.machine == self._me.machine and not _lives(peer.pid):
+            is_near = peer.machine == self._me.machine
+            if is_near and not _lives(peer.pid):
                 self._tell_of_loss(f"rank {rank} was lost: its process {peer.pid} has ended")
             elif now - heard[rank] > LOST_S:
                 self._tell_of_loss(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s")
+                if is_near:  # mpiexec would wait for it
+                    with contextlib.suppress(psutil.Error):
+                        psutil.Process(peer.pid).kill()
 
     def _tell_of_loss(self, why: str) -> None:
         if self._mailbox.fail(DeviceLostError(f"{why}; start all ranks again")):
