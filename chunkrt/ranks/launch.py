@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -51,3 +52,11 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
 
         _communicator = MpiCommunicator(ranks, version=version("chunkrt"), arguments=arguments)
     return _communicator
+
+
+def say(line: str, *, is_verbose: bool = False) -> None:
+    """Print what went wrong on stderr; of several ranks the first speaks, or with `is_verbose` each."""
+    if _communicator is not None and _communicator.last_words is not None:
+        _communicator.last_words.say(line)
+    elif is_verbose or launched_ranks().rank == 0:
+        print(line, file=sys.stderr)

@@ -9,12 +9,14 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from threading import current_thread, main_thread
+from typing import NoReturn
 
 import numpy as np
 
 from chunkrt.affinity import available_cpus
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.ranks.base import Float32, Key, Ranks
+from chunkrt.ranks.last_words import LastWords
 from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
 from chunkrt.ranks.transport import MpiTransport, Peer
 
@@ -43,14 +45,12 @@ class MpiCommunicator:
             pid=os.getpid(), machine=_machine(), cpus=available_cpus(), version=version, arguments=tuple(arguments)
         )
         self._mailbox = Mailbox()
-        self._transport = MpiTransport(ranks, self._me, self._mailbox)
+        self.last_words = LastWords() if self.rank == 0 else None
+        self._transport = MpiTransport(ranks, self._me, self._mailbox, self.end)
         self._run = 0
-        if current_thread() is main_thread():
-            if hasattr(signal, "SIGUSR1"):  # MPICH's mpiexec sends it when a process of the launch has died
-                signal.signal(signal.SIGUSR1, lambda number, frame: self._transport.check())
-            if self.rank:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader tells of interrupts
+        self._handle_signals()
         self._transport.connect()
+        self._handle_signals()  # MPI has handlers of its own
         atexit.register(self.close)
         _check_alike(self._transport.peers)
 
@@ -112,6 +112,21 @@ class MpiCommunicator:
         elif self._mailbox.fail(DeviceLostError(why := f"rank {self.rank} ended before the leader did")):
             self.send(Envelope(Channel.LOST), why.encode())
         self._transport.close()
+        if self.last_words is not None:
+            self.last_words.say("")
+
+    def end(self, why: str) -> NoReturn:
+        """End the process at once; rank 0 says why."""
+        if self.last_words is not None:
+            self.last_words.say(f"chunkrt: {why}")
+        os._exit(1)
+
+    def _handle_signals(self) -> None:
+        if current_thread() is main_thread():
+            if hasattr(signal, "SIGUSR1"):  # mpiexec sends it when a process of the launch has died
+                signal.signal(signal.SIGUSR1, lambda number, frame: self._transport.check())
+            if self.rank:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader tells of interrupts
 
     def _add(self, envelope: Envelope, for_ranks: Sequence[Float32]) -> Float32:
         """Give each rank what is for it, and add up what all have for this one, in the order of ranks."""
