@@ -6,7 +6,7 @@ import atexit
 import os
 import platform
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import NoReturn
@@ -16,7 +16,6 @@ import numpy as np
 from chunkrt.affinity import available_cpus
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.ranks.base import Float32, Key, Ranks
-from chunkrt.ranks.last_words import LastWords
 from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
 from chunkrt.ranks.transport import MpiTransport, Peer
 
@@ -32,21 +31,21 @@ class MpiCommunicator:
     Args:
         ranks: what mpiexec said; at least 2.
         version, arguments: have to be the same on all ranks.
+        end: ends the process, if a rank is lost and nobody notices; told why.
 
     Raises:
         ConfigError: MPI is not installed, is another than mpiexec's, or a rank was started with something else.
         DeviceLostError: a rank did not come.
     """
 
-    def __init__(self, ranks: Ranks, *, version: str, arguments: Sequence[str]) -> None:
+    def __init__(self, ranks: Ranks, *, version: str, arguments: Sequence[str], end: Callable[[str], NoReturn]) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self._me = Peer(
             pid=os.getpid(), machine=_machine(), cpus=available_cpus(), version=version, arguments=tuple(arguments)
         )
         self._mailbox = Mailbox()
-        self.last_words = LastWords() if self.rank == 0 else None
-        self._transport = MpiTransport(ranks, self._me, self._mailbox, self.end)
+        self._transport = MpiTransport(ranks, self._me, self._mailbox, end)
         self._run = 0
         self._handle_signals()
         self._transport.connect()
@@ -112,14 +111,6 @@ class MpiCommunicator:
         elif self._mailbox.fail(DeviceLostError(why := f"rank {self.rank} ended before the leader did")):
             self.send(Envelope(Channel.LOST), why.encode())
         self._transport.close()
-        if self.last_words is not None:
-            self.last_words.say("")
-
-    def end(self, why: str) -> NoReturn:
-        """End the process at once; rank 0 says why."""
-        if self.last_words is not None:
-            self.last_words.say(f"chunkrt: {why}")
-        os._exit(1)
 
     def _handle_signals(self) -> None:
         if current_thread() is main_thread():
