@@ -5,7 +5,7 @@ twentieth of the time that nothing has come, so that a message waits little long
 
 A rank is lost when its process is gone, where that can be seen, or when nothing has come from it for `LOST_S`; each
 sends a beat every second. MPI cannot go on without one, so the launch ends: whoever waits for a message gets
-DeviceLostError, and if nobody does, this thread ends the process.
+DeviceLostError. A process in which nobody notices, or that goes on after the leader has ended, is ended here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONNECT_S = 60.0
 BEAT_S = 1.0
 LOST_S = 5.0
 GRACE_S = 2.0
-"""After a loss: how long somebody has to notice, before the process is ended."""
+"""How long somebody has to notice that the launch is over, before the process is ended."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 5e-3
 HEADER_BYTES = 64
 
@@ -74,7 +74,7 @@ class MpiTransport:
         self._wake = Condition(Lock())
         self._is_closing = False
         self._is_check_due = False
-        self._is_lost = False
+        self._is_over = False
         self._met = Event()
         self._thread = Thread(target=self._work, name="chunkrt-mpi", daemon=True)
         self.peers: Sequence[Peer] = ()
@@ -128,10 +128,12 @@ class MpiTransport:
             self._carry(mpi, mpi.COMM_WORLD.Dup())
         except Exception as error:
             self._lose(f"MPI failed: {error}")
-        if isinstance(self._mailbox.failure, DeviceLostError):
-            self._be_noticed()
-        else:
+        with self._wake:
+            self._wake.wait_for(lambda: self._is_closing, GRACE_S)
+        if not isinstance(self._mailbox.failure, DeviceLostError):
             library.MPI_Finalize()
+        if not (self._is_closing or self._mailbox.was_failure_told):
+            self._end(str(self._mailbox.failure))
 
     def _initialize(self) -> tuple[Any, Any]:
         """Load MPI and meet the others. Through ctypes, for mpi4py would keep the GIL while it waits for them."""
@@ -157,14 +159,14 @@ class MpiTransport:
         return MPI, library
 
     def _carry(self, mpi: Any, world: Any) -> None:
-        """Carry messages until this rank leaves, or one is lost."""
+        """Carry messages until this rank or the leader leaves, or a rank is lost.."""
         status = mpi.Status()
         sending: list[tuple[Any, Bytes]] = []
         receiving: list[tuple[Any, int, Bytes]] = []
         now = time.monotonic()
         last_message = last_beat = last_round = now
         heard = dict.fromkeys(self._others, now)
-        while not (self._is_lost or (self._is_closing and not sending and not self._outbox)):
+        while not (self._is_over or (self._is_closing and not sending and not self._outbox)):
             has_news = False
             while self._outbox:
                 rank, message = self._outbox.popleft()
@@ -200,6 +202,7 @@ class MpiTransport:
         envelope, payload = Envelope(Channel(channel), *about), data[HEADER_BYTES:].data
         if envelope.channel == Channel.END:
             self._mailbox.fail(ClosedError("the leader has ended"))
+            self._is_over = True
         elif envelope.channel == Channel.LOST:
             self._lose(bytes(payload).decode())
         elif envelope.channel == Channel.ABORT:
@@ -222,14 +225,7 @@ class MpiTransport:
 
     def _lose(self, why: str) -> None:
         self._mailbox.fail(DeviceLostError(f"{why}; start all ranks again"))
-        self._is_lost = True
-
-    def _be_noticed(self) -> None:
-        """A rank is lost, and MPI is not to be called any more. If nobody notices, the process ends here."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._is_closing, GRACE_S)
-        if not (self._is_closing or self._mailbox.was_failure_told):
-            self._end(str(self._mailbox.failure))
+        self._is_over = True
 
 
 def _lives(pid: int) -> bool:
