@@ -156,7 +156,7 @@ def test_a_replicated_linear_is_whole_on_every_rank(size, depth, columns, seed):
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 6), st.sampled_from([2, 10, 32]), st.booleans(), SEEDS)
 def test_every_query_head_is_once_somewhere_beside_its_own_key_head(size, groups, group, dim, is_stored_whole, seed):
-    """The projection of heads and the output projection together: no head is lost, doubled or read with another's key."""
+    """The projection of heads and that of their results: no head is lost, doubled or read with another's key."""
     num_heads, hidden = groups * group, BLOCK_DEPTH
     widths = {"q_proj": num_heads * dim, "k_proj": groups * dim, "v_proj": groups * dim}
     stored = {"qkv_proj": sum(widths.values())} if is_stored_whole else widths
