@@ -243,6 +243,14 @@ def test_the_command_line_shows_what_sums_move(command):
     assert "link" not in command(*PLAN_COMMAND, "--ranks", "1").out
 
 
+def test_subgraphs_are_saved_as_onnx_but_for_sums(command, tmp_path):
+    shown = command(*PLAN_COMMAND, "--ranks", "2", "--save-onnx", tmp_path)
+    names = [s.name for s in plan_checkpoint(LLAMA, {}, ranks=Ranks(0, 2)).plan.subgraphs]
+    files = [f"{i:02}_{name}.onnx" for i, name in enumerate(names) if "link" not in name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert f"{len(files)} ONNX files written" in shown.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
