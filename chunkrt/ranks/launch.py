@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
     if _communicator is None and not (ranks := launched_ranks()).are_alone:
         from chunkrt.ranks.mpi import MpiCommunicator
 
+        logging.getLogger("chunkrt.shared_folder").setLevel(logging.ERROR)  # ranks wait for each other's compiling
         if ranks.rank == 0 and _last_words is None:
             _last_words = LastWords()
             atexit.register(_last_words.say, "")
