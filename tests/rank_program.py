@@ -73,10 +73,13 @@ def shifting(model):
 
 
 def failing(model):
-    """Runs that fail on a rank, and one that is cancelled; all states then are what they were."""
+    """Runs that fail on a rank, are cancelled and interrupted; all states then are what they were."""
 
     def fail():
         raise ValueError("made to fail")
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
 
     after = len(PROMPT) + 8
     on_sum(1, after, fail)
@@ -85,12 +88,12 @@ def failing(model):
         session.prefill(PROMPT)
         expected = greedy(session, 4)
         session.rewind(len(PROMPT))
-        for act in (None, fail, session.cancel):
+        for act in (None, fail, session.cancel, interrupt):
             if act is not None:
                 on_sum(0, after, act)
             try:
                 session.prefill(PROMPT[:20])
-            except ChunkrtError as error:
+            except (ChunkrtError, KeyboardInterrupt) as error:
                 print(type(error).__name__, error)
             print(session.position == len(PROMPT))
         try:

@@ -8,7 +8,6 @@ another one if rank 0 goes without a word.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 
@@ -19,26 +18,21 @@ if read -r line; then [ -z "$line" ] || printf '%s\\n' "$line"; else printf '%s\
 
 
 class LastWords:
-    """One line on stderr at most. Only where there is a shell; elsewhere the line is simply printed."""
+    """One line on stderr at most. Needs a POSIX shell."""
 
     def __init__(self) -> None:
-        self._shell: subprocess.Popen[str] | None = None
-        if os.name == "posix":
-            self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                text=True,
-            )
+        self._shell: subprocess.Popen[str] | None = subprocess.Popen(
+            ["/bin/sh", "-c", _SHELL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
 
     def say(self, line: str) -> None:
         """Print the line, and wait until it is printed. Nothing more is said after it, nor after an empty one."""
         shell, self._shell = self._shell, None
-        if shell is None:
-            if line and os.name != "posix":
-                print(line, file=sys.stderr, flush=True)
-            return
-        sys.stderr.flush()
-        with contextlib.suppress(OSError):
-            shell.communicate(f"{' '.join(line.split())}\n")
+        if shell is not None:
+            sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                shell.communicate(f"{' '.join(line.split())}\n")

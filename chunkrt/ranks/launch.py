@@ -52,6 +52,8 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
     """
     global _communicator, _last_words
     if _communicator is None and not (ranks := launched_ranks()).are_alone:
+        if os.name != "posix":
+            raise ConfigError(f"mpiexec started {ranks.size} ranks, which need Linux or macOS; start without mpiexec")
         from chunkrt.ranks.mpi import MpiCommunicator
 
         logging.getLogger("chunkrt.shared_folder").setLevel(logging.ERROR)  # ranks wait for each other's compiling
