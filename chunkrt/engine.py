@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.affinity import find_cpus, running_on
-from chunkrt.backends import Backend, Executable, make_backend
+from chunkrt.backends import Backend, Executable
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.engine_directory import open_weights, read_manifest, read_plan
 from chunkrt.errors import (
@@ -25,7 +25,7 @@ from chunkrt.errors import (
 )
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.model import Progress, engine_folder
-from chunkrt.npu import compiled_chunk_length, open_npu
+from chunkrt.npu import compiled_chunk_length, open_backends
 from chunkrt.options import CPU_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
@@ -86,11 +86,9 @@ class Engine:
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
         self._lock = threading.Lock()
-        cpu = "native" if options.npu in ("auto", "qnn", "off") else options.npu
-        self._cpus, num_threads = find_cpus(options.affinity), options.num_threads
+        self._cpus = find_cpus(options.affinity)
         with running_on(self._cpus):  # the native pool starts its threads here
-            self.cpu_backend = make_backend(cpu, threads=num_threads)
-        self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
+            self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
         self.chunk_length = self._choose_chunk_length()
         self._executor, self._decoder = self._build(progress)
 
@@ -222,11 +220,8 @@ class Engine:
 
 
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
-    """float16 where the native kernels round keys as they append them; float32 under "float" and elsewhere.
-
-    A backend that attends to a chunk's own keys before they are rounded would depend on the chunk length.
-    """
-    return "float16" if scheme.weight_bits is not None and backend.name == "native" else "float32"
+    """What the backend that attends takes first; float32 under "float"."""
+    return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
 
 
 def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]:

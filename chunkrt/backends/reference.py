@@ -34,6 +34,7 @@ class ReferenceBackend:
 
     name = "reference"
     concurrency: int | None = None
+    cache_dtypes: tuple[str, ...] = ("float32", "float16")
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known."""

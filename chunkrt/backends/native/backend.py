@@ -28,6 +28,7 @@ class NativeBackend:
 
     name = "native"
     concurrency: int | None = None
+    cache_dtypes: tuple[str, ...] = ("float16", "float32", "int8")
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
