@@ -13,10 +13,8 @@ from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.npu import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import DEFAULT_BUDGETS, MIXED, Recipe, Search, find_scheme
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Search, find_scheme
 from chunkrt.shared_folder import only_writer, remove
-
-DEFAULT_SCHEME = "w8a8-dynamic"
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
 """Those of the options that a static scheme alone has a use for."""

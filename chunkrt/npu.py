@@ -15,10 +15,9 @@ from chunkrt.engine_directory import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, NPU_CHOICES, EngineOptions
-from chunkrt.quant.scheme import SCHEMES, Scheme, find_scheme
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
 
 DEFAULT_EMULATED_SOC = "SM8650"
-DEFAULT_NPU_SCHEME = "w8a16"
 
 Supports = Callable[[Subgraph, Plan, Scheme], Support]
 
@@ -69,8 +68,8 @@ def check_npu(options: EngineOptions) -> None:
 
 
 def default_npu_scheme(npu: Supports, default: str) -> str:
-    """A model's own scheme if the NPU has linears under it, else w8a16, else the first that it has."""
-    names = (default, DEFAULT_NPU_SCHEME, *SCHEMES)
+    """The first that the NPU has linears under: a model's own scheme, w8a8-dynamic, w8a16, any."""
+    names = (default, DEFAULT_SCHEME, DEFAULT_NPU_SCHEME, *SCHEMES)
     return next((name for name in names if not linear_refusal(npu, find_scheme(name))), default)
 
 

@@ -24,9 +24,7 @@ from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
 from chunkrt.graph.tracing import trace
-from chunkrt.model import DEFAULT_SCHEME
-from chunkrt.npu import DEFAULT_NPU_SCHEME
-from chunkrt.quant.scheme import find_scheme
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
 from chunkrt.weights.checkpoint import open_checkpoint
 from chunkrt.weights.gguf_names import ARCHITECTURES, is_known_name
 from chunkrt.weights.source import TensorSource
