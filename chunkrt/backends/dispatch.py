@@ -163,7 +163,8 @@ class Dispatcher:
         self.check(segment, backend.name, backend.supports)
         subgraph, plan, scheme = segment.subgraph, segment.plan, self._scheme
         if segment.steps:
-            return FunctionExecutable(subgraph.name, segment.steps, constants(subgraph, plan, scheme, weights))
+            weights_by_name = constants(subgraph, plan, scheme, weights)
+            return FunctionExecutable(subgraph.name, segment.steps, weights_by_name, plan.tensors)
         return backend.compile(subgraph, plan, chunk_length, scheme, weights)
 
     def _choose(self, use: Use, backend: str) -> Choice:

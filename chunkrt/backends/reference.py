@@ -17,7 +17,7 @@ from chunkrt.backends.linear_attention import linear_attention, missing_kind
 from chunkrt.backends.registry import REFERENCE, operators, qualified
 from chunkrt.errors import BackendError, ChunkrtError, PartitionError
 from chunkrt.graph.operators import use_of, uses
-from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
+from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph, Tensor
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import Scheme
@@ -59,7 +59,7 @@ class ReferenceBackend:
         if not (support := self.supports(subgraph, plan, scheme)):
             raise PartitionError(f"reference cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
         steps = [(use.node, own_function(use.operator)) for use in uses(subgraph, plan)]
-        return FunctionExecutable(subgraph.name, steps, constants(subgraph, plan, scheme, weights))
+        return FunctionExecutable(subgraph.name, steps, constants(subgraph, plan, scheme, weights), plan.tensors)
 
 
 def own_function(operator: str) -> Operator:
@@ -100,12 +100,20 @@ class FunctionExecutable:
         name: of the subgraph, for errors.
         steps: what each node's function is called with, and the function.
         constants: the weights by name.
+        tensors: the plan's, for the shapes that results must have.
     """
 
     fixed_length: int | None = None
 
-    def __init__(self, name: str, steps: Sequence[tuple[Node, Operator]], constants: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: Sequence[tuple[Node, Operator]],
+        constants: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> None:
         self._name = name
+        self._tensors = tensors
         self._steps = steps
         self._constants = constants
 
@@ -120,15 +128,22 @@ class FunctionExecutable:
             except ChunkrtError:
                 raise
             except Exception as error:  # a plug-in's function may raise anything
-                what = f"{qualified(node.domain, node.op)} of {function_name(function)}"
-                raise BackendError(
-                    f"{self._name}, node {node.name!r}: {what} failed: {type(error).__name__}: {error}"
-                ) from error
+                reason = f"failed: {type(error).__name__}: {error}"
+                raise BackendError(self._failure(node, function, reason)) from error
+            for name in node.outputs:
+                found, expected = np.shape(values[name]), self._tensors[name].shape
+                if found[1:] != expected[1:]:
+                    reason = f"gave {name!r} of shape {list(found)}, expected {list(expected)}"
+                    raise BackendError(self._failure(node, function, reason))
         for name, buffer in outputs.items():
             if np.shape(values[name]) != buffer.shape:
-                found = f"{name!r} came out with shape {list(np.shape(values[name]))}"
-                raise BackendError(f"{self._name}: {found}, expected {list(buffer.shape)}")
+                shape = list(np.shape(values[name]))
+                raise BackendError(f"{self._name}: {name!r} has shape {shape}, expected {list(buffer.shape)}")
             buffer[...] = values[name]
+
+    def _failure(self, node: Node, function: Operator, reason: str) -> str:
+        what = qualified(node.domain, node.op)
+        return f"{self._name}, node {node.name!r}: {what} by {function_name(function)} {reason}"
 
 
 def function_name(function: Operator) -> str:

@@ -122,6 +122,12 @@ class OperatorRegistry:
         finally:
             self._distribution = ""
 
+    def copy(self) -> OperatorRegistry:
+        """Another registry of the same implementations, to which others can be added."""
+        other = OperatorRegistry()
+        other._entries, other._own = self._entries.copy(), self._own.copy()
+        return other
+
     def find(self, operator: str, device: str) -> Implementation | None:
         """What there is, a plug-in's if it replaced ours."""
         self.num_lookups += 1
