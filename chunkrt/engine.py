@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, cast
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from chunkrt.affinity import find_cpus, running_on
 from chunkrt.backends import Backend, Executable
+from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
+from chunkrt.backends.switches import Switches
 from chunkrt.engine_directory import open_weights, read_manifest, read_plan
 from chunkrt.errors import (
     ClosedError,
@@ -33,6 +35,7 @@ from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import CacheDtype, State
+from chunkrt.sampling import Sampler, SamplingOptions
 from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
 
@@ -57,6 +60,7 @@ def load(model: str | Path, *, progress: Progress | None = None, **options: obje
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
     find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
+    check_switches(Switches.parse(chosen.ops), registered_operators())
     tell = progress or _ignore
     return Engine(engine_folder(str(model), chosen, tell), chosen, progress=tell)
 
@@ -90,6 +94,17 @@ class Engine:
         with running_on(self._cpus):  # the native pool starts its threads here
             self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
         self.chunk_length = self._choose_chunk_length()
+        self.dispatcher = Dispatcher(
+            self.plan,
+            self.scheme,
+            registered_operators(),
+            Switches.parse(options.ops),
+            default=default_base(options.npu),
+        )
+        self._check_cache()
+        sampler = self.dispatcher.sampler().function
+        assert sampler is not None
+        self.make_sampler: Callable[[SamplingOptions], Sampler] = sampler
         self._executor, self._decoder = self._build(progress)
 
     def _choose_chunk_length(self) -> int:
@@ -207,12 +222,19 @@ class Engine:
         return on_npu
 
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
-        if not (support := backend.supports(subgraph, self.plan, self.scheme)):
-            raise PartitionError(
-                f"{backend.name} cannot run subgraph {subgraph.name} under scheme {self.scheme.name}"
-                f"{f' (node {support.node})' if support.node else ''}: {support.reason}"
-            )
-        return backend.compile(subgraph, self.plan, self.chunk_length, self.scheme, self.weights)
+        return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
+
+    def _check_cache(self) -> None:
+        """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
+        if self.options.cache_dtype != "int8":
+            return
+        for subgraph in (s for s in self.plan.subgraphs if s.state):
+            for _, choice in self.dispatcher.choices(subgraph, self.cpu_backend.name):
+                if choice.operator == "cached_attention" and choice.runs_on != "native":
+                    raise ConfigError(
+                        f"caches of int8 are the native attention's alone, and {choice.runs_on} runs cached_attention "
+                        f"({choice.reason}); choose float32 or float16"
+                    )
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -13,7 +13,7 @@ from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, open_htp, t
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.engine_directory import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import Device, Node, Plan, Subgraph, Tensor
 from chunkrt.options import DEFAULT_CHUNK_LENGTH, NPU_CHOICES, EngineOptions
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
 
@@ -65,6 +65,16 @@ def check_npu(options: EngineOptions) -> None:
     if options.npu == "qnn":
         open_htp()
     asked_npu(options)
+
+
+def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tuple[str, Supports]]:
+    """Who plays each role for a model under a scheme, by name, and what tells what it takes. Raises as `asked_npu`."""
+    npu = asked_npu(options)
+    cpu = "native" if npu or options.npu in ("auto", "qnn", "off") else options.npu
+    on_cpu = cpu, make_backend(cpu, threads=1).supports
+    if npu is None or (options.npu == "auto" and linear_refusal(npu, scheme)):
+        return {"npu": on_cpu, "cpu": on_cpu}
+    return {"npu": ("qnn" if options.npu == "auto" else options.npu, npu), "cpu": on_cpu}
 
 
 def default_npu_scheme(npu: Supports, default: str) -> str:

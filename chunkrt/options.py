@@ -12,6 +12,7 @@ from chunkrt.affinity import NO_AFFINITY, check_affinity, find_cpus
 from chunkrt.backends import BACKENDS, PLUGINS
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
+from chunkrt.backends.switches import Switches
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import find_scheme
@@ -39,6 +40,9 @@ class EngineOptions:
     npu: who plays the NPU: "auto" (an NPU if there is one, else "native"), "qnn" (Qualcomm's NPU, emulated where there
         is none), "native", "onnxrt", "reference", a plug-in's name, or "off": the whole decoder is one subgraph on the
         CPU.
+    ops: which operators run in the form of their backend or of a plug-in, and which in the reference's: "all", "none",
+        "+name", "-name", several with commas between or as several texts; see `backends/switches.py`. By default "all",
+        and "none" for npu "reference".
     chunk_length: tokens of a chunk, 1 to the context length; by default what an engine directory was compiled for
         (of several lengths 32, or else the longest), else 32 with an NPU and up to 128 without one.
     scheme: how linears are quantised; by default what an engine directory was compiled with, else the catalogue's or
@@ -78,6 +82,7 @@ class EngineOptions:
     """
 
     npu: str = "auto"
+    ops: str | tuple[str, ...] | None = None
     chunk_length: int | None = None
     scheme: str | None = None
     policy: str = DEFAULT_POLICY
@@ -138,6 +143,7 @@ class EngineOptions:
             _is_number(self.equalisation) and 0 <= self.equalisation <= 1
         ):
             raise ConfigError(f"equalisation is {self.equalisation!r}, expected 0 to 1, or 'off'")
+        Switches.parse(self.ops)
         check_affinity(self.affinity)
         find_policy(self.policy)
         if self.scheme is not None:

@@ -63,10 +63,18 @@ class Plugin(Generic[Provided]):
         try:
             return self.load()
         except ChunkrtError as error:
-            if not (self._is_told or self.conflict):  # a conflict is told when it is found
-                self._is_told = True
-                log.warning("%s; it is left out", error)
+            self._tell(error)
             return None
+
+    def fail(self, cause: Exception) -> None:
+        """What was provided failed when it was put to use: told in one warning, and what `load` raises from now on."""
+        self._failure = cause
+        self.load_or_tell()
+
+    def _tell(self, error: ChunkrtError) -> None:
+        if not (self._is_told or self.conflict):  # a conflict is told when it is found
+            self._is_told = True
+            log.warning("%s; it is left out", error)
 
     @cached_property
     def _provided(self) -> Provided:

@@ -14,7 +14,7 @@ import click
 
 from chunkrt import backends, catalogue
 from chunkrt.affinity import big_cores, cpu_list
-from chunkrt.backends import qnn
+from chunkrt.backends import dispatch, qnn
 from chunkrt.cli.options import verbose_option
 from chunkrt.errors import ChunkrtError
 from chunkrt.options import available_cores
@@ -126,7 +126,8 @@ def _part(module: str) -> Finding:
 
 
 def _plugins() -> list[Finding]:
-    groups: list[PluginGroup[Any]] = [backends.PLUGINS, policy.PLUGINS]
+    dispatch.registered_operators()  # whether plug-ins can register theirs is known then
+    groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS]
     if importlib.util.find_spec("onnx_ir"):
         from chunkrt.graph import decoders
 

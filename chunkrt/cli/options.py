@@ -115,6 +115,14 @@ _ENGINE_OPTIONS = (
         "off: no partition, all on the CPU; or a plug-in.",
     ),
     click.option(
+        "--ops",
+        multiple=True,
+        metavar="all|none|+NAME|-NAME",
+        callback=lambda context, parameter, value: value or None,
+        help="Operators in the form of their backend or a plug-in, the others in the reference's; several with commas "
+        "or repeated. `chunkrt ops` lists them.  [default: all; none for --npu reference]",
+    ),
+    click.option(
         "--chunk",
         "chunk_length",
         type=int,
