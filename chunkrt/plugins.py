@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from chunkrt.errors import ChunkrtError
@@ -139,6 +141,23 @@ class PluginGroup(Generic[Provided]):
         if counts[entry_point.name] > 1:
             return f"{counts[entry_point.name]} entry points have that name; uninstall all but one"
         return ""
+
+
+def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
+    """What a plug-in consists of, to tell whether it has changed: versions, and its package's files with their times.
+
+    Empty if there is none of that name. Nothing is imported.
+    """
+    found: list[tuple[str, str, int]] = []
+    for entry_point in _installed(group):
+        if entry_point.name == name:
+            distribution = (entry_point.dist.name, entry_point.dist.version) if entry_point.dist else ("?", "?")
+            found.append((*distribution, 0))
+            spec = find_spec(entry_point.module.partition(".")[0])
+            for folder in (spec and spec.submodule_search_locations) or ():
+                files = sorted(Path(folder).rglob("*.py"))
+                found += [(str(path), "", path.stat().st_mtime_ns) for path in files]
+    return found
 
 
 def _installed(group: str) -> Sequence[EntryPoint]:
