@@ -18,6 +18,7 @@ import chunkrt
 from chunkrt import plugins
 from chunkrt.backends import Support
 from chunkrt.backends.qnn.support import npu_support
+from chunkrt.engine_directory import cache_key
 from chunkrt.errors import ConfigError
 from chunkrt.npu import default_npu_scheme, linear_refusal
 from chunkrt.plugins import PluginGroup
@@ -244,9 +245,7 @@ assert sorted(orders[0]) == sorted(orders[1])
 def test_a_policy_changes_the_order_and_no_bit(python, cli):
     status, _, err = python("-c", POLICY, GGUF)
     assert status == 0, err
-    status, out, err = cli(
-        "simulate", "llama-1b", "--device", "sd8gen3-llm-npu", "-p", "64", "--policy", "latest_chunk"
-    )
+    status, out, err = cli("simulate", "gemma-2b", "--device", "sd8gen3", "-p", "64", "--policy", "latest_chunk")
     assert status == 0, err
     assert "latest_chunk" in out
 
@@ -359,6 +358,30 @@ def test_an_installation_that_cannot_be_read_leaves_chunkrt_without_plugins(monk
     monkeypatch.setattr(plugins, "entry_points", damaged)
     assert group_of().names == ()
     assert "no toy are used: what is installed cannot be read (ValueError: no such section)" in caplog.text
+
+
+def test_a_family_that_changed_compiles_its_checkpoints_anew(found, tmp_path, monkeypatch):
+    """The cache tells by the plug-in's files; a checkpoint of another family keeps its place."""
+    package, folders = tmp_path / "package_of_a_family", {}
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("llama", "mine"):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "config.json").write_text(json.dumps({"model_type": name}))
+
+    def keys():
+        return [cache_key(folder) for folder in folders.values()]
+
+    without = keys()
+    found.append(entry("mine", "package_of_a_family:build", group="chunkrt.decoders"))
+    before = keys()
+    os.utime(package / "__init__.py", ns=(1, 1))
+    after = keys()
+    assert without[0] == before[0] == after[0]
+    assert len({without[1], before[1], after[1]}) == 3
+    assert keys() == after
 
 
 @pytest.mark.parametrize(
