@@ -6,6 +6,7 @@ releases the GIL while it computes and while it waits for the GPU, so the two ov
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,6 +22,8 @@ from chunkrt_torch.linears import Linear, make_linear
 from chunkrt_torch.operators import OPERATORS
 from chunkrt_torch.products import multiplies_exactly
 
+log = logging.getLogger(__name__)
+
 
 class TorchBackend:
     """Static subgraphs on one device of PyTorch, under every scheme of int8 products."""
@@ -32,6 +35,8 @@ class TorchBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._has_int8_products = multiplies_exactly(device)
+        if not self._has_int8_products:
+            log.info("PyTorch has no exact int8 products on this %s: float64 multiplies, more slowly", device)
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known and every linear is a product of int8."""

@@ -46,7 +46,7 @@ def multiplies_exactly(device: torch.device) -> bool:
     """
     try:
         left = torch.full((ROWS_MULTIPLE, 256), -128, dtype=torch.int8, device=device)
-        right = torch.full((256, 64), 127, dtype=torch.int8, device=device)
+        right = torch.full((64, 256), 127, dtype=torch.int8, device=device).t()
         right[:, ::2] = -128
         found = torch._int_mm(left, right)
     except (AttributeError, RuntimeError):
