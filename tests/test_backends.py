@@ -80,6 +80,16 @@ class WithoutConcurrency(OddBackend):
     concurrency = 0
 
 
+@breaks("description")
+class WithoutCaches(OddBackend):
+    cache_dtypes = ()
+
+
+@breaks("description")
+class WithUnknownCaches(OddBackend):
+    cache_dtypes = ("bfloat16",)
+
+
 @breaks("support")
 class SupportsNothing(OddBackend):
     def supports(self, subgraph, plan, scheme):

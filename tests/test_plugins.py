@@ -175,6 +175,7 @@ ROLES = """
 import sys
 import chunkrt, numpy as np
 from chunkrt.engine import default_cache_dtype
+from chunkrt.errors import ConfigError
 with chunkrt.load(sys.argv[1], npu="tiny", chunk_length=8) as engine:
     assert engine.npu_backend is engine.cpu_backend and engine.npu_backend.name == "tiny"
     assert engine.scheme.name == "w8a8-dynamic" and default_cache_dtype(engine.scheme, engine.cpu_backend) == "float32"
@@ -193,6 +194,12 @@ with chunkrt.load(sys.argv[1], npu="reference", chunk_length=8) as engine:
 with chunkrt.load(sys.argv[1], npu="native", scheme="w8a16", chunk_length=8) as engine:
     native = engine.session().prefill(range(3, 30)).logits
 assert np.abs(native - beside).max() < 1e-2 * np.abs(native).max()
+try:
+    chunkrt.load(sys.argv[1], npu="tiny", cache_dtype="int8")
+except ConfigError as error:
+    assert str(error) == "tiny has no caches of int8; choose float32 or float16, or another npu", error
+else:
+    raise AssertionError("int8 caches that no backend has")
 """
 
 
