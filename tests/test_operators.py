@@ -144,7 +144,9 @@ def test_an_operator_is_registered_once():
     function = make(registry)
     assert registry.find("add", "reference").function is function
     assert registry.find("add", "native") is None
-    with pytest.raises(ConfigError, match="registers the operator 'add' on 'reference', which chunkrt.toy has already"):
+    with pytest.raises(
+        ConfigError, match=r"registers the operator 'add' on 'reference', which chunkrt.toy has already"
+    ):
         make(registry, module="acme.ops")
     assert registry.find("add", "reference").function is function
 
@@ -174,7 +176,9 @@ def test_a_plugins_own_device_goes_before_every_backend():
     function = make(registry, device="torch", module="acme.ops")
     assert [registry.find_plugin("add", device).function for device in ("native", "reference", "npu")] == [function] * 3
     make(registry, device="cuda", module="other.ops")
-    with pytest.raises(ConfigError, match="'add' is there several times, of acme.ops on 'torch' and other.ops on 'cuda'"):
+    with pytest.raises(
+        ConfigError, match=r"'add' is there several times, of acme.ops on 'torch' and other.ops on 'cuda'"
+    ):
         registry.find_plugin("add", "native")
 
 

@@ -65,7 +65,7 @@ def test_what_makes_no_sense_is_refused(ops, message):
 
 def test_unknown_and_required_operators_are_refused_by_name():
     known = ("add", "all_reduce", "rms_norm")
-    with pytest.raises(ConfigError, match="unknown operator 'rmsnorm'; did you mean 'rms_norm'[?] there are: add, "):
+    with pytest.raises(ConfigError, match=r"unknown operator 'rmsnorm'; did you mean 'rms_norm'[?] there are: add, "):
         Switches.parse("none,+rmsnorm").check(known, ())
     with pytest.raises(ConfigError, match="'all_reduce' insists on its form and cannot be switched off"):
         Switches.parse("-all_reduce").check(known, ("all_reduce",))
