@@ -329,6 +329,16 @@ def test_a_plugins_rope_is_used_by_the_attention(plugged):
     assert calls
 
 
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic", "w8a16"])
+def test_a_plugins_linear_may_take_weights_in_float(plugged, scheme):
+    """Activations are not rounded then, which is less of an error than rounding them."""
+    name = "llama_biased_gguf"
+    whole, *_ = run_model(name, "-linear", scheme=scheme)
+    plugged("linear", "toy", lambda left, right: left @ right.dequantise())
+    found, *_ = run_model(name, "all", scheme=scheme)
+    assert rms(found - expected_logits(name)) < 2 * quantisation_error(name, whole)
+
+
 def test_a_plugins_sampler_chooses_the_tokens(plugged):
     class Last:
         def __init__(self, options):
