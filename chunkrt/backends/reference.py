@@ -177,6 +177,10 @@ class DynamicWeight:
         taken: Float32 = ((outliers.astype(np.float64) @ self._exact) * self._scale).astype(np.float32)
         return result + taken
 
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        return (self._exact * self._scale).astype(np.float32)
+
 
 class BlockWeight:
     """A weight [K, N] in blocks of 4 bits, as MatMul's right operand; the left one is measured row by row."""
@@ -201,6 +205,10 @@ class BlockWeight:
             taken += outliers[:, depth].astype(np.float64) @ (integers * scale + minimum)
         result: Float32 = value * row_scale + taken.astype(np.float32)
         return result
+
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        return np.concatenate([i * scale + minimum for i, scale, minimum in self._blocks]).astype(np.float32)
 
 
 class StaticWeight:
@@ -227,6 +235,10 @@ class StaticWeight:
         """What `multiply` leaves out where left [T, K] is beyond its grid, float32 [T, N]."""
         excess = excess_over_grid(left, self._input_step).astype(np.float64)
         return ((excess @ self._exact) * self._scale).astype(np.float32)
+
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        return (self._exact * self._scale).astype(np.float32)
 
 
 QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
