@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class TorchExecutable:
         """See `chunkrt.backends.Executable.run`."""
         try:
             with torch.inference_mode():
-                values = dict(self._constants)
+                values: dict[str, Any] = dict(self._constants)
                 values |= {name: torch.from_numpy(_writable(inputs[name])).to(self._device) for name in self._inputs}
                 for node, operator in self._steps:
                     results = operator(*(values[name] for name in node.inputs), **node.attributes)

@@ -78,8 +78,8 @@ class StaticLinear:
             low = (integers + BASE // 2) % BASE - BASE // 2
             high = (integers - low) // BASE
             digits = torch.cat([high, low]).to(torch.int8)
-            of_high, of_low = self._matrix.multiply(digits).long().split(len(left))  # the sum may exceed 32 bits
-            accumulated = of_high * BASE + of_low
+            sums = self._matrix.multiply(digits).long()  # what becomes of them may exceed 32 bits
+            accumulated = sums[: len(left)] * BASE + sums[len(left) :]
         result = accumulated.float() * self._factor
         if self._output_step is None:
             return result
