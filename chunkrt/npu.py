@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from chunkrt import catalogue
-from chunkrt.backends import Backend, Support, make_backend
-from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, open_htp, this_soc
+from chunkrt.backends import Backend, Support, make_backend, qnn
+from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.engine_directory import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
@@ -63,7 +63,7 @@ def asked_npu(options: EngineOptions) -> Supports | None:
 def check_npu(options: EngineOptions) -> None:
     """Open what was asked for by name, before anything is downloaded or compiled for it. Raises as `asked_npu`."""
     if options.npu == "qnn":
-        open_htp()
+        qnn.open_htp()
     asked_npu(options)
 
 
