@@ -17,7 +17,7 @@ from chunkrt.backends.linear_attention import linear_attention, missing_kind
 from chunkrt.backends.registry import REFERENCE, operators, qualified
 from chunkrt.errors import BackendError, ChunkrtError, PartitionError
 from chunkrt.graph.operators import use_of, uses
-from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import Attribute, Dimension, Node, Plan, Subgraph, Tensor
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import Scheme
@@ -132,7 +132,7 @@ class FunctionExecutable:
                 raise BackendError(self._failure(node, function, reason)) from error
             for name in node.outputs:
                 found, expected = np.shape(values[name]), self._tensors[name].shape
-                if found[1:] != expected[1:]:
+                if not _fits(found, expected):
                     reason = f"gave {name!r} of shape {list(found)}, expected {list(expected)}"
                     raise BackendError(self._failure(node, function, reason))
         for name, buffer in outputs.items():
@@ -144,6 +144,12 @@ class FunctionExecutable:
     def _failure(self, node: Node, function: Operator, reason: str) -> str:
         what = qualified(node.domain, node.op)
         return f"{self._name}, node {node.name!r}: {what} by {function_name(function)} {reason}"
+
+
+def _fits(found: tuple[int, ...], expected: tuple[Dimension, ...]) -> bool:
+    """Whether an array's shape is a tensor's, whatever its symbols stand for."""
+    is_as_long = len(found) == len(expected)
+    return is_as_long and all(isinstance(e, str) or e == f for f, e in zip(found, expected, strict=True))
 
 
 def function_name(function: Operator) -> str:
