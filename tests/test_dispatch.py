@@ -11,8 +11,9 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 import chunkrt
 from chunkrt.backends import make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
+from chunkrt.backends.functions import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.reference import FunctionExecutable, quantize_rows, rotate_half
+from chunkrt.backends.reference import quantize_rows, rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.segments import SegmentedExecutable
 from chunkrt.backends.switches import Switches

@@ -19,7 +19,8 @@ from itertools import groupby
 from typing import Any
 
 from chunkrt.backends.base import Backend, Executable, Support
-from chunkrt.backends.reference import FunctionExecutable, constants
+from chunkrt.backends.functions import FunctionExecutable
+from chunkrt.backends.reference import constants
 from chunkrt.backends.registry import (
     NATIVE,
     NPU,

@@ -6,18 +6,18 @@ It is the truth for values: integer products are exact, everything else is float
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.functions import FunctionExecutable, Operator
 from chunkrt.backends.linear_attention import linear_attention, missing_kind
-from chunkrt.backends.registry import REFERENCE, operators, qualified
-from chunkrt.errors import BackendError, ChunkrtError, PartitionError
+from chunkrt.backends.registry import REFERENCE, operators
+from chunkrt.errors import PartitionError
 from chunkrt.graph.operators import use_of, uses
-from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import Scheme
@@ -26,9 +26,6 @@ from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float32 = NDArray[np.float32]
-Operator = Callable[..., Any]
-"""Takes the node's inputs in order and its attributes by name, and returns its output or outputs."""
-
 Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]
 """x float32 [T, K] to integers of the same shape and the scale of each row [T, 1]; `quantize_rows` is ours."""
 Rope = Callable[[Float32, Float32, Float32], Float32]
@@ -92,66 +89,6 @@ def constants(subgraph: Subgraph, plan: Plan, scheme: Scheme, weights: WeightSto
         return weights.array(name)
 
     return {name: constant(name) for name in subgraph.weights}
-
-
-class FunctionExecutable:
-    """Evaluates functions one after another, whoever wrote them.
-
-    Args:
-        name: of the subgraph, for errors.
-        steps: what each node's function is called with, and the function.
-        constants: the weights by name.
-        tensors: the plan's, for the shapes that results must have.
-    """
-
-    fixed_length: int | None = None
-
-    def __init__(
-        self,
-        name: str,
-        steps: Sequence[tuple[Node, Operator]],
-        constants: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> None:
-        self._name = name
-        self._tensors = tensors
-        self._steps = steps
-        self._constants = constants
-
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """See `Executable.run`."""
-        values: dict[str, Any] = {"": None, **self._constants, **inputs}
-        for node, function in self._steps:
-            try:
-                results = function(*(values[name] for name in node.inputs), **node.attributes)
-                results = results if isinstance(results, tuple) else (results,)
-                values.update(zip(node.outputs, results, strict=True))
-            except ChunkrtError:
-                raise
-            except Exception as error:  # a plug-in's function may raise anything
-                reason = f"failed: {type(error).__name__}: {error}"
-                raise BackendError(self._failure(node, function, reason)) from error
-            for name in node.outputs:
-                found, expected = np.shape(values[name]), self._tensors[name].shape
-                if found[1:] != expected[1:]:
-                    reason = f"gave {name!r} of shape {list(found)}, expected {list(expected)}"
-                    raise BackendError(self._failure(node, function, reason))
-        for name, buffer in outputs.items():
-            if np.shape(values[name]) != buffer.shape:
-                shape = list(np.shape(values[name]))
-                raise BackendError(f"{self._name}: {name!r} has shape {shape}, expected {list(buffer.shape)}")
-            buffer[...] = values[name]
-
-    def _failure(self, node: Node, function: Operator, reason: str) -> str:
-        what = qualified(node.domain, node.op)
-        return f"{self._name}, node {node.name!r}: {what} by {function_name(function)} {reason}"
-
-
-def function_name(function: Operator) -> str:
-    """Where a function is written: "chunkrt.backends.reference.rotate_half"."""
-    while isinstance(function, partial):
-        function = function.func
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 @operators.register("quantize", REFERENCE)

@@ -57,7 +57,7 @@ class SegmentedExecutable:
             name: plan.tensors[name] for part, _ in segments for name in part.outputs if name not in subgraph.outputs
         }
         outside = (*subgraph.inputs, *subgraph.outputs)
-        self._as_long_as = {plan.tensors[name].shape[0]: name for name in outside}
+        self._counted_by = {plan.tensors[name].shape[0]: name for name in outside if plan.tensors[name].shape}
         self._symbols = {"T": chunk_length, "R": chunk_length}
         self._free: list[dict[str, Array]] = []
 
@@ -67,7 +67,8 @@ class SegmentedExecutable:
         buffers = self._take()
         try:
             for name, tensor in self._inner.items():
-                values[name] = buffers[name][: len(values[self._as_long_as[tensor.shape[0]]])]
+                counter = self._counted_by.get(tensor.shape[0]) if tensor.shape else None
+                values[name] = buffers[name] if counter is None else buffers[name][: len(values[counter])]
             for reads, writes, run in self._steps:
                 run({name: values[name] for name in reads}, {name: values[name] for name in writes})
         finally:
