@@ -27,6 +27,7 @@ COMMANDS = {
     "trace": "Tell where the time of a traced run went.",
     "support": "Tell what there is for a checkpoint, and what is missing.",
     "plan": "Show how a model is cut into subgraphs.",
+    "ops": "Show what runs each operator of a model, and why.",
     "calibrate": "Measure activation ranges on some text.",
     "eval": "Measure how good a model is, and how far from float.",
     "fit": "Tell whether a model fits a device, before it is compiled.",

@@ -14,7 +14,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import SCHEMES, Scheme, find_scheme
-from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
+from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
 from chunkrt.simulate import DEVICES, Simulation, find_device, find_shape, shapes
 from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.measured import MeasuredProfile
@@ -32,7 +32,9 @@ LEAST_SHARE = 0.0005
 )
 @click.option("-p", "--prompt-lengths", default="64,256,1024", show_default=True, help="Tokens of a prompt.")
 @click.option("--chunk", "chunk_lengths", help="Tokens of a chunk.  [default: 32,128,256, or as profiled]")
-@click.option("--policy", default=DEFAULT_POLICY, show_default=True, help=f"{', '.join(POLICIES)}, or all.")
+@click.option(
+    "--policy", default=DEFAULT_POLICY, show_default=True, help=f"{', '.join(POLICIES)}, a plug-in's, or all."
+)
 @click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16, or as profiled]")
 @click.option("--threads", type=int, help="Of those profiled.  [default: the most]")
 @click.option("--in-flight", "chunks_in_flight", type=int, help="Chunks in flight.  [default: as many as an engine's]")
@@ -54,7 +56,7 @@ def simulate(
     scheme = scheme or (device.scheme if isinstance(device, MeasuredProfile) else DEFAULT_DEVICE_SCHEME)
     if chunk_lengths is None:
         chunk_lengths = str(device.chunk_length) if isinstance(device, MeasuredProfile) else "32,128,256"
-    policies = list(POLICIES) if policy == "all" else policy.split(",")
+    policies = [*POLICIES, *PLUGINS.load_all()] if policy == ALL else policy.split(",")
     prompts, chunks = _lengths("-p", prompt_lengths), _lengths("--chunk", chunk_lengths)
     plan, settled = _plan(model, scheme)
     rows = [

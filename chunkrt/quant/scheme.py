@@ -144,6 +144,10 @@ shadows."""
 
 SCHEME_NAMES = (*SCHEMES, MIXED)
 
+DEFAULT_SCHEME = "w8a8-dynamic"
+DEFAULT_NPU_SCHEME = "w8a16"
+"""Of an NPU that has no linears under the other."""
+
 STATIC_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.is_static)
 """The names of those that need a calibration; an NPU runs no others."""
 
