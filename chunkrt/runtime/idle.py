@@ -25,7 +25,7 @@ CAUSES: Mapping[Cause, str] = {
     "attention": "waiting for attention",
     "linears": "waiting for linears",
     "embedding": "waiting for embedding or head",
-    "sums": "waiting for sums over ranks",
+    "sums": "waiting for other ranks",
     "order": "waiting for the order of chunks",
     "buffer": "waiting for a buffer",
     "copy": "waiting for a copy",
@@ -36,9 +36,9 @@ CAUSES: Mapping[Cause, str] = {
 
 start, drain: before a worker's first task and after its last. attention, linears, embedding, sums: the next task waits
 for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk comes first.
-Of several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer: its
-chunk has no ring slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did not:
-the policy's choice, waking up, bookkeeping.
+Of several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer:
+its chunk has no ring slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did
+not: the policy's choice, waking up, bookkeeping.
 """
 
 
