@@ -124,8 +124,8 @@ def _text(group: Group) -> str:
     if link and of_link:
         lines.append(_line("idle: no sum under way", [*none, 100 - of_link[0]]))
         lines.append(
-            f"{link.num_sums} sums over ranks were under way for {link.busy_ns / 1e6:.1f} ms; {link.hidden:.1%} of that "
-            "was hidden by other work"
+            f"{link.num_sums} sums over ranks were under way for {link.busy_ns / 1e6:.1f} ms; other work hid "
+            f"{link.hidden:.1%} of that"
         )
     return "\n".join(lines)
 

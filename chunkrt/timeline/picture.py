@@ -174,9 +174,11 @@ def _shares(record: RunRecord) -> list[Row]:
     if link := link_time([record]):
         wall_ns = max(record.end_ns - record.start_ns, 1)
         hidden, busy = (100 * part / wall_ns for part in (link.hidden_ns, link.busy_ns))
-        parts = [(0.0, hidden, "sums", "hidden"), (hidden, busy, "bare sums", LABELS["bare sums"])]
-        bars = [Bar(start, end, kind, f"{text} {end - start:.1f} %") for start, end, kind, text in parts if end > start]
-        rows.append(Row("LINK", bars))
+        link_bars = [
+            Bar(0.0, hidden, "sums", f"sums hidden by other work {hidden:.1f} %"),
+            Bar(hidden, busy, "bare sums", f"{LABELS['bare sums']} {busy - hidden:.1f} %"),
+        ]
+        rows.append(Row("LINK", [bar for bar in link_bars if bar.end > bar.start]))
     return rows
 
 
