@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from chunkrt.affinity import find_cpus, running_on
 from chunkrt.backends import Backend, Executable, make_backend
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
+from chunkrt.backends.link import LinkBackend
 from chunkrt.engine_directory import open_weights, read_manifest, read_plan
 from chunkrt.errors import (
     ClosedError,
@@ -29,6 +30,7 @@ from chunkrt.npu import compiled_chunk_length, open_npu
 from chunkrt.options import CPU_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
+from chunkrt.ranks import Communicator, ranks_of
 from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.schedule import Processor
@@ -37,12 +39,20 @@ from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
 
 
-def load(model: str | Path, *, progress: Progress | None = None, **options: object) -> Engine:
+def load(
+    model: str | Path,
+    *,
+    progress: Progress | None = None,
+    communicator: Communicator | None = None,
+    **options: object,
+) -> Engine:
     """Load a model, compiling it first if that was not done before.
 
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         progress: told about downloads, calibration and compilation.
+        communicator: reaches the other ranks, if this process is one of several that share the model; see
+            `chunkrt/ranks/`. All of them load it, with the same chunk length, and make the same runs.
         options: the fields of `EngineOptions`.
 
     Raises:
@@ -58,7 +68,8 @@ def load(model: str | Path, *, progress: Progress | None = None, **options: obje
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
     find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
     tell = progress or _ignore
-    return Engine(engine_folder(str(model), chosen, tell), chosen, progress=tell)
+    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator))
+    return Engine(folder, chosen, progress=tell, communicator=communicator)
 
 
 def _ignore(what: str, done: int, total: int) -> None:
@@ -72,10 +83,19 @@ class Engine:
     compiled for whole chunks would pad, run on the CPU alone.
     """
 
-    def __init__(self, folder: Path, options: EngineOptions, *, progress: Progress = _ignore) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        progress: Progress = _ignore,
+        communicator: Communicator | None = None,
+    ) -> None:
         self.folder = folder
         self.options = options
         self.manifest = read_manifest(folder)
+        if self.manifest.ranks != (ranks := ranks_of(communicator)):
+            raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
         plan = read_plan(folder)
         self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
         self.scheme: Scheme = self.manifest.scheme
@@ -91,6 +111,7 @@ class Engine:
         with running_on(self._cpus):  # the native pool starts its threads here
             self.cpu_backend = make_backend(cpu, threads=num_threads)
         self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
+        self._link = None if communicator is None else LinkBackend(communicator)
         self.chunk_length = self._choose_chunk_length()
         self._executor, self._decoder = self._build(progress)
 
@@ -158,7 +179,7 @@ class Engine:
 
     def _build(self, progress: Progress) -> tuple[Executor, Executor]:
         """The executors of prompts and of single tokens; without an NPU one is both."""
-        on_cpu = {s.name: self._compile(s, self.cpu_backend) for s in self.plan.subgraphs}
+        on_cpu = {s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs}
         cpu_only = make_processors(self.cpu_backend, self.options.num_threads)
         on_npu = self._compile_for_npu(on_cpu, progress) if self.npu_backend is not self.cpu_backend else {}
         in_flight = self.options.chunks_in_flight
@@ -168,6 +189,9 @@ class Engine:
         processors = make_processors(self.npu_backend, self.options.num_threads)
         prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length, in_flight)
         return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
+
+    def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
+        return self.cpu_backend if self._link is None or subgraph.device != "link" else self._link
 
     def _make_executor(
         self,

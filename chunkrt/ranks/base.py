@@ -50,6 +50,11 @@ ALONE = Ranks(0, 1)
 """One process that has the whole decoder."""
 
 
+def ranks_of(communicator: Communicator | None) -> Ranks:
+    """Which rank a communicator is of; ALONE without one."""
+    return ALONE if communicator is None else Ranks(communicator.rank, communicator.size)
+
+
 class Communicator(Protocol):
     """How one rank reaches the others.
 
