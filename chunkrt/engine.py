@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.affinity import find_cpus, running_on
+from chunkrt.affinity import available_cpus, find_cpus, running_on
 from chunkrt.backends import Backend, Executable, make_backend
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.backends.link import LinkBackend
@@ -31,12 +33,17 @@ from chunkrt.options import CPU_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
 from chunkrt.ranks import Communicator, ranks_of
+from chunkrt.ranks.launch import connect
 from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import CacheDtype, State
 from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from chunkrt.ranks.leader import EngineMirror
+    from chunkrt.ranks.mpi import MpiCommunicator
 
 
 def load(
@@ -48,11 +55,15 @@ def load(
 ) -> Engine:
     """Load a model, compiling it first if that was not done before.
 
+    Where mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 goes on with an
+    engine; in all others this does not return, but does as rank 0 does until that ends, and raises SystemExit.
+
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         progress: told about downloads, calibration and compilation.
         communicator: reaches the other ranks, if this process is one of several that share the model; see
-            `chunkrt/ranks/`. All of them load it, with the same chunk length, and make the same runs.
+            `chunkrt/ranks/`. All of them load it, with the same chunk length, and make the same runs. By default what
+            mpiexec launched together.
         options: the fields of `EngineOptions`.
 
     Raises:
@@ -60,6 +71,7 @@ def load(
         ModelError: the checkpoint is missing, damaged or unsupported.
         BackendError: a backend is not available or cannot compile the model.
         PartitionError: a backend does not run what was placed on it.
+        DeviceLostError: another rank has ended.
     """
     known = EngineOptions.__dataclass_fields__
     for name in options:
@@ -68,12 +80,42 @@ def load(
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
     find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
     tell = progress or _ignore
+    if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
+        if launch.rank > 0:
+            sys.exit(follow(launch))
+        from chunkrt.ranks.leader import leader
+
+        mirror = leader(launch).open(str(model), chosen)
+        engine = _load_part(str(model), chosen, launch, tell, mirror)
+        mirror.check(engine.identity)
+        return engine
     folder = engine_folder(str(model), chosen, tell, ranks_of(communicator))
     return Engine(folder, chosen, progress=tell, communicator=communicator)
 
 
 def _ignore(what: str, done: int, total: int) -> None:
     """Nobody wants to know."""
+
+
+def follow(launch: MpiCommunicator) -> int:
+    """Do as rank 0 does until it ends; for all other ranks that mpiexec launched. Returns the exit status."""
+    from chunkrt.ranks.follower import Follower
+
+    return Follower(launch, _load_part).serve()
+
+
+def _load_part(
+    model: str,
+    options: EngineOptions,
+    launch: MpiCommunicator,
+    progress: Progress = _ignore,
+    mirror: EngineMirror | None = None,
+) -> Engine:
+    """Load this rank's part of a model; the ranks of a machine share its processor."""
+    folder = engine_folder(model, options, progress, ranks_of(launch))
+    if options.threads is None:
+        options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
+    return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)
 
 
 class Engine:
@@ -90,6 +132,7 @@ class Engine:
         *,
         progress: Progress = _ignore,
         communicator: Communicator | None = None,
+        mirror: EngineMirror | None = None,
     ) -> None:
         self.folder = folder
         self.options = options
@@ -111,6 +154,8 @@ class Engine:
         with running_on(self._cpus):  # the native pool starts its threads here
             self.cpu_backend = make_backend(cpu, threads=num_threads)
         self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
+        self._mirror = mirror
+        """Where this is rank 0 of several, the engines of the others."""
         self._link = None if communicator is None else LinkBackend(communicator)
         self.chunk_length = self._choose_chunk_length()
         self._executor, self._decoder = self._build(progress)
@@ -127,15 +172,38 @@ class Engine:
             )
         return wanted
 
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """What is the same for the engines of all ranks."""
+        manifest = self.manifest
+        return {
+            "version": manifest.chunkrt,
+            "scheme": asdict(self.scheme),
+            "placement": list(manifest.placement.items()),
+            "subgraphs": [(subgraph.name, subgraph.device) for subgraph in self.plan.subgraphs],
+            "context length": self.context_length,
+            "chunk length": self.chunk_length,
+            "caches": self._cache_dtype,
+            "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
+        }
+
     def session(self) -> Session:
         """A new, empty session.
 
         Raises:
             ClosedError: the engine is closed.
         """
+        return Session(self, self.make_state())
+
+    def make_state(self) -> State:
+        """An empty state. Raises ClosedError if the engine is closed."""
         self._check_open()
-        dtype = self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
-        return Session(self, State(self.plan, self.context_length, dtype, chunk_length=self.chunk_length))
+        make = State if self._mirror is None else self._mirror.make_state
+        return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
+
+    @property
+    def _cache_dtype(self) -> CacheDtype:
+        return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
 
     def run(
         self,
@@ -144,12 +212,20 @@ class Engine:
         *,
         logits: Literal["last", "all", "none"],
         cancel: threading.Event | None = None,
+        agree: Callable[[], object] | None = None,
     ) -> RunResult:
-        """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn."""
+        """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn.
+
+        `agree` is the executor's; followers give one.
+        """
         with self._lock:
             self._check_open()
             executor = self._decoder if token_ids.size == 1 else self._executor
-            return executor.run(token_ids, state, logits=logits, cancel=cancel)
+
+            def execute(agree: Callable[[], object] | None) -> RunResult:
+                return executor.run(token_ids, state, logits=logits, cancel=cancel, agree=agree)
+
+            return execute(agree) if self._mirror is None else self._mirror.run(execute, token_ids, state, logits)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -170,6 +246,8 @@ class Engine:
             if not self.is_closed:
                 self.is_closed = True
                 del self._executor, self._decoder
+                if self._mirror is not None:
+                    self._mirror.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -6,7 +6,7 @@ schedule, the threads and the logits belong to one run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Lock
 from time import perf_counter_ns
@@ -135,6 +135,7 @@ class Executor:
         logits: Logits = "last",
         cancel: Event | None = None,
         progress: Progress | None = None,
+        agree: Callable[[], object] | None = None,
     ) -> RunResult:
         """Run tokens through the decoder at the state's position, and advance it.
 
@@ -150,6 +151,7 @@ class Executor:
             logits: which rows of logits to compute.
             cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
             progress: called in this thread with (chunks done, chunks).
+            agree: called when all is computed, before the state advances; if it raises, the run has failed.
 
         Raises:
             ConfigError: the tokens, the state or an option do not fit; nothing has run.
@@ -166,6 +168,8 @@ class Executor:
             state.begin(token_ids.size)
             try:
                 events = self._compute(run, cancel, progress)
+                if agree is not None:
+                    agree()
             except BaseException:
                 workers = self._workers
                 state.roll_back(wait=workers.close if workers is not None and workers.are_running else None)

@@ -1,0 +1,53 @@
+"""How a process that mpiexec launched finds out, and meets the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from chunkrt.errors import ConfigError
+from chunkrt.ranks.base import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from chunkrt.ranks.mpi import MpiCommunicator
+
+_communicator: MpiCommunicator | None = None
+
+_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+"""Of MPICH and of what follows it, and of Open MPI."""
+
+
+def launched_ranks() -> Ranks:
+    """Which rank of how many this process was launched as; `ALONE` without mpiexec. MPI is not imported for it.
+
+    Raises:
+        ConfigError: the variables make no sense.
+    """
+    for rank, size in _VARIABLES:
+        if rank in os.environ and size in os.environ:
+            try:
+                return Ranks(int(os.environ[rank]), int(os.environ[size]))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{rank}={os.environ[rank]} and {size}={os.environ[size]} are not from mpiexec; unset them"
+                ) from error
+    return ALONE
+
+
+def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
+    """Meet the other ranks of this launch, the first time that it is called; None without mpiexec.
+
+    Args:
+        arguments: what this process was started with; the same on all ranks.
+
+    Raises:
+        ConfigError, DeviceLostError: as `MpiCommunicator`.
+    """
+    global _communicator
+    if _communicator is None and not (ranks := launched_ranks()).are_alone:
+        from chunkrt.ranks.mpi import MpiCommunicator
+
+        _communicator = MpiCommunicator(ranks, version=version("chunkrt"), arguments=arguments)
+    return _communicator
