@@ -267,7 +267,7 @@ def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progres
             raise ConfigError(f"{name} is compiled, its modules are placed; give its checkpoint, or no placements")
         if not (ranks := read_manifest(Path(name)).ranks).are_alone:
             raise ConfigError(
-                f"{name} is compiled for {ranks}, and grids are of whole decoders; run `chunkrt simulate {name} --ranks "
+                f"{name} is for {ranks}, and grids are of whole decoders; run `chunkrt simulate {name} --ranks "
                 f"{ranks.size} --link 1GbE`"
             )
         return [read_plan(Path(name))] * len(placements)
