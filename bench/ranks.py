@@ -35,10 +35,11 @@ from chunkrt.ranks import Ranks
 from chunkrt.runtime.link_time import link_time
 from chunkrt.runtime.policy import DEFAULT_POLICY
 from chunkrt.runtime.record import RunRecord
-from chunkrt.simulate import LINKS, LinkProfile, Shape, Simulation, find_device, find_link, find_shape, simulate
+from chunkrt.simulate import LinkProfile, Shape, Simulation, find_device, find_link, find_shape, simulate
 
 RANDOM_SHAPE = "qwen2.5-0.5b"
 PREDICTED_SHAPES = {"0.5B": "qwen2.5-0.5b", "1.8B": "qwen1.5-1.8b", "7B": "llama-2-7b"}
+PREDICTED_LINKS = ("1GbE", "10GbE", "USB4")
 PREDICTED_RANKS = (1, 2, 4)
 SERVE = "--serve"
 
@@ -168,7 +169,7 @@ def predict(device_name: str, num_tokens: int) -> list[dict[str, Any]]:
         shape = find_shape(name)
         alone = simulated(shape, 1, None)
         rows.append({"size": size, "shape": name, "speed_up": 1.0} | alone.to_dict())
-        for link in map(find_link, LINKS):
+        for link in map(find_link, PREDICTED_LINKS):
             for ranks in PREDICTED_RANKS[1:]:
                 row = simulated(shape, ranks, link)
                 ratio = row.tokens_per_s / alone.tokens_per_s
@@ -224,7 +225,7 @@ def main(
     click.echo(_markdown(conditions, measured, predicted))
     if json_path is not None:
         samples = {name: {who: list(map(asdict, s)) for who, s in by.items()} for name, by in measured.items()}
-        links = [asdict(find_link(name)) for name in LINKS]
+        links = [asdict(find_link(name)) for name in PREDICTED_LINKS]
         report = {"conditions": conditions, "measured": samples, "links": links, "predicted": predicted}
         part = json_path.with_name(f".{json_path.name}.part")
         part.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
@@ -261,7 +262,7 @@ def _markdown(
     lines += [f"| --- | --- |{' ---: |' * len(PREDICTED_RANKS)}"]
     for size in PREDICTED_SHAPES:
         (alone,) = (row for row in predicted if row["size"] == size and row["link"] is None)
-        for link_name in (find_link(name).name for name in LINKS):
+        for link_name in (find_link(name).name for name in PREDICTED_LINKS):
             cells = [f"{size} ({alone['shape']})", link_name, f"{alone['tokens_per_s']:.1f}"]
             for row in predicted:
                 if row["size"] == size and row["link"] is not None and row["link"]["name"] == link_name:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 import click
 
 from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
+from chunkrt.engine_directory import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.model import DEFAULT_SCHEME
@@ -90,11 +92,11 @@ def simulate(
         ]
 
     rows = simulate_all(plan, ranks, link)
-    alone = rows
-    if link is not None:
+    speed_ups: list[float | None] = [None] * len(rows)
+    if link is not None and not is_engine_directory(Path(model)):
         whole, settled = _plan(model, scheme, ALONE)
         alone = simulate_all(whole.on_cpu(), 1, None)
-    speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
+        speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
     if as_json:
         results = [{"model": model} | row.to_dict() for row in rows]
         if link is not None:
@@ -142,7 +144,7 @@ def _print(model: str, rows: Sequence[Simulation]) -> None:
         click.echo(line.format(*names, *figures, *shares, memory, joules, _most_idle(row)).rstrip())
 
 
-def _print_ranks(model: str, rows: Sequence[Simulation], link: LinkProfile, speed_ups: Sequence[float]) -> None:
+def _print_ranks(model: str, rows: Sequence[Simulation], link: LinkProfile, speed_ups: Sequence[float | None]) -> None:
     first = rows[0].link
     assert first is not None
     click.echo(f"{model} on {first.ranks} x {rows[0].device}, CPU alone, scheme {rows[0].scheme}, joined by {link}")
@@ -152,7 +154,11 @@ def _print_ranks(model: str, rows: Sequence[Simulation], link: LinkProfile, spee
     for row, speed_up in zip(rows, speed_ups, strict=True):
         assert row.link is not None
         names = (row.prompt_length, row.chunk_length, row.policy)
-        figures = (f"{row.time_to_first_token_ms:.1f}", f"{row.tokens_per_s:.1f}", f"{speed_up:.2f}x")
+        figures = (
+            f"{row.time_to_first_token_ms:.1f}",
+            f"{row.tokens_per_s:.1f}",
+            f"{speed_up:.2f}x" if speed_up else "-",
+        )
         times = (f"{row.cpu_busy:.1%}", f"{row.link.busy_ms:.1f}", f"{row.link.busy:.1%}", f"{row.link.hidden:.1%}")
         memory = (f"{row.link.sent_bytes / 1e6:.1f}", f"{row.peak_memory_bytes / 1e6:.0f}")
         click.echo(line.format(*names, *figures, *times, *memory))
