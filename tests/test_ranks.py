@@ -34,9 +34,12 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.ranks import Communicator
 from chunkrt.ranks.local import local_communicators
+from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.idle import where_time_went
 from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.record import stages_of
+from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.ring import ring_slots
 from chunkrt.runtime.schedule import Processor, Schedule, with_link
 from chunkrt.runtime.state import State
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
@@ -198,9 +201,8 @@ def test_while_one_chunk_waits_for_its_sum_the_next_is_computed() -> None:
     assert {event.processor for event in result.events} == {"link", "cpu"}
 
 
-def lines(slots: int, policy: str = "in_order") -> list[str]:
-    """What runs when of one layer and two chunks, on one worker and the link."""
-    plan = with_links(make_plan(layers=1))
+def run_virtually(plan: Plan, slots: int, policy: str = "in_order") -> tuple[Schedule, list[TaskEvent]]:
+    """Two chunks on one worker and the link."""
     schedule = Schedule(
         plan,
         num_chunks=2,
@@ -212,6 +214,13 @@ def lines(slots: int, policy: str = "in_order") -> list[str]:
     events = run_on_virtual_clock(
         schedule, lambda task: LONG_SUM if plan.subgraphs[task.subgraph].device == "link" else 1
     )
+    return schedule, events
+
+
+def lines(slots: int, policy: str = "in_order") -> list[str]:
+    """What runs when, of one layer."""
+    plan = with_links(make_plan(layers=1))
+    _, events = run_virtually(plan, slots, policy)
     names = [f"{plan.subgraphs[event.task.subgraph].name}/{event.task.chunk}" for event in events]
     return [f"{e.start_ns}-{e.end_ns} {e.processor} {name}" for e, name in zip(events, names, strict=True)]
 
@@ -295,6 +304,27 @@ def test_the_link_has_workers_of_its_own() -> None:
         make_executor(None, processors=processors)
 
 
-def test_sums_are_told_apart_from_linears() -> None:
-    works = {stage.name: stage.work for stage in stages_of(PLAN)}
-    assert (works["link.0"], works["static.0"], works["dynamic.0"]) == ("sums", "linears", "attention")
+@pytest.mark.parametrize(("slots", "waited"), [(1, 6), (2, 1)])
+def test_a_record_tells_how_long_the_cpu_waited_for_sums(slots: int, waited: int) -> None:
+    plan = with_links(make_plan(layers=1))
+    schedule, events = run_virtually(plan, slots)
+    pipeline = Pipeline(
+        stages=stages_of(plan),
+        processors=schedule.processors,
+        policy="in_order",
+        chunk_length=8,
+        num_slots=slots,
+        slot_bytes=0,
+    )
+    end = max(event.end_ns for event in events)
+    record = RunRecord(
+        pipeline=pipeline, num_tokens=16, position=0, position_bytes=0, start_ns=0, end_ns=end, events=events
+    )
+    link, cpu = where_time_went([record])
+    assert link.busy_ns == {"sums": 2 * LONG_SUM}
+    assert cpu.idle_ns == {"sums": waited}
+
+
+def test_ranks_have_as_many_chunks_in_flight_whatever_their_workers() -> None:
+    assert {ring_slots(PLAN, 8, shared_cpu(workers)) for workers in (1, 4, 64)} == {16}
+    assert ring_slots(make_plan(), 8, shared_cpu(4)) == 8

@@ -10,6 +10,7 @@ Source: Shoeybi et al., Megatron-LM (2019), section 3; the classes have the name
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ Outputs = int | Mapping[str, int]
 
 @dataclass(kw_only=True)
 class LinearWeight(Parameter):
-    """A linear's weight [K, N]: of all checkpoint tensors' rows `rows`, and of their columns `depth`."""
+    """A linear's weight [K, N]: of all checkpoint tensors' rows `rows`, which are N, and of their columns `depth`."""
 
     rows: Share
     depth: Share
@@ -57,7 +58,7 @@ class LinearWeight(Parameter):
         return self.depth.in_blocks(BLOCK_DEPTH)
 
 
-class LinearBase(Module):
+class LinearBase(Module, ABC):
     """hidden [T, K] @ weight [K, N] (+ bias [N]). Subclasses say by `share` what of the checkpoint's tensors these are.
 
     The checkpoint holds each output as `weight` [columns, in_features] (and `bias` [columns]).
@@ -84,9 +85,9 @@ class LinearBase(Module):
         self._stored_in = stored_in
         self._tied_to: Sequence[Module] = (tied_to,) if tied_to else ()
 
+    @abstractmethod
     def share(self) -> tuple[Share, Share]:
-        """The rows of all outputs, and the columns, that this rank has."""
-        raise NotImplementedError
+        """What this rank has: of all outputs' columns together, and of the input's."""
 
     def tensors(self) -> dict[str, int]:
         """The checkpoint's tensors, less their ".weight" and ".bias", with their rows."""

@@ -20,8 +20,10 @@ CHUNKS_A_WORKER = 2
 cores this prefills 512 tokens of SmolLM2-135M 4 % faster than 32 slots do, 1024 tokens 10 %."""
 
 
-FACTOR_WITH_LINK = 2
-"""Times as many, where chunks wait for other ranks: while one waits another keeps the worker busy."""
+CHUNKS_WITH_LINK = 16
+"""In flight where one processor and the link run everything: while some chunks wait for other ranks, others keep the
+workers busy. It does not depend on the workers, so that ranks on different machines have equally many: a run that is
+stopped on one of them still gets the sums that it waits for."""
 
 
 def ring_slots(
@@ -43,6 +45,7 @@ def ring_slots(
     """
     workers = sum(processor.workers for processor in processors)
     has_link = any(subgraph.device == "link" for subgraph in plan.subgraphs)
-    a_worker = CHUNKS_A_WORKER * (FACTOR_WITH_LINK if has_link else 1)
-    wanted = a_worker * workers if len(processors) == 1 else max(MOST_CHUNKS_IN_FLIGHT, 1 + workers)
+    wanted = max(MOST_CHUNKS_IN_FLIGHT, 1 + workers)
+    if len(processors) == 1:
+        wanted = CHUNKS_WITH_LINK if has_link else CHUNKS_A_WORKER * workers
     return max(1, min(wanted, num_bytes // BufferLayout(plan, chunk_length).num_bytes))
