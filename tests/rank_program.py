@@ -4,36 +4,31 @@ import json
 import os
 import signal
 import sys
-import threading
+from threading import Event, Timer
+
+import numpy as np
+import psutil
 
 import chunkrt
 from chunkrt.cli import main
-from chunkrt.errors import BackendError, ChunkrtError, ClosedError
+from chunkrt.errors import ChunkrtError
 from chunkrt.ranks.mpi import MpiCommunicator
 
-RANK = int(os.environ.get("PMI_RANK", "0"))
+FLOAT = {"scheme": "float", "npu": "reference", "chunk_length": 8}
+PROMPT = list(range(3, 34))
 
 
-def on_sum(position, act):
-    """Have rank 1 do something in the first sum of a chunk at `position` or later."""
-    sums = MpiCommunicator.all_reduce
+def on_sum(rank, position, act):
+    """Have a rank do something, once, before its first sum of a chunk at `position` or later."""
+    sums, is_done = MpiCommunicator.all_reduce, Event()
 
     def all_reduce(self, partial, out, *, key):
-        if key[1] >= position and self.rank == 1:
+        if key[1] >= position and self.rank == rank and not is_done.is_set():
+            is_done.set()
             act()
         sums(self, partial, out, key=key)
 
     MpiCommunicator.all_reduce = all_reduce
-
-
-def once(act):
-    """An act that is done the first time only."""
-    is_done = threading.Event()
-    return lambda: None if is_done.is_set() else (is_done.set(), act())
-
-
-def fail():
-    raise ValueError("made to fail")
 
 
 def greedy(session, count):
@@ -41,87 +36,102 @@ def greedy(session, count):
     return [piece.token_id for piece in session.generate(max_new_tokens=count)]
 
 
-def sessions(model, *prompt):
+def sessions(model, state_file):
     """Everything that a session and its state can do; prints tokens, and logits at the end."""
-    prompt = list(map(int, prompt))
-    with chunkrt.load(model, scheme="float", npu="reference", chunk_length=8) as engine:
+    tokens = []
+    with chunkrt.load(model, **FLOAT) as engine:
         session = engine.session()
-        session.prefill(prompt)
-        told = [greedy(session, 6)]
-        session.rewind(len(prompt) - 3)
-        session.prefill(prompt[-3:])
-        told.append(greedy(session, 4))
+        session.prefill(PROMPT)
+        tokens.append(greedy(session, 6))
+        session.rewind(len(PROMPT) - 3)
+        session.prefill(PROMPT[-3:])
+        tokens.append(greedy(session, 4))
         fork = session.fork()
-        fork.prefill(prompt[:5])
-        told.append(greedy(fork, 4))
-        told.append(greedy(session, 4))
-        state = session._state
-        snapshot, position = state.snapshot(), state.position
-        run = engine.run
-        ids = [[int(t) for t in prompt[:4]]]
-        import numpy as np
-
-        first = run(np.array(ids[0]), state, logits="last").logits
+        fork.prefill(PROMPT[:5])
+        tokens += [greedy(fork, 4), greedy(session, 4)]
+        state, four = session._state, np.array(PROMPT[:4])
+        snapshot = state.snapshot()
+        first = engine.run(four, state, logits="last").logits
         state.restore(snapshot)
-        again = run(np.array(ids[0]), state, logits="last").logits
-        assert (first == again).all()
-        assert state.position == position + 4
+        assert np.array_equal(first, engine.run(four, state, logits="last").logits)
         del snapshot, fork
-        path = os.environ["STATE_FILE"]
-        state.save(path)
         other = engine.session()._state
-        other.load(path)
-        saved = run(np.array([1]), state, logits="last").logits
-        loaded = run(np.array([1]), other, logits="last").logits
-        assert (saved == loaded).all()
+        state.save(state_file)
+        other.load(state_file)
+        assert np.array_equal(*(engine.run(four, each, logits="last").logits for each in (state, other)))
         state.reset()
-        everything = run(np.array(prompt), state, logits="all").logits
-        print(json.dumps({"tokens": told, "logits": everything.tolist()}))
+        logits = engine.run(np.array(PROMPT), state, logits="all").logits
+    print(json.dumps({"tokens": tokens, "logits": logits.tolist()}))
 
 
-def failing(model, *prompt):
-    """A run that fails on rank 1, one that is cancelled, and that all ranks then are as they were."""
-    prompt = list(map(int, prompt))
-    on_sum(len(prompt) + 8, once(fail))
-    with chunkrt.load(model, scheme="float", npu="reference", chunk_length=8) as engine:
+def shifting(model):
+    """A context that shifts; prints tokens."""
+    with chunkrt.load(model, **FLOAT, context_length=40, context_shift=True) as engine:
         session = engine.session()
-        session.prefill(prompt)
+        session.prefill(PROMPT)
+        print(json.dumps({"tokens": greedy(session, 30)}))
+
+
+def failing(model):
+    """Runs that fail on a rank, and one that is cancelled; all states then are what they were."""
+
+    def fail():
+        raise ValueError("made to fail")
+
+    after = len(PROMPT) + 8
+    on_sum(1, after, fail)
+    with chunkrt.load(model, **FLOAT) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
         expected = greedy(session, 4)
-        session.rewind(len(prompt))
+        session.rewind(len(PROMPT))
+        for act in (None, fail, session.cancel):
+            if act is not None:
+                on_sum(0, after, act)
+            try:
+                session.prefill(PROMPT[:20])
+            except ChunkrtError as error:
+                print(type(error).__name__, error)
+            print(session.position == len(PROMPT))
         try:
-            session.prefill(prompt[:20])
-        except BackendError as error:
-            print("failed:", error)
-        cancelled = threading.Timer(0, session.cancel)
-        session._engine.run, run = (lambda *a, **k: (cancelled.run(), run(*a, **k))[1]), session._engine.run
-        try:
-            session.prefill(prompt[:20])
-        except ClosedError as error:
-            print("cancelled:", error)
-        session._engine.run = run
-        session.prefill(prompt[:1])
-        session.rewind(len(prompt))
-        print("same:", greedy(session, 4) == expected)
-        try:
-            engine.session()._state.load("nothing.npz")
+            session._state.load("nowhere.npz")
         except ChunkrtError as error:
-            print("load:", error)
+            print(type(error).__name__, error)
+        print(greedy(session, 4) == expected)
 
 
-def killed(signal_name, *arguments):
+def signalled(name, *arguments):
     """`chunkrt` with arguments; rank 1 sends itself a signal in the middle of a prompt."""
-    on_sum(24, lambda: os.kill(os.getpid(), signal.Signals[signal_name]))
+    on_sum(1, 24, lambda: os.kill(os.getpid(), signal.Signals[name]))
+    command(*arguments)
+
+
+def interrupted(*arguments):
+    """`chunkrt` with arguments; mpiexec gets Ctrl-C in the middle of a prompt."""
+    on_sum(1, 24, lambda: psutil.Process().parent().parent().send_signal(signal.SIGINT))
+    command(*arguments)
+
+
+def command(*arguments):
+    """`chunkrt` with arguments."""
     sys.argv = ["chunkrt", *arguments]
     main()
 
 
 def waiting(model):
-    """Rank 1 dies while nobody runs anything, and rank 0 waits for something else."""
-    if RANK == 1:
-        threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    with chunkrt.load(model, scheme="float", npu="reference"):
-        threading.Event().wait()
+    """Rank 1 dies while rank 0 waits for something else."""
+    if os.environ["PMI_RANK"] == "1":
+        load = chunkrt.engine._load_part
+
+        def load_and_die(*arguments):
+            engine = load(*arguments)
+            Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return engine
+
+        chunkrt.engine._load_part = load_and_die
+    with chunkrt.load(model, **FLOAT):
+        Event().wait()
 
 
 if __name__ == "__main__":
-    {"sessions": sessions, "failing": failing, "killed": killed, "waiting": waiting}[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

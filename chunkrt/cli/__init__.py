@@ -18,7 +18,7 @@ import click
 
 from chunkrt.engine import follow
 from chunkrt.errors import ChunkrtError
-from chunkrt.ranks.launch import connect, launched_ranks
+from chunkrt.ranks.launch import connect, say
 
 COMMANDS = {
     "run": "Answer a prompt.",
@@ -102,6 +102,5 @@ def main() -> None:
 def _report(message: str, is_verbose: bool, status: int) -> None:
     if is_verbose:
         traceback.print_exc()
-    if is_verbose or launched_ranks().rank == 0:
-        click.echo(f"chunkrt: {' '.join(message.split())}", err=True)
+    say(f"chunkrt: {' '.join(message.split())}", is_verbose=is_verbose)
     sys.exit(status)

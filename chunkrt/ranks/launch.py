@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from chunkrt.errors import ConfigError
 from chunkrt.ranks.base import ALONE, Ranks
+from chunkrt.ranks.last_words import LastWords
 
 if TYPE_CHECKING:
     from chunkrt.ranks.mpi import MpiCommunicator
 
 _communicator: MpiCommunicator | None = None
+_last_words: LastWords | None = None
 
 _VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 """Of MPICH and of what follows it, and of Open MPI."""
@@ -45,9 +50,27 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
     Raises:
         ConfigError, DeviceLostError: as `MpiCommunicator`.
     """
-    global _communicator
+    global _communicator, _last_words
     if _communicator is None and not (ranks := launched_ranks()).are_alone:
         from chunkrt.ranks.mpi import MpiCommunicator
 
-        _communicator = MpiCommunicator(ranks, version=version("chunkrt"), arguments=arguments)
+        logging.getLogger("chunkrt.shared_folder").setLevel(logging.ERROR)  # ranks wait for each other's compiling
+        if ranks.rank == 0 and _last_words is None:
+            _last_words = LastWords()
+            atexit.register(_last_words.say, "")
+        _communicator = MpiCommunicator(ranks, version=version("chunkrt"), arguments=arguments, end=_end)
     return _communicator
+
+
+def say(line: str, *, is_verbose: bool = False) -> None:
+    """Print what went wrong on stderr; of several ranks the first speaks, or with `is_verbose` each."""
+    if _last_words is not None:
+        _last_words.say(line)
+    elif is_verbose or launched_ranks().rank == 0:
+        print(line, file=sys.stderr)
+
+
+def _end(why: str) -> NoReturn:
+    """End the process at once."""
+    say(f"chunkrt: {why}")
+    os._exit(1)

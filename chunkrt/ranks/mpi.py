@@ -6,9 +6,10 @@ import atexit
 import os
 import platform
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from threading import current_thread, main_thread
+from typing import NoReturn
 
 import numpy as np
 
@@ -30,27 +31,25 @@ class MpiCommunicator:
     Args:
         ranks: what mpiexec said; at least 2.
         version, arguments: have to be the same on all ranks.
+        end: ends the process, if a rank is lost and nobody notices; told why.
 
     Raises:
         ConfigError: MPI is not installed, is another than mpiexec's, or a rank was started with something else.
         DeviceLostError: a rank did not come.
     """
 
-    def __init__(self, ranks: Ranks, *, version: str, arguments: Sequence[str]) -> None:
+    def __init__(self, ranks: Ranks, *, version: str, arguments: Sequence[str], end: Callable[[str], NoReturn]) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self._me = Peer(
             pid=os.getpid(), machine=_machine(), cpus=available_cpus(), version=version, arguments=tuple(arguments)
         )
         self._mailbox = Mailbox()
-        self._transport = MpiTransport(ranks, self._me, self._mailbox)
+        self._transport = MpiTransport(ranks, self._me, self._mailbox, end)
         self._run = 0
-        if current_thread() is main_thread():
-            if hasattr(signal, "SIGUSR1"):  # MPICH's mpiexec sends it when a process of the launch has died
-                signal.signal(signal.SIGUSR1, lambda number, frame: self._transport.check())
-            if self.rank:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader tells of interrupts
+        self._handle_signals()
         self._transport.connect()
+        self._handle_signals()  # MPI has handlers of its own
         atexit.register(self.close)
         _check_alike(self._transport.peers)
 
@@ -112,6 +111,13 @@ class MpiCommunicator:
         elif self._mailbox.fail(DeviceLostError(why := f"rank {self.rank} ended before the leader did")):
             self.send(Envelope(Channel.LOST), why.encode())
         self._transport.close()
+
+    def _handle_signals(self) -> None:
+        if current_thread() is main_thread():
+            if hasattr(signal, "SIGUSR1"):  # mpiexec sends it when a process of the launch has died
+                signal.signal(signal.SIGUSR1, lambda number, frame: self._transport.check())
+            if self.rank:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader tells of interrupts
 
     def _add(self, envelope: Envelope, for_ranks: Sequence[Float32]) -> Float32:
         """Give each rank what is for it, and add up what all have for this one, in the order of ranks."""

@@ -5,22 +5,20 @@ twentieth of the time that nothing has come, so that a message waits little long
 
 A rank is lost when its process is gone, where that can be seen, or when nothing has come from it for `LOST_S`; each
 sends a beat every second. MPI cannot go on without one, so the launch ends: whoever waits for a message gets
-DeviceLostError, and if nobody does, this thread ends the process.
+DeviceLostError. A process in which nobody notices, or that goes on after the leader has ended, is ended here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import pickle
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Event, Lock, Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -35,7 +33,7 @@ CONNECT_S = 60.0
 BEAT_S = 1.0
 LOST_S = 5.0
 GRACE_S = 2.0
-"""After a loss: how long somebody has to notice, before the process is ended."""
+"""How long somebody has to notice that the launch is over, before the process is ended."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 5e-3
 HEADER_BYTES = 64
 
@@ -63,17 +61,20 @@ class MpiTransport:
         ranks: what mpiexec said; at least 2.
         me: told to all others.
         mailbox: where messages and failures go.
+        end: ends the process; told why.
     """
 
-    def __init__(self, ranks: Ranks, me: Peer, mailbox: Mailbox) -> None:
+    def __init__(self, ranks: Ranks, me: Peer, mailbox: Mailbox, end: Callable[[str], NoReturn]) -> None:
         self._ranks = ranks
         self._others = [rank for rank in range(ranks.size) if rank != ranks.rank]
         self._me = me
         self._mailbox = mailbox
+        self._end = end
         self._outbox: deque[tuple[int, Bytes]] = deque()
         self._wake = Condition(Lock())
         self._is_closing = False
         self._is_check_due = False
+        self._is_over = False
         self._met = Event()
         self._thread = Thread(target=self._work, name="chunkrt-mpi", daemon=True)
         self.peers: Sequence[Peer] = ()
@@ -126,9 +127,13 @@ class MpiTransport:
         try:
             self._carry(mpi, mpi.COMM_WORLD.Dup())
         except Exception as error:
-            self._mailbox.fail(DeviceLostError(f"MPI failed: {error}"))
+            self._lose(f"MPI failed: {error}")
+        with self._wake:
+            self._wake.wait_for(lambda: self._is_closing, GRACE_S)
         if not isinstance(self._mailbox.failure, DeviceLostError):
             library.MPI_Finalize()
+        if not (self._is_closing or self._mailbox.was_failure_told):
+            self._end(str(self._mailbox.failure))
 
     def _initialize(self) -> tuple[Any, Any]:
         """Load MPI and meet the others. Through ctypes, for mpi4py would keep the GIL while it waits for them."""
@@ -154,14 +159,14 @@ class MpiTransport:
         return MPI, library
 
     def _carry(self, mpi: Any, world: Any) -> None:
-        """Carry messages until this rank leaves, or the launch has failed."""
+        """Carry messages until this rank or the leader leaves, or a rank is lost.."""
         status = mpi.Status()
         sending: list[tuple[Any, Bytes]] = []
         receiving: list[tuple[Any, int, Bytes]] = []
         now = time.monotonic()
-        last_message, last_beat, last_look, failed_at = now, now, now, 0.0
+        last_message = last_beat = last_round = now
         heard = dict.fromkeys(self._others, now)
-        while True:
+        while not (self._is_over or (self._is_closing and not sending and not self._outbox)):
             has_news = False
             while self._outbox:
                 rank, message = self._outbox.popleft()
@@ -170,33 +175,25 @@ class MpiTransport:
             while (found := world.Improbe(status=status)) is not None:
                 data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
                 receiving.append((found.Irecv([data, mpi.BYTE]), status.Get_source(), data))
-            sending = [(request, message) for request, message in sending if not request.Test()]
-            still = []
             now = time.monotonic()
-            for request, source, data in receiving:
-                if request.Test():
+            if now - last_round > BEAT_S:  # this process was stopped, or the machine slept; so perhaps did the others
+                heard = dict.fromkeys(self._others, now)
+            last_round = now
+            sending = [(request, message) for request, message in sending if not request.Test()]
+            arrived = [request.Test() for request, _, _ in receiving]
+            for (_, source, data), is_here in zip(receiving, arrived, strict=True):
+                if is_here:
                     heard[source] = now
                     has_news |= self._deliver(source, data)
-                else:
-                    still.append((request, source, data))
-            receiving = still
-            if now - last_look > BEAT_S:  # this process was stopped, or the machine slept; so perhaps did the others
-                heard = dict.fromkeys(self._others, now)
-            last_look = now
+            receiving = [message for message, is_here in zip(receiving, arrived, strict=True) if not is_here]
             if now - last_beat >= BEAT_S or self._is_check_due:
                 last_beat, self._is_check_due = now, False
                 self.send(Envelope(Channel.BEAT), np.empty(0, np.uint8), self._others)
                 self._look_for_lost(heard, now)
-            if self._mailbox.failure is not None:
-                failed_at = failed_at or now
-                if self._is_over(failed_at, now, is_sending=bool(sending or self._outbox)):
-                    return
-            if self._is_closing and not sending and not self._outbox:
-                return
             last_message = now if has_news else last_message
             pause = min(max((now - last_message) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
             with self._wake:
-                if not self._outbox:
+                if not (self._outbox or self._is_closing):
                     self._wake.wait(pause)
 
     def _deliver(self, source: int, data: Bytes) -> bool:
@@ -205,8 +202,9 @@ class MpiTransport:
         envelope, payload = Envelope(Channel(channel), *about), data[HEADER_BYTES:].data
         if envelope.channel == Channel.END:
             self._mailbox.fail(ClosedError("the leader has ended"))
+            self._is_over = True
         elif envelope.channel == Channel.LOST:
-            self._mailbox.fail(DeviceLostError(bytes(payload).decode()))
+            self._lose(bytes(payload).decode())
         elif envelope.channel == Channel.ABORT:
             self._mailbox.abort(envelope.number, bytes(payload).decode())
         elif envelope.channel != Channel.BEAT:
@@ -218,28 +216,16 @@ class MpiTransport:
             peer = self.peers[rank]
             is_near = peer.machine == self._me.machine
             if is_near and not _lives(peer.pid):
-                self._tell_of_loss(f"rank {rank} was lost: its process {peer.pid} has ended")
+                self._lose(f"rank {rank} was lost: its process {peer.pid} has ended")
             elif now - heard[rank] > LOST_S:
-                self._tell_of_loss(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s")
+                self._lose(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s")
                 if is_near:  # mpiexec would wait for it
                     with contextlib.suppress(psutil.Error):
                         psutil.Process(peer.pid).kill()
 
-    def _tell_of_loss(self, why: str) -> None:
-        if self._mailbox.fail(DeviceLostError(f"{why}; start all ranks again")):
-            self.send(Envelope(Channel.LOST), np.frombuffer(why.encode(), np.uint8), self._others)
-
-    def _is_over(self, failed_at: float, now: float, *, is_sending: bool) -> bool:
-        """Whether nothing is left to do after a failure. If nobody has noticed in time, the process ends here."""
-        if isinstance(self._mailbox.failure, ClosedError):
-            return self._is_closing and not is_sending
-        if now - failed_at < GRACE_S:
-            return self._is_closing and not is_sending
-        if not self._mailbox.was_failure_told and not self._is_closing:
-            if self._ranks.rank == 0:
-                print(f"chunkrt: {self._mailbox.failure}", file=sys.stderr, flush=True)
-            os._exit(1)
-        return True
+    def _lose(self, why: str) -> None:
+        self._mailbox.fail(DeviceLostError(f"{why}; start all ranks again"))
+        self._is_over = True
 
 
 def _lives(pid: int) -> bool:
