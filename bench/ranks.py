@@ -69,9 +69,9 @@ class Sample:
 class Launch:
     """The processes of a contender, which wait for prompts."""
 
-    def __init__(self, contender: Contender, model: Path) -> None:
+    def __init__(self, contender: Contender, model: Path, chunk: int) -> None:
         self.contender = contender
-        command = [sys.executable, __file__, SERVE, str(model), str(contender.threads)]
+        command = [sys.executable, __file__, SERVE, str(model), str(contender.threads), str(chunk)]
         if contender.ranks > 1:
             command = [_mpiexec(), "-n", str(contender.ranks), *command]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -102,12 +102,10 @@ class Launch:
         return answer
 
 
-def serve(model: str, threads: int) -> None:
+def serve(model: str, threads: int, chunk: int) -> None:
     """Prefill what is asked for on stdin, and answer on stdout. On all ranks but the first `load` does not return."""
-    with (
-        chunkrt.load(model, scheme=DEFAULT_SCHEME, npu="native", threads=threads) as engine,
-        engine.session() as session,
-    ):
+    options = {"scheme": DEFAULT_SCHEME, "npu": "native", "threads": threads, "chunk_length": chunk}
+    with chunkrt.load(model, **options) as engine, engine.session() as session:
         records: list[RunRecord] = []
         session.on_run = records.append
         print(json.dumps({}), flush=True)
@@ -130,13 +128,15 @@ def serve(model: str, threads: int) -> None:
             print(json.dumps(asdict(sample)), flush=True)
 
 
-def measure(model: Path, contenders: Sequence[Contender], num_tokens: int, rounds: int) -> dict[str, list[Sample]]:
+def measure(
+    model: Path, contenders: Sequence[Contender], num_tokens: int, chunk: int, rounds: int
+) -> dict[str, list[Sample]]:
     """Samples of every contender, which take turns. A first round warms up."""
     launches: list[Launch] = []
     samples: dict[str, list[Sample]] = {str(contender): [] for contender in contenders}
     try:
         for contender in contenders:
-            launches.append(Launch(contender, model))
+            launches.append(Launch(contender, model, chunk))
         for number in range(rounds + 1):
             for launch in launches:
                 sample = launch.prefill(num_tokens, seed=number)
@@ -148,7 +148,7 @@ def measure(model: Path, contenders: Sequence[Contender], num_tokens: int, round
     return samples
 
 
-def predict(device_name: str, num_tokens: int) -> list[dict[str, Any]]:
+def predict(device_name: str, num_tokens: int, chunk: int) -> list[dict[str, Any]]:
     """A row for every shape, link and number of ranks; one rank has no link."""
     device = find_device(device_name)
     rows = []
@@ -158,7 +158,7 @@ def predict(device_name: str, num_tokens: int) -> list[dict[str, Any]]:
             shape.plan(ranks=Ranks(0, ranks)).on_cpu(),
             device,
             prompt_length=num_tokens,
-            chunk_length=CPU_CHUNK_LENGTH,
+            chunk_length=chunk,
             policy=DEFAULT_POLICY,
             scheme=DEFAULT_SCHEME,
             ranks=ranks,
@@ -180,6 +180,7 @@ def predict(device_name: str, num_tokens: int) -> list[dict[str, Any]]:
 @click.command()
 @click.argument("model", default="smollm2-135m-instruct")
 @click.option("-p", "--prompt-length", "num_tokens", type=int, default=512, show_default=True)
+@click.option("--chunk", type=int, default=CPU_CHUNK_LENGTH, show_default=True, help="Tokens of a chunk.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="0 measures nothing.")
 @click.option("--threads", type=int, default=2, show_default=True, help="Of all ranks together; even.")
 @click.option("--random/--no-random", default=True, help=f"Measure random weights of {RANDOM_SHAPE}'s shape too.")
@@ -189,6 +190,7 @@ def predict(device_name: str, num_tokens: int) -> list[dict[str, Any]]:
 def main(
     model: str,
     num_tokens: int,
+    chunk: int,
     rounds: int,
     threads: int,
     random: bool,
@@ -214,14 +216,14 @@ def main(
             models[f"{RANDOM_SHAPE}, random weights"] = path
         for name, path in models.items():
             click.echo(f"measuring {name}", err=True)
-            measured[name] = measure(path, contenders, num_tokens, rounds)
+            measured[name] = measure(path, contenders, num_tokens, chunk, rounds)
             loads.append(psutil.cpu_percent(interval=0.5))
     conditions = describe_machine() | {
         "processor": cpu_info()["processor"],
         "others": f"used {', '.join(f'{load:.0f} %' for load in loads)} of the processors before and after each model",
-        "test": f"pp{num_tokens}, {rounds} rounds in turns, chunks of {CPU_CHUNK_LENGTH}, scheme {DEFAULT_SCHEME}",
+        "test": f"pp{num_tokens}, {rounds} rounds in turns, chunks of {chunk}, scheme {DEFAULT_SCHEME}",
     }
-    predicted = predict(device, num_tokens)
+    predicted = predict(device, num_tokens, chunk)
     click.echo(_markdown(conditions, measured, predicted))
     if json_path is not None:
         samples = {name: {who: list(map(asdict, s)) for who, s in by.items()} for name, by in measured.items()}
@@ -292,6 +294,6 @@ def _mpiexec() -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [SERVE]:
-        serve(sys.argv[2], int(sys.argv[3]))
+        serve(sys.argv[2], *map(int, sys.argv[3:]))
     else:
         main()
