@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from fake_backend import CONTEXT, VOCABULARY, WIDTH, subgraph, value
 from fixture_checkpoints import checkpoint
 from small_shape import SMALL_SHAPE
+from trace_checker import CheckedTrace
 
 from chunkrt.cli import cli
 from chunkrt.compiler import compile_checkpoint
@@ -227,6 +228,7 @@ def test_a_run_without_ranks_has_no_link_time(record: RunRecord) -> None:
 def test_traces_and_pictures_show_the_link(record: RunRecord, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, [record], "toy")
+    assert "LINK worker 1" in CheckedTrace(path).slices
     (read,) = read_trace(path)
     assert spans(read) == spans(record)
     told = CliRunner().invoke(cli, ["trace", str(path)], catch_exceptions=False).output
