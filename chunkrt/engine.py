@@ -213,17 +213,18 @@ class Engine:
         logits: Literal["last", "all", "none"],
         cancel: threading.Event | None = None,
         agree: Callable[[], object] | None = None,
+        for_others: bool = False,
     ) -> RunResult:
         """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn.
 
-        `agree` is the executor's; followers give one.
+        `agree` and `for_others` are the executor's; followers give them.
         """
         with self._lock:
             self._check_open()
             executor = self._decoder if token_ids.size == 1 else self._executor
 
             def execute(agree: Callable[[], object] | None) -> RunResult:
-                return executor.run(token_ids, state, logits=logits, cancel=cancel, agree=agree)
+                return executor.run(token_ids, state, logits=logits, cancel=cancel, agree=agree, for_others=for_others)
 
             return execute(agree) if self._mirror is None else self._mirror.run(execute, token_ids, state, logits)
 

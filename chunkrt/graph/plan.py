@@ -191,7 +191,8 @@ class Plan:
         for index, subgraph in enumerate(self.subgraphs):
             reads.append({writers[name] for name in subgraph.inputs if name in writers})
             writers.update(dict.fromkeys(subgraph.outputs, index))
-        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs])
+        sums = [index for index, subgraph in enumerate(self.subgraphs) if subgraph.device == "link"]
+        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

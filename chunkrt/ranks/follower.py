@@ -92,7 +92,7 @@ class Follower:
             raise BackendError(f"its state is at position {state.position}, that of rank 0 at {command.position}")
         try:
             self._objects[command.engine].run(
-                command.token_ids, state, logits=command.logits, agree=lambda: self._agree(number)
+                command.token_ids, state, logits=command.logits, agree=lambda: self._agree(number), for_others=True
             )
         except DeviceLostError:
             raise

@@ -75,6 +75,8 @@ class MpiTransport:
         self._is_closing = False
         self._is_check_due = False
         self._is_over = False
+        self._heard: dict[int, float] = {}
+        """When something last came from each."""
         self._met = Event()
         self._thread = Thread(target=self._work, name="chunkrt-mpi", daemon=True)
         self.peers: Sequence[Peer] = ()
@@ -127,6 +129,7 @@ class MpiTransport:
         try:
             self._carry(mpi, mpi.COMM_WORLD.Dup())
         except Exception as error:
+            self._look_for_lost()  # which is why MPI fails, mostly
             self._lose(f"MPI failed: {error}")
         with self._wake:
             self._wake.wait_for(lambda: self._is_closing, GRACE_S)
@@ -165,7 +168,7 @@ class MpiTransport:
         receiving: list[tuple[Any, int, Bytes]] = []
         now = time.monotonic()
         last_message = last_beat = last_round = now
-        heard = dict.fromkeys(self._others, now)
+        self._heard = dict.fromkeys(self._others, now)
         while not (self._is_over or (self._is_closing and not sending and not self._outbox)):
             has_news = False
             while self._outbox:
@@ -177,19 +180,19 @@ class MpiTransport:
                 receiving.append((found.Irecv([data, mpi.BYTE]), status.Get_source(), data))
             now = time.monotonic()
             if now - last_round > BEAT_S:  # this process was stopped, or the machine slept; so perhaps did the others
-                heard = dict.fromkeys(self._others, now)
+                self._heard = dict.fromkeys(self._others, now)
             last_round = now
             sending = [(request, message) for request, message in sending if not request.Test()]
             arrived = [request.Test() for request, _, _ in receiving]
             for (_, source, data), is_here in zip(receiving, arrived, strict=True):
                 if is_here:
-                    heard[source] = now
+                    self._heard[source] = now
                     has_news |= self._deliver(source, data)
             receiving = [message for message, is_here in zip(receiving, arrived, strict=True) if not is_here]
             if now - last_beat >= BEAT_S or self._is_check_due:
                 last_beat, self._is_check_due = now, False
                 self.send(Envelope(Channel.BEAT), np.empty(0, np.uint8), self._others)
-                self._look_for_lost(heard, now)
+                self._look_for_lost()
             last_message = now if has_news else last_message
             pause = min(max((now - last_message) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
             with self._wake:
@@ -211,13 +214,14 @@ class MpiTransport:
             self._mailbox.deliver(envelope, source, payload)
         return envelope.channel != Channel.BEAT
 
-    def _look_for_lost(self, heard: dict[int, float], now: float) -> None:
+    def _look_for_lost(self) -> None:
+        now = time.monotonic()
         for rank in self._others:
             peer = self.peers[rank]
             is_near = peer.machine == self._me.machine
             if is_near and not _lives(peer.pid):
                 self._lose(f"rank {rank} was lost: its process {peer.pid} has ended")
-            elif now - heard[rank] > LOST_S:
+            elif now - self._heard.get(rank, now) > LOST_S:
                 self._lose(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s")
                 if is_near:  # mpiexec would wait for it
                     with contextlib.suppress(psutil.Error):

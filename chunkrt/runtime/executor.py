@@ -136,6 +136,7 @@ class Executor:
         cancel: Event | None = None,
         progress: Progress | None = None,
         agree: Callable[[], object] | None = None,
+        for_others: bool = False,
     ) -> RunResult:
         """Run tokens through the decoder at the state's position, and advance it.
 
@@ -152,6 +153,7 @@ class Executor:
             cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
             progress: called in this thread with (chunks done, chunks).
             agree: called when all is computed, before the state advances; if it raises, the run has failed.
+            for_others: another rank wants the logits; here only what its sums need is computed, and no logits.
 
         Raises:
             ConfigError: the tokens, the state or an option do not fit; nothing has run.
@@ -164,7 +166,7 @@ class Executor:
             if self._workers is not None:
                 self._workers.close()  # they may run on after a second interrupt
                 self._workers = None
-            run = _Run(self, token_ids, state, logits)
+            run = _Run(self, token_ids, state, logits, for_others=for_others)
             state.begin(token_ids.size)
             try:
                 events = self._compute(run, cancel, progress)
@@ -236,7 +238,9 @@ class Executor:
 class _Run:
     """One prompt on its way: its schedule, its logits, and how a task of it is computed."""
 
-    def __init__(self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
+    def __init__(
+        self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits, *, for_others: bool
+    ) -> None:
         self._subgraphs = executor.subgraphs
         self._waits_for = executor.plan.flow.waits_for
         self._ring = executor.ring
@@ -263,8 +267,9 @@ class _Run:
             processors=executor.processors,
             policy=executor.policy,
             durations=executor.costs.durations(self.flops) if self.is_concurrent else None,
+            for_others=for_others,
         )
-        self._num_rows = {"last": 1, "all": token_ids.size, "none": 0}[logits]
+        self._num_rows = 0 if for_others else {"last": 1, "all": token_ids.size, "none": 0}[logits]
         group = executor.subgraphs[-1].logit_group
         shape = (-(-self._num_rows // group) * group, executor.plan.vocab_size)
         self._logits = aligned_zeros(shape, np.float32)

@@ -61,6 +61,7 @@ class Schedule:
         policy: chooses among ready tasks.
         durations: of every task as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks]. Without them
             it takes every task to last equally long.
+        for_others: the logits are another rank's; here only what its sums need is run.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Schedule:
         processors: Sequence[Processor],
         policy: Policy,
         durations: Sequence[Sequence[int]] | None = None,
+        for_others: bool = False,
     ) -> None:
         self.num_chunks = num_chunks
         self.processors = tuple(processors)
@@ -83,6 +85,7 @@ class Schedule:
         self.is_cancelled = False
         self._plan = plan
         self._logit_chunks = logit_chunks
+        self._for_others = for_others
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
         self._durations = durations or [[1] * num_chunks] * len(plan.subgraphs)
@@ -92,7 +95,8 @@ class Schedule:
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
         flow = plan.flow
         self._has_state = flow.has_state
-        self._routes = [flow.with_logits if c in logit_chunks else flow.without_logits for c in range(num_chunks)]
+        wanted = flow.with_sums if for_others else flow.with_logits
+        self._routes = [wanted if c in logit_chunks else flow.without_logits for c in range(num_chunks)]
         self._left = [len(route.subgraphs) for route in self._routes]
         """Tasks of every chunk that have not ended."""
         self.num_tasks = sum(self._left)
@@ -152,6 +156,7 @@ class Schedule:
                 processors=self.processors,
                 policy=policy,
                 durations=self._durations,
+                for_others=self._for_others,
             )
             self._makespans[policy] = run_on_virtual_clock(fresh, fresh.duration)[-1].end_ns
         return self._makespans[policy]
