@@ -17,7 +17,7 @@ from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Tensor
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx_export.emitter import Emitter
 from chunkrt.onnx_export.operators import LOWERINGS
-from chunkrt.onnx_export.settings import DynamicSettings, WindowSettings
+from chunkrt.onnx_export.settings import Settings, WindowSettings
 
 PLAN_KEY, SETTINGS_KEY, ROPE_KEY = "chunkrt.plan", "chunkrt.export", "chunkrt.rope"
 """Where a model's metadata has the plan, what the export was asked for, and the rotary tables' frequencies."""
@@ -68,16 +68,22 @@ def emit_decoder(
         mine = [name for name in node.inputs if name in states]
         if node.op in (*ATTENTION_OPS, LINEAR_ATTENTION_OP):
             new |= zip(mine, layer(node, [states[name] for name in mine]), strict=True)
-        elif node.op == "Gather" and node.inputs[1] == "logit_rows":
-            e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows are wanted
-        elif (node.domain, node.op) in LOWERINGS:
-            LOWERINGS[node.domain, node.op](e, node)
         else:
-            raise UnsupportedModelError(f"{node.name} is a {node.domain or 'standard'} {node.op}, which has no ONNX form")
+            emit_node(e, node)
     e.output(e.read(plan.output, e.dtype), "logits", [*rows, plan.vocab_size])
     for tensor in plan.state_tensors:
         _, _, present = describe(tensor)
         e.output(new[tensor.name], f"present.{state_name(tensor)}", present)
+
+
+def emit_node(e: Emitter, node: Node) -> None:
+    """Add a node without state. Raises UnsupportedModelError if it has no form."""
+    if node.op == "Gather" and node.inputs[1] == "logit_rows":
+        e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows are wanted
+    elif (node.domain, node.op) in LOWERINGS:
+        LOWERINGS[node.domain, node.op](e, node)
+    else:
+        raise UnsupportedModelError(f"{node.name} is a {node.domain or 'standard'} {node.op}, which has no ONNX form")
 
 
 def state_name(tensor: Tensor) -> str:
@@ -88,7 +94,7 @@ def state_name(tensor: Tensor) -> str:
     return f"{layer[1]}.{_STATES.get(kind, kind)}"
 
 
-def metadata(planned: Planned, settings: WindowSettings | DynamicSettings) -> dict[str, str]:
+def metadata(planned: Planned, settings: Settings) -> dict[str, str]:
     """What an ONNX graph does not say: the plan whole, the settings, and by what its rotary tables were made."""
     form = "window" if isinstance(settings, WindowSettings) else "dynamic"
     rope = {
