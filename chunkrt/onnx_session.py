@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -49,8 +49,10 @@ class OnnxSession:
     ) -> None:
         self._window = _Window(Path(model), providers, threads)
         self._step = _Window(Path(step), providers, threads) if step else self._window
-        if self._step.states != self._window.states or self._step.settings["keys"] != self._window.settings["keys"]:
-            raise ConfigError(f"{step} and {model} do not share their caches; export both with the same context and keys")
+        if any(self._step.settings[key] != self._window.settings[key] for key in ("context", "dtype", "keys")):
+            raise ConfigError(
+                f"{step} and {model} do not share their caches; export both with one context, dtype and keys"
+            )
         if step and self._step.size != 1:
             raise ConfigError(f"{step} has a window of {self._step.size}, expected 1")
         self._device = "cuda" if self._window.provider == "CUDAExecutionProvider" else "cpu"
@@ -90,8 +92,8 @@ class OnnxSession:
         in_windows = len(tokens) if self._position == 0 else len(tokens) // self.window * self.window
         if in_windows < len(tokens) and self._step.size != 1:
             raise ConfigError(
-                f"{len(tokens)} tokens after {self._position} are no whole windows of {self.window}; give OnnxSession an "
-                "export with --window 1 as its step"
+                f"{len(tokens)} tokens after {self._position} are no whole windows of {self.window}; give OnnxSession "
+                "an export with --window 1 as its step"
             )
         padding = -in_windows % self.window
         padded = np.concatenate([np.zeros(padding, np.int64), tokens[:in_windows]])
@@ -152,7 +154,9 @@ class _Window:
         self.provider = self._session.get_providers()[0]
         found = json.loads(self._session.get_modelmeta().custom_metadata_map.get(SETTINGS_KEY, "{}"))
         if found.get("form") != "window":
-            raise ModelError(f"{path} is not a fixed window; expected a file that `chunkrt export` wrote without --dynamic")
+            raise ModelError(
+                f"{path} is not a fixed window; expected a file that `chunkrt export` wrote without --dynamic"
+            )
         self.settings: Mapping[str, Any] = found
         self.size = int(found["window"])
         inputs = {value.name: value for value in self._session.get_inputs()}
@@ -182,5 +186,5 @@ class _Window:
             self._session.run_with_iobinding(binding)
         except Exception as error:
             raise BackendError(f"ONNX Runtime failed: {error}") from error
-        logits: NDArray[Any] = binding.get_outputs()[-1].numpy()
-        return logits[0]
+        (logits,) = binding.get_outputs()[-1].numpy()
+        return cast(NDArray[Any], logits)

@@ -1,14 +1,14 @@
 """Attention over a cache of fixed length: what `CachedAttention` becomes in a fixed window.
 
-Of the context's M slots, attention sees the last T, and of these a layer with a window of its own only the last that any
-row sees. Row r of W stands at slot M - W + r. With keys cached before RoPE the slot tells the position; with keys cached
-after it, the input "position_ids" does.
+Of the context's M slots, attention sees the last T, and of these a layer with a window of its own only the last that
+any row sees. Row r of W stands at slot M - W + r. With keys cached before RoPE the slot tells the position; with keys
+cached after it, the input "position_ids" does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -54,8 +54,10 @@ class WindowAttention:
         if s.keys == "pre-rope":
             keys = self._rotated(node, keys, span)
         if e.opset >= 23:
-            attributes = {"scale": scale, "softmax_precision": int(FLOAT)}
-            attended = e.op("Attention", q, keys, values, self._sees(window, span), name=f"{out}/attended", **attributes)
+            attributes: dict[str, Any] = {"scale": scale, "softmax_precision": int(FLOAT)}
+            attended = e.op(
+                "Attention", q, keys, values, self._sees(window, span), name=f"{out}/attended", **attributes
+            )
         else:
             attended = self._attend(q, keys, values, node, self._sees(window, span))
         by_row = e.op("Transpose", attended, name=f"{out}/by_row", perm=[0, 2, 1, 3])
@@ -67,14 +69,14 @@ class WindowAttention:
         window, context = self._settings.window, self._settings.context
         if window == context:
             return self._e.op("Identity", new, name=name)
-        kept = self._e.slice(past, window, context, axis=2, name=f"{name}/kept")
+        kept = self._e.cut(past, window, context, axis=2, name=f"{name}/kept")
         return self._e.op("Concat", kept, new, name=name, axis=2)
 
     def _last(self, present: ir.Value, span: int) -> ir.Value:
         context = self._settings.context
         if span == context:
             return present
-        return self._e.slice(present, context - span, context, axis=2, name=f"{present.name}/seen")
+        return self._e.cut(present, context - span, context, axis=2, name=f"{present.name}/seen")
 
     def _sees(self, window: int, span: int) -> ir.Value:
         """Which of the last `span` slots each row sees [W, span]; below opset 23 what is added to scores for it.
@@ -88,13 +90,11 @@ class WindowAttention:
             causal = (slots <= rows) & (slots > rows - (window or span + s.window))
             mask = e.cast(e.read("attention_mask"), BOOL)
             if span < s.sequence:
-                mask = e.slice(mask, s.sequence - span, s.sequence, axis=1, name=f"{name}/mask")
+                mask = e.cut(mask, s.sequence - span, s.sequence, axis=1, name=f"{name}/mask")
             before = e.op("And", e.constant(f"{name}/causal", causal), mask, name=f"{name}/before")
             visible = e.op("Or", before, e.constant(f"{name}/itself", slots == rows), name=name)
             if e.opset < 23:
-                visible = e.op(
-                    "Where", visible, e.number(0.0), e.number(MASKED), name=f"{name}/added", dtype=FLOAT
-                )
+                visible = e.op("Where", visible, e.number(0.0), e.number(MASKED), name=f"{name}/added", dtype=FLOAT)
             self._visible[window] = visible
         return self._visible[window]
 
@@ -138,7 +138,7 @@ def rotate(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, rotary_dim: in
     dim, half = cast(int, node.attributes["head_dim"]), rotary_dim // 2
     name = f"{x.name}/roped"
     if e.opset >= 23:
-        partial = {} if rotary_dim == dim else {"rotary_embedding_dim": rotary_dim}
+        partial: dict[str, Any] = {} if rotary_dim == dim else {"rotary_embedding_dim": rotary_dim}
         return e.op("RotaryEmbedding", x, cos, sin, name=name, **partial)
     names = [f"{x.name}/{part}" for part in ("first", "second", "rest")]
     sizes = [half, half, dim - rotary_dim]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 
 from chunkrt.compiler import Planned
 from chunkrt.errors import ConfigError, UnsupportedModelError
@@ -107,6 +108,11 @@ def metadata(planned: Planned, settings: Settings) -> dict[str, str]:
     }
     plan = json.dumps(asdict(planned.plan), separators=(",", ":"))
     return {PLAN_KEY: plan, SETTINGS_KEY: json.dumps({"form": form, **asdict(settings)}), ROPE_KEY: json.dumps(rope)}
+
+
+def with_shapes(model: ir.Model) -> ir.Model:
+    """The model, with the shape of every value that ONNX's shape inference finds."""
+    return ShapeInferencePass(check_type=True, strict_mode=True, data_prop=True)(model).model
 
 
 def check_length(plan: Plan, option: str, length: int) -> None:

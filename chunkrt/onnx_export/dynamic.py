@@ -42,8 +42,8 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
     attention = (node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op in ATTENTION_OPS)
     if uneven := [dim for node in attention if cast(int, dim := node.attributes["head_dim"]) % HEAD_STEP]:
         raise UnsupportedModelError(
-            f"its heads have {uneven[0]} dimensions; ONNX Runtime's GroupQueryAttention rotates multiples of {HEAD_STEP}; "
-            "export a fixed window"
+            f"its heads have {uneven[0]} dimensions; ONNX Runtime's GroupQueryAttention rotates multiples of "
+            f"{HEAD_STEP}; export a fixed window"
         )
     e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
     e.input("input_ids", INT64, [BATCH, ROWS])

@@ -97,7 +97,9 @@ class Emitter:
             return value
         key = (value.name or "", dtype)
         if key not in self._casts:
-            self._casts[key] = self.op("Cast", value, name=f"{value.name}/{dtype.name.lower()}", dtype=dtype, to=int(dtype))
+            self._casts[key] = self.op(
+                "Cast", value, name=f"{value.name}/{dtype.name.lower()}", dtype=dtype, to=int(dtype)
+            )
         return self._casts[key]
 
     def op(
@@ -133,7 +135,7 @@ class Emitter:
         """Parts of the last axis, of these sizes."""
         return self.ops("Split", value, self.ints(*sizes), names=names, axis=-1)
 
-    def slice(self, value: ir.Value, start: int, end: int, *, axis: int, name: str) -> ir.Value:
+    def cut(self, value: ir.Value, start: int, end: int, *, axis: int, name: str) -> ir.Value:
         """Elements start .. end - 1 of an axis."""
         return self.op("Slice", value, self.ints(start), self.ints(end), self.ints(axis), name=name)
 
@@ -216,5 +218,3 @@ def stored_as(array: NDArray[np.float32], dtype: ir.DataType, name: str) -> NDAr
     if dtype == FLOAT16 and array.size and (largest := float(np.abs(array).max())) > np.finfo(np.float16).max:
         raise QuantizationError(f"{name} holds {largest:g}, beyond float16's 65504; export with --dtype fp32")
     return np.ascontiguousarray(array, dtype=dtype.numpy())
-
-

@@ -63,9 +63,7 @@ def write_beside(folder: Path, files: Files) -> None:
             aside.unlink(missing_ok=True)
 
 
-def _config(
-    planned: Planned, settings: DynamicSettings, filename: str, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
+def _config(planned: Planned, settings: DynamicSettings, filename: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Source: ONNX Runtime GenAI's genai_config.json, as its model builder writes it."""
     config, plan = planned.source.config, planned.plan
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
@@ -133,7 +131,9 @@ def _tokenizer_files(source: Path, tokenizer: Tokenizer | None) -> Files:
     settings = tokenizer.settings
     names = {"bos_token": settings.bos_id, "eos_token": next(iter(settings.eos_ids), None)}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": settings.add_bos}
-    config |= {key: tokenizer.token_bytes[index].decode(errors="replace") for key, index in names.items() if index is not None}
+    config |= {
+        key: tokenizer.token_bytes[index].decode(errors="replace") for key, index in names.items() if index is not None
+    }
     if settings.chat_template is not None:
         config["chat_template"] = settings.chat_template
     return {**files, "tokenizer_config.json": json.dumps(config, indent=1).encode()}

@@ -1,7 +1,7 @@
-"""Linear attention over a window of fixed length: convolutions and the delta rule in closed form, with state in and out.
+"""Linear attention over a window of fixed length: convolutions, and the delta rule in closed form.
 
-Everything is float32, state too. Rows of padding leave the state alone: they add nothing to the convolution's input, and
-have a decay of 1 and a step of 0. They may only come before the first token, where the state is zero.
+Everything is float32, state too. Rows of padding leave the state alone: they add nothing to the convolution's input,
+and have a decay of 1 and a step of 0. They may only come before the first token, where the state is zero.
 
 Source: Yang et al., Gated Delta Networks (2024), section 3.3, for the closed form of a chunk.
 """
@@ -94,7 +94,7 @@ class WindowLinearAttention:
         seen = e.op("MatMul", q, k_columns, name=f"{out}/seen")
         seen = e.op("MatMul", e.op("Mul", seen, factors, name=f"{out}/seen_decayed"), written, name=f"{out}/from_rows")
         read = e.op("Add", past, seen, name=f"{out}/read")
-        end = e.slice(at_row, rows - 1, rows, axis=2, name=f"{out}/decay_at_end")
+        end = e.cut(at_row, rows - 1, rows, axis=2, name=f"{out}/decay_at_end")
         to_end = e.op("Exp", e.op("Sub", end, at_row, name=f"{out}/decay_to_end"), name=f"{out}/to_end")
         k_to_end = e.op("Mul", k, to_end, name=f"{out}/k_to_end")
         k_to_end = e.op("Transpose", k_to_end, name=f"{out}/k_to_end_columns", perm=[0, 1, 3, 2])
@@ -117,7 +117,7 @@ class WindowLinearAttention:
         window = e.op("Concat", state, columns, name=f"{out}/window", axis=2)
         bias = [e.read(node.inputs[4], FLOAT)] if node.inputs[4] else []
         by_channel = e.op("Conv", window, weight, *bias, name=f"{out}/convolved_columns", group=channels)
-        new_state = e.slice(window, rows, rows + taps - 1, axis=2, name=f"{out}/new_conv_state")
+        new_state = e.cut(window, rows, rows + taps - 1, axis=2, name=f"{out}/new_conv_state")
         return e.op("Transpose", by_channel, name=f"{out}/convolved", perm=[0, 2, 1]), new_state
 
     def _key_heads(self, node: Node, x: ir.Value) -> ir.Value:
@@ -127,7 +127,9 @@ class WindowLinearAttention:
         heads = self._heads(x, k_heads, dim)
         if node.attributes["use_qk_l2norm"]:
             squares = e.op("Mul", heads, heads, name=f"{x.name}/squares")
-            total = e.op("Add", e.reduce_sum(squares, -1, name=f"{x.name}/total"), e.number(1e-6), name=f"{x.name}/safe")
+            total = e.op(
+                "Add", e.reduce_sum(squares, -1, name=f"{x.name}/total"), e.number(1e-6), name=f"{x.name}/safe"
+            )
             heads = e.op("Div", heads, e.op("Sqrt", total, name=f"{x.name}/length"), name=f"{x.name}/unit")
         if k_heads == v_heads:
             return heads
@@ -149,7 +151,7 @@ class WindowLinearAttention:
     def _is_token(self) -> ir.Value:
         """Which rows are not padding: 1 or 0, [1, W]."""
         e, start, end = self._e, self._sequence - self._window, self._sequence
-        rows = e.shared("is_token", lambda name: e.slice(self._mask, start, end, axis=1, name=name))
+        rows = e.shared("is_token", lambda name: e.cut(self._mask, start, end, axis=1, name=name))
         return e.cast(rows, FLOAT)
 
     def _solve(self, lower: ir.Value, right: ir.Value, out: str) -> ir.Value:
@@ -171,7 +173,12 @@ class WindowLinearAttention:
                 identity = e.constant(f"identity.{rows}", np.eye(rows, dtype=np.float32))
                 inverse = e.op("Sub", identity, part, name=f"{out}/inverse_{size}")
             else:
-                turned = e.op("MatMul", e.op("MatMul", inverse, part, name=f"{out}/left_{size}"), inverse, name=f"{out}/both_{size}")
+                turned = e.op(
+                    "MatMul",
+                    e.op("MatMul", inverse, part, name=f"{out}/left_{size}"),
+                    inverse,
+                    name=f"{out}/both_{size}",
+                )
                 inverse = e.op("Sub", inverse, turned, name=f"{out}/inverse_{size}")
             size *= 2
         return right if inverse is None else e.op("MatMul", inverse, right, name=f"{out}/written")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import pi, sqrt
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -71,7 +71,7 @@ def _rms_norm(e: Emitter, node: Node) -> None:
     x = e.read(node.inputs[0])
     weight, epsilon = e.read(node.inputs[1], FLOAT), cast(float, node.attributes["epsilon"])
     if e.opset >= 23:
-        attributes = {"axis": -1, "epsilon": epsilon}
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon}
         finish(e, "RMSNormalization", e.cast(x, FLOAT), weight, dtype=x.dtype, name=out, **attributes)
     else:
         normed = _normed(e, e.cast(x, FLOAT), epsilon, out)
@@ -86,7 +86,7 @@ def _head_norm(e: Emitter, node: Node) -> None:
     assert weight.shape is not None
     num_heads, dim = weight.shape.numpy()
     heads = e.reshape(x, 0, 0, -1, dim, name=f"{out}/heads")
-    first = e.cast(e.slice(heads, 0, num_heads, axis=2, name=f"{out}/first"), FLOAT)
+    first = e.cast(e.cut(heads, 0, num_heads, axis=2, name=f"{out}/first"), FLOAT)
     if e.opset >= 23:
         ones = e.constant(f"ones.{dim}", np.ones(dim, np.float32))
         normed = e.op("RMSNormalization", first, ones, name=f"{out}/normed", axis=-1, epsilon=epsilon)
@@ -97,7 +97,7 @@ def _head_norm(e: Emitter, node: Node) -> None:
     if num_heads * dim == e.width(node.inputs[0]):
         e.reshape(weighted, 0, 0, -1, name=out)
         return
-    rest = e.slice(heads, num_heads, np.iinfo(np.int32).max, axis=2, name=f"{out}/rest")
+    rest = e.cut(heads, num_heads, np.iinfo(np.int32).max, axis=2, name=f"{out}/rest")
     joined = e.op("Concat", weighted, rest, name=f"{out}/joined", axis=2)
     e.reshape(joined, 0, 0, -1, name=out)
 
@@ -138,9 +138,7 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     e.alias(out, e.cast(total, e.dtype))
 
 
-def finish(
-    e: Emitter, op: str, *inputs: ir.Value, dtype: ir.DataType | None, name: str, **attributes: float | int
-) -> ir.Value:
+def finish(e: Emitter, op: str, *inputs: ir.Value, dtype: ir.DataType | None, name: str, **attributes: Any) -> ir.Value:
     """The last node of a lowering in float32, and a cast to `dtype` after it if that is another."""
     if inputs[0].dtype == dtype:
         return e.op(op, *inputs, name=name, **attributes)

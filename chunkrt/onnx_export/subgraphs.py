@@ -1,4 +1,4 @@
-"""The plan's static subgraphs, each as a model of its own: what an NPU's compiler takes, with a fixed number of rows."""
+"""The plan's static subgraphs, each as a model of its own with a fixed number of rows: what an NPU's compiler takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from chunkrt.compiler import Planned
 from chunkrt.graph.plan import Subgraph
-from chunkrt.onnx_export.decoder import emit_node, make_emitter
+from chunkrt.onnx_export.decoder import emit_node, make_emitter, with_shapes
 from chunkrt.onnx_export.save import check_absent, save_model
 from chunkrt.onnx_export.settings import SubgraphSettings
 
@@ -34,7 +34,7 @@ def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSetti
     for name in subgraph.outputs:
         if name in wanted:
             e.output(e.read(name, e.dtype), name, [1, settings.window, e.width(name)])
-    return e.model(metadata={SUBGRAPH_KEY: subgraph.name}, name=subgraph.name)
+    return with_shapes(e.model(metadata={SUBGRAPH_KEY: subgraph.name}, name=subgraph.name))
 
 
 def save_static_subgraphs(

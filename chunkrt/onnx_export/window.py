@@ -10,7 +10,7 @@ from chunkrt.compiler import Planned
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Tensor, resolve
 from chunkrt.onnx_export.attention import WindowAttention
-from chunkrt.onnx_export.decoder import check_length, emit_decoder, has, make_emitter, metadata
+from chunkrt.onnx_export.decoder import check_length, emit_decoder, has, make_emitter, metadata, with_shapes
 from chunkrt.onnx_export.emitter import FLOAT, INT64
 from chunkrt.onnx_export.linear_attention import WindowLinearAttention
 from chunkrt.onnx_export.settings import WindowSettings
@@ -44,4 +44,4 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
         return e.dtype if is_cache else FLOAT, shape, shape
 
     emit_decoder(e, plan, layer, describe, [1, window])
-    return e.model(metadata=metadata(planned, settings), name=plan.family)
+    return with_shapes(e.model(metadata=metadata(planned, settings), name=plan.family))
