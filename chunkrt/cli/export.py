@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -13,6 +13,9 @@ from chunkrt.cli.options import progress_bar, verbose_option
 from chunkrt.engine_directory import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.model import find_checkpoint
+
+if TYPE_CHECKING:
+    from chunkrt.compiler import Planned
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
@@ -83,13 +86,13 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
         progress("", 0, 0)
 
 
-def _window(planned: Any, output: Path, settings: dict[str, Any], progress: Callable[[int, int], None]) -> None:
+def _window(planned: Planned, output: Path, settings: dict[str, Any], progress: Callable[[int, int], None]) -> None:
     from chunkrt import onnx_export
 
-    context = settings["context"] or min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT)
+    context = _context(planned, settings)
     chosen = onnx_export.WindowSettings(
         window=settings["window"],
-        sequence=settings["sequence"] or context,
+        sequence=context if settings["sequence"] is None else settings["sequence"],
         context=context,
         dtype=settings["dtype"],
         opset=int(settings["opset"]),
@@ -99,16 +102,22 @@ def _window(planned: Any, output: Path, settings: dict[str, Any], progress: Call
     onnx_export.save_model(model, output, external_data=settings["external_data"], progress=progress)
 
 
-def _dynamic(planned: Any, output: Path, settings: dict[str, Any], progress: Callable[[int, int], None]) -> None:
+def _dynamic(planned: Planned, output: Path, settings: dict[str, Any], progress: Callable[[int, int], None]) -> None:
     from chunkrt import onnx_export
 
-    context = settings["context"] or min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT)
-    chosen = onnx_export.DynamicSettings(context=context, dtype=settings["dtype"], opset=int(settings["opset"]))
+    chosen = onnx_export.DynamicSettings(
+        context=_context(planned, settings), dtype=settings["dtype"], opset=int(settings["opset"])
+    )
     model = onnx_export.dynamic_model(planned, chosen)
     files = onnx_export.genai_files(planned, chosen, output.name)
     onnx_export.check_beside(output.parent, files)
     onnx_export.save_model(model, output, external_data=settings["external_data"], progress=progress)
     onnx_export.write_beside(output.parent, files)
+
+
+def _context(planned: Planned, settings: dict[str, Any]) -> int:
+    asked: int | None = settings["context"]
+    return min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT) if asked is None else asked
 
 
 def _check_dynamic(output: Path | None, keys: str | None) -> None:
