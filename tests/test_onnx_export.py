@@ -92,6 +92,16 @@ def test_padding_leaves_recurrent_state_alone(name):
             assert not content.any(), state
 
 
+@pytest.mark.parametrize("window", [8, 32, 60])
+def test_the_closed_form_of_the_delta_rule_is_stable(window):
+    """One token again and again: keys are alike, and what is inverted is far from the identity."""
+    tokens = [7] * 60
+    sizes = {"sequence": 64, "context": 64, "dtype": "fp32"}
+    row_by_row = Window(planned("qwen3_next"), window=1, **sizes).run(tokens)
+    at_once = Window(planned("qwen3_next"), window=window, **sizes).run(tokens)
+    np.testing.assert_allclose(at_once, row_by_row, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2"])
 def test_growing_the_sequence_moves_no_cached_data(name):
     """A window with a short sequence, and then one that sees more of the same caches."""
