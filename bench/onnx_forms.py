@@ -25,7 +25,7 @@ from chunkrt.onnx_export import (
     DynamicSettings,
     WindowSettings,
     dynamic_model,
-    genai_files,
+    genai_config,
     save_model,
     window_model,
     write_beside,
@@ -130,7 +130,7 @@ def generate_by_genai(
     """By ONNX Runtime GenAI, in another interpreter."""
     settings = DynamicSettings(context=planned.plan.context_length, dtype=dtype, opset=opset)
     save_model(dynamic_model(planned, settings), folder / "model.onnx", external_data=True)
-    write_beside(folder, genai_files(planned, settings, "model.onnx"))
+    write_beside(folder, genai_config(planned, settings, "model.onnx"))
     call = json.dumps([str(folder), num_new, *prompt_ids])
     done = subprocess.run([python, "-c", GENAI, call], check=True, capture_output=True, text=True)
     generated: list[int] = json.loads(done.stdout.splitlines()[-1])

@@ -12,6 +12,9 @@ from random_folders import load_on, write_folder
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.onnx_export import WindowSettings, save_model, window_model
 from chunkrt.onnx_session import OnnxSession
+from chunkrt.tokenizer import Tokenizer
+from chunkrt.tokenizer.huggingface_folder import read_folder
+from chunkrt.weights.checkpoint import open_checkpoint
 
 
 @pytest.fixture
@@ -126,6 +129,19 @@ def test_a_folders_tokenizer_is_copied(tmp_path, command):
     output = tmp_path / "genai" / "model.onnx"
     assert command("export", folder, "-o", output, "--dynamic").status == 0
     assert (output.parent / "special_tokens_map.json").read_text() == '{"a": 1}'
+
+
+def test_a_gguf_files_tokenizer_becomes_a_folders(tmp_path, command):
+    """As Hugging Face has it: read again, it is the same."""
+    source = open_checkpoint(checkpoint("qwen3_gguf"))
+    ours = Tokenizer.from_source(source)
+    assert command("export", checkpoint("qwen3_gguf"), "-o", tmp_path / "d.onnx").status == 0
+    read = Tokenizer(*read_folder(tmp_path, {}))
+    assert read.settings == ours.settings
+    text = "a b <eos> 0"
+    assert read.encode(text, add_special=True, parse_special=True) == ours.encode(
+        text, add_special=True, parse_special=True
+    )
 
 
 def test_static_subgraphs_from_the_command_line(tmp_path, command):
