@@ -15,6 +15,7 @@ from chunkrt.onnx_import.names import name_nodes
 from chunkrt.onnx_import.passes.activations import raise_activations
 from chunkrt.onnx_import.passes.attention import raise_attention
 from chunkrt.onnx_import.passes.columns import raise_columns
+from chunkrt.onnx_import.passes.convolution import raise_convolutions
 from chunkrt.onnx_import.passes.elementwise import raise_constants
 from chunkrt.onnx_import.passes.embedding import raise_embedding
 from chunkrt.onnx_import.passes.feed_forward import merge_gates
@@ -38,6 +39,7 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
     raise_columns,
     raise_head_norms,
     raise_attention,
+    raise_convolutions,
     merge_gates,
 )
 """In order; each requires no more than what those before it ensure."""
