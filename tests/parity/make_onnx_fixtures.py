@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import recurrent_fixtures
 from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, _write_checkpoint, random_weights
 
 FOLDER = Path(__file__).parents[1] / "data" / "onnx"
@@ -49,8 +50,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | INDEPENDENT_HEADS
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24},
 }
-GENAI_PRECISIONS = {"llama": ("fp32", "fp16", "int4"), "qwen2": ("fp32", "int4"), "qwen3": ("fp32", "int4")}
-GENAI_PRECISIONS |= {"phi3": ("fp32",), "gemma3": ("fp32",)}
+CONFIGS["lfm2"] = recurrent_fixtures.CONFIGS["lfm2"] | SIZES | {"num_hidden_layers": 3, "full_attn_idxs": [1]}
+# Without Gemma 3, whose rotary tables the builder of 0.18 does not find in Transformers 5's configuration.
+GENAI_PRECISIONS = {"llama": ("fp32", "fp16", "int4", "int4_qdq"), "qwen2": ("fp32", "int4")}
+GENAI_PRECISIONS |= {"qwen3": ("fp32", "int4"), "phi3": ("fp32",), "lfm2": ("fp32",)}
 
 
 def main() -> None:
@@ -65,32 +68,51 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = Path(folder) / "checkpoint"
-            _write_checkpoint(checkpoint, config, random_weights(config, np.random.default_rng(seed)))
+            weights = recurrent_fixtures.random_weights if family == "lfm2" else random_weights
+            _write_checkpoint(checkpoint, config, weights(config, np.random.default_rng(seed)))
             _write_tokenizer(checkpoint)
             make(family, checkpoint, Path(folder))
 
 
 def make_genai(family: str, checkpoint: Path, scratch: Path) -> None:
     """Export `checkpoint` by `onnxruntime_genai.models.builder` at every precision chosen for the family."""
-    for precision in GENAI_PRECISIONS[family]:
+    for name in GENAI_PRECISIONS.get(family, ()):
+        precision = name.removesuffix("_qdq")
         # The command line takes fp16 for GPUs alone; the model runs on the CPU all the same.
         provider = "cuda" if precision == "fp16" else "cpu"
         options = ["int4_block_size=32", "int4_accuracy_level=1", "int4_algo_config=default"]
+        options += ["use_qdq=true"] if name != precision else []
         command = ["-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-p", precision, "-e", provider]
-        target = scratch / precision
+        target = scratch / name
         extra = ["--extra_options", *options] if precision == "int4" else []
         subprocess.run(
             [sys.executable, *command, "-o", str(target), "-c", str(scratch / "cache"), *extra], check=True
         )
-        _keep(target, f"genai_{family}_{precision}")
+        _keep(target, f"genai_{family}_{name}")
 
 
 def make_optimum(family: str, checkpoint: Path, scratch: Path) -> None:
-    """Export `checkpoint` by `optimum-cli export onnx`."""
+    """Export `checkpoint` by `optimum-cli export onnx`, and quantise a llama's linears by ONNX Runtime."""
+    if family == "lfm2":  # Optimum has no export of it
+        return
     target = scratch / "optimum"
     command = ["-m", "optimum.commands.optimum_cli", "export", "onnx", "--model", str(checkpoint)]
     subprocess.run([sys.executable, *command, "--task", "text-generation-with-past", str(target)], check=True)
     _keep(target, f"optimum_{family}_fp32")
+    if family == "llama":
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        for weight in (QuantType.QInt8, QuantType.QUInt8):
+            quantised = scratch / weight.name
+            shutil.copytree(target, quantised)
+            quantize_dynamic(
+                target / "model.onnx",
+                quantised / "model.onnx",
+                op_types_to_quantize=["MatMul"],
+                per_channel=weight is QuantType.QInt8,
+                weight_type=weight,
+            )
+            _keep(quantised, f"optimum_{family}_{'int8' if weight is QuantType.QInt8 else 'uint8'}")
 
 
 def _keep(exported: Path, name: str) -> None:
