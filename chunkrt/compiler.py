@@ -24,6 +24,7 @@ from chunkrt.graph.placement import Placement, place
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
+from chunkrt.onnx_import import import_decoder, is_onnx, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.figures import linears_by_weight_bits
 from chunkrt.quant.folding import Folding
@@ -84,6 +85,18 @@ class Planned:
         return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
 
+def open_decoder(checkpoint: Path) -> tuple[TensorSource, Module]:
+    """A checkpoint and its module tree: built by its family, or imported from ONNX.
+
+    Raises:
+        ModelError: the checkpoint is damaged, incomplete or unsupported.
+    """
+    if is_onnx(checkpoint):
+        return import_decoder(checkpoint)
+    source = open_checkpoint(checkpoint)
+    return source, build_decoder(source)
+
+
 def plan_checkpoint(checkpoint: Path, placement: Placement, scheme: Scheme | None = None) -> Planned:
     """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
 
@@ -94,8 +107,7 @@ def plan_checkpoint(checkpoint: Path, placement: Placement, scheme: Scheme | Non
         ModelError: the checkpoint is damaged, incomplete or unsupported.
         ConfigError: the placement names no module.
     """
-    source = open_checkpoint(checkpoint)
-    decoder = build_decoder(source)
+    source, decoder = open_decoder(checkpoint)
     place(decoder, placement)
     graph = trace(decoder)
     if scheme is not None:
@@ -127,6 +139,9 @@ def compile_checkpoint(
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
             left behind.
     """
+    if is_onnx(checkpoint):
+        imported = plan_checkpoint(checkpoint, {})
+        verify(checkpoint, imported.plan, imported.load)
     scheme, ranges = recipe.scheme, None
     if scheme.is_static:
         scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)

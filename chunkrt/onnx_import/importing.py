@@ -1,0 +1,93 @@
+"""From an ONNX file to a decoder that chunkrt compiles: the passes, and their order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from chunkrt.errors import ModelError
+from chunkrt.graph.modules import Module
+from chunkrt.onnx_import.draft import Draft
+from chunkrt.onnx_import.evaluation import Evaluator
+from chunkrt.onnx_import.module_tree import ImportedDecoder
+from chunkrt.onnx_import.names import name_nodes
+from chunkrt.onnx_import.passes.activations import raise_activations
+from chunkrt.onnx_import.passes.attention import raise_attention
+from chunkrt.onnx_import.passes.columns import raise_columns
+from chunkrt.onnx_import.passes.elementwise import raise_constants
+from chunkrt.onnx_import.passes.embedding import raise_embedding
+from chunkrt.onnx_import.passes.feed_forward import merge_gates
+from chunkrt.onnx_import.passes.head import pick_rows
+from chunkrt.onnx_import.passes.identities import drop_identities
+from chunkrt.onnx_import.passes.linears import raise_linears
+from chunkrt.onnx_import.passes.norms import raise_head_norms, raise_norms
+from chunkrt.onnx_import.passes.pruning import prune
+from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
+from chunkrt.onnx_import.settings import GENAI, read_settings
+from chunkrt.onnx_import.signature import find_signature
+from chunkrt.onnx_import.source import OnnxSource
+
+PASSES: tuple[Callable[[Draft], None], ...] = (
+    drop_identities,
+    raise_linears,
+    raise_constants,
+    raise_embedding,
+    raise_activations,
+    raise_norms,
+    raise_columns,
+    raise_head_norms,
+    raise_attention,
+    merge_gates,
+)
+"""In order; each requires no more than what those before it ensure."""
+
+log = logging.getLogger(__name__)
+
+
+def is_onnx(path: Path) -> bool:
+    """Whether a path looks like an ONNX decoder: an .onnx file, or a folder with one and no other weights."""
+    if not path.is_dir():
+        return path.suffix == ".onnx"
+    has_onnx = (path / GENAI).exists() or any(path.glob("*.onnx"))
+    return has_onnx and not any(path.glob("*.safetensors"))
+
+
+def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
+    """Read an ONNX decoder.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Returns:
+        Its weights, and its module tree.
+
+    Raises:
+        ModelError: it is damaged or inconsistent.
+        UnsupportedModelError: it has an operator, or a use of one, that is not understood; the message names it.
+    """
+    file = find_model(path)
+    proto = read_proto(file)
+    model = to_graph(proto, file)
+    signature = find_signature(model, file.name)
+    family, config = read_settings(file.parent)
+    draft = Draft(
+        where=file.name,
+        model=model,
+        signature=signature,
+        evaluator=Evaluator(proto, file.parent, signature),
+        source=OnnxSource(file, family, config),
+        logits_index=[value.name for value in model.graph.outputs].index(signature.logits),
+    )
+    for one_pass in PASSES:
+        one_pass(draft)
+    prune(draft)
+    logit_rows = pick_rows(draft)
+    if unread := draft.signature.states.keys() - _read_states(draft):
+        raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")
+    log.info("%s is an export of %s with %d states", file, signature.exporter, len(signature.states))
+    return draft.source, ImportedDecoder(draft, name_nodes(draft), logit_rows)
+
+
+def _read_states(draft: Draft) -> set[str]:
+    return {v.name or "" for node in draft.graph for v in node.inputs if v is not None}
