@@ -1,5 +1,5 @@
 """Decoders whose exporter knew no operator for attention, norms or quantised products, and wrote them out."""
 
-from chunkrt.onnx_import.decomposed.composing import compose
+from chunkrt.onnx_import.decomposed.composing import compose, is_written_out
 
-__all__ = ["compose"]
+__all__ = ["compose", "is_written_out"]

@@ -25,6 +25,11 @@ from chunkrt.onnx_import.signature import Signature
 CONTRIB = "com.microsoft"
 
 
+def is_written_out(proto: onnx.ModelProto) -> bool:
+    """Whether a decoder has attention of small operators."""
+    return any(node.op_type == "Softmax" for node in proto.graph.node)
+
+
 def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: int) -> onnx.ModelProto:
     """The same decoder, with what was written out as single operators.
 
