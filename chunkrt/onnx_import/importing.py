@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from chunkrt.errors import ModelError
 from chunkrt.graph.modules import Module
+from chunkrt.onnx_import.decomposed import compose, is_written_out
 from chunkrt.onnx_import.draft import Draft
 from chunkrt.onnx_import.evaluation import Evaluator
 from chunkrt.onnx_import.module_tree import ImportedDecoder
@@ -44,6 +46,9 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
 )
 """In order; each requires no more than what those before it ensure."""
 
+UNKNOWN_CONTEXT, LONGEST_CONTEXT = 4096, 2**20
+"""Positions: where no file says how many there are, and those that a file may ask for."""
+
 log = logging.getLogger(__name__)
 
 
@@ -73,6 +78,9 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     family, config = read_settings(file.parent)
+    if is_written_out(proto):
+        proto = compose(proto, file, signature, _context_length(config))
+        model = to_graph(proto, file)
     draft = Draft(
         where=file.name,
         model=model,
@@ -89,6 +97,14 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
         raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")
     log.info("%s is an export of %s with %d states", file, signature.exporter, len(signature.states))
     return draft.source, ImportedDecoder(draft, name_nodes(draft), logit_rows)
+
+
+def _context_length(config: Mapping[str, Any]) -> int:
+    """Positions that tables are made for, of a decoder that works them out as it runs."""
+    found = config.get("max_position_embeddings", UNKNOWN_CONTEXT)
+    if not isinstance(found, int) or not 0 < found <= LONGEST_CONTEXT:
+        raise ModelError(f"max_position_embeddings is {found!r:.40}, expected 1 to {LONGEST_CONTEXT}")
+    return found
 
 
 def _read_states(draft: Draft) -> set[str]:

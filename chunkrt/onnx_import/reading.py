@@ -47,7 +47,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
         _check_tensor(tensor, path)
     if proto.graph.sparse_initializer:
         raise UnsupportedModelError(f"{path} has sparse initializers, which are not supported")
-    _sort(proto.graph, path)
+    sort_nodes(proto.graph, path)
     return proto
 
 
@@ -133,7 +133,7 @@ def _is_cached(beside: Path, path: Path) -> bool:
     return path.is_symlink() and beside.is_symlink() and path.resolve().parent == beside.resolve().parent
 
 
-def _sort(graph: onnx.GraphProto, path: Path) -> None:
+def sort_nodes(graph: onnx.GraphProto, path: Path) -> None:
     """Put the nodes in an order in which they can run; exporters' own order is kept where it is one."""
     nodes = list(graph.node)
     made: set[str] = set()
