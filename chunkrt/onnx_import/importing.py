@@ -23,6 +23,7 @@ from chunkrt.onnx_import.passes.embedding import raise_embedding
 from chunkrt.onnx_import.passes.feed_forward import merge_gates
 from chunkrt.onnx_import.passes.head import pick_rows
 from chunkrt.onnx_import.passes.identities import drop_identities
+from chunkrt.onnx_import.passes.integer_linears import raise_integer_linears
 from chunkrt.onnx_import.passes.linears import raise_linears
 from chunkrt.onnx_import.passes.norms import raise_head_norms, raise_norms
 from chunkrt.onnx_import.passes.pruning import prune
@@ -32,6 +33,7 @@ from chunkrt.onnx_import.signature import find_signature
 from chunkrt.onnx_import.source import OnnxSource
 
 PASSES: tuple[Callable[[Draft], None], ...] = (
+    raise_integer_linears,
     drop_identities,
     raise_linears,
     raise_constants,

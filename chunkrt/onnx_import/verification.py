@@ -15,6 +15,7 @@ from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.onnx_import.evaluation import open_session
+from chunkrt.onnx_import.exact import without_rounding
 from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
 from chunkrt.onnx_import.signature import Probe, feeds, find_signature
 from chunkrt.quant.scheme import SCHEMES
@@ -66,8 +67,7 @@ def verify(path: Path, plan: Plan, load: Load) -> float:
 def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[NDArray[np.float32], bool]:
     """The original's logits [T, V] of a prompt, and whether it computes in float16.
 
-    MatMulNBits is asked to compute in float32: some exports let it round activations to int8, which chunkrt's scheme
-    decides here.
+    Activations are not rounded to integers on the way, even where the original does: see `exact.py`.
 
     Args:
         plan: of the import; its states, in the same order, have the widths that the original may leave open.
@@ -78,15 +78,11 @@ def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[
     proto = read_proto(file)
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
-    for node in proto.graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
-                attribute.i = 1
     widths = {name: int(tensor.shape[-1]) for name, tensor in zip(signature.states, plan.state_tensors, strict=True)}
     inputs = feeds(signature, {v.name or "": v for v in model.graph.inputs}, Probe(0, len(tokens)), widths)
     inputs[signature.tokens] = tokens[None].astype(inputs[signature.tokens].dtype)
     try:
-        session = open_session(proto.SerializeToString(), file.parent)
+        session = open_session(without_rounding(proto).SerializeToString(), file.parent)
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
         raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {str(error)[:300]}") from error
