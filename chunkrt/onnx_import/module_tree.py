@@ -193,9 +193,7 @@ OPERATORS: dict[tuple[str, str], Callable[[ir.Node, Operands, Names], Sequence[i
     ("", "Tanh"): lambda node, x, names: [ops.tanh(*x, name=names[0])],
     ("", "Gelu"): lambda node, x, names: [ops.gelu_tanh(*x, name=names[0])],
     ("", "Split"): lambda node, x, names: ops.split_columns(*x, names=names),
-    ("", "RMSNormalization"): lambda node, x, names: [
-        ops.rms_normalization(*x, epsilon=_epsilon(node), name=names[0])
-    ],
+    ("", "RMSNormalization"): lambda node, x, names: [ops.rms_normalization(*x, epsilon=_epsilon(node), name=names[0])],
     (DOMAIN, "HeadNorm"): lambda node, x, names: [ops.head_norm(*x, epsilon=_epsilon(node), name=names[0])],
     (DOMAIN, "CachedAttention"): _attention,
     (DOMAIN, "LinearAttention"): _linear_attention,
