@@ -9,7 +9,7 @@ from typing import Any
 
 from chunkrt.errors import ModelError
 from chunkrt.graph.modules import Module
-from chunkrt.onnx_import.decomposed import compose, is_written_out
+from chunkrt.onnx_import.decomposed import compose, is_quantised, is_written_out, without_quantised_activations
 from chunkrt.onnx_import.draft import Draft
 from chunkrt.onnx_import.evaluation import Evaluator
 from chunkrt.onnx_import.module_tree import ImportedDecoder
@@ -76,9 +76,11 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     family, config = read_settings(file.parent)
+    if is_quantised(proto):
+        proto = without_quantised_activations(proto, file)
     if is_written_out(proto):
         proto = compose(proto, file, signature, _context_length(config))
-        model = to_graph(proto, file)
+    model = to_graph(proto, file)
     draft = Draft(
         where=file.name,
         model=model,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, resolve
+from chunkrt.onnx_import.decomposed import is_quantised, without_quantised_activations
 from chunkrt.onnx_import.evaluation import open_session
 from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
 from chunkrt.onnx_import.signature import Probe, feeds, find_signature
@@ -66,8 +67,8 @@ def verify(path: Path, plan: Plan, load: Load) -> float:
 def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[NDArray[np.float32], bool]:
     """The original's logits [T, V] of a prompt, and whether it computes in float16.
 
-    MatMulNBits is asked to compute in float32: some exports let it round activations to int8, which chunkrt's scheme
-    decides here.
+    Activations are floats: MatMulNBits is asked to compute in float32, and quantised ones are left as they were, for
+    chunkrt's scheme decides that here.
 
     Args:
         plan: of the import; its states, in the same order, have the widths that the original may leave open.
@@ -76,6 +77,8 @@ def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[
         ModelError: ONNX Runtime cannot run it.
     """
     proto = read_proto(file)
+    if is_quantised(proto):
+        proto = without_quantised_activations(proto, file)
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     for node in proto.graph.node:
