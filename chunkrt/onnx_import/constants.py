@@ -44,10 +44,9 @@ def stored(draft: Draft, value: ir.Value) -> StoredTensor:
     Requires: `is_constant`. What lies between the file and the value may be a change of type, a transposition or a
     dequantisation; other arithmetic is done by ONNX Runtime.
     """
-    tensor = raw(value)
-    if tensor is not None:
-        return FloatTensor(tensor)
     node = value.producer()
+    if (node is None or node.op_type == "Constant") and (tensor := raw(value)) is not None:
+        return FloatTensor(tensor)
     assert node is not None, value.name
     read = node.inputs[0] if node.inputs else None
     if node.domain == "" and read is not None:
@@ -60,7 +59,7 @@ def stored(draft: Draft, value: ir.Value) -> StoredTensor:
                 is_same = perm is not None and tuple(perm.value) == (0, 1)
                 return under if is_same else transposed(under)
     if node.op_type == "DequantizeLinear" and node.domain in ("", "com.microsoft"):
-        operands = [raw(operand) for operand in node.inputs if operand is not None]
+        operands = [operand.const_value for operand in node.inputs if operand is not None]
         if len(operands) >= 2 and operands[0] is not None and operands[1] is not None:
             return dequantised_tensor(
                 operands[0],
@@ -74,10 +73,12 @@ def stored(draft: Draft, value: ir.Value) -> StoredTensor:
 
 
 def raw(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of an initializer or of a Constant node."""
+    """The tensor of an initializer or of a Constant node, whatever it is reshaped to."""
     if value.const_value is not None:
         return value.const_value
     node = value.producer()
+    if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        return raw(node.inputs[0])
     if node is not None and node.op_type == "Constant" and "value" in node.attributes:
         return node.attributes["value"].as_tensor()
     return None

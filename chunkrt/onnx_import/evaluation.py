@@ -131,6 +131,6 @@ def open_session(model: bytes, folder: Path) -> Any:
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.add_session_config_entry("session.disable_quant_qdq", "1")  # which would quantise activations
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32, not int8, activations
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

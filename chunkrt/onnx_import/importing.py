@@ -9,7 +9,7 @@ from typing import Any
 
 from chunkrt.errors import ModelError
 from chunkrt.graph.modules import Module
-from chunkrt.onnx_import.decomposed import compose, is_quantised, is_written_out, without_quantised_activations
+from chunkrt.onnx_import.decomposed import compose, is_written_out
 from chunkrt.onnx_import.draft import Draft
 from chunkrt.onnx_import.evaluation import Evaluator
 from chunkrt.onnx_import.module_tree import ImportedDecoder
@@ -17,11 +17,13 @@ from chunkrt.onnx_import.names import name_nodes
 from chunkrt.onnx_import.passes.activations import raise_activations
 from chunkrt.onnx_import.passes.attention import raise_attention
 from chunkrt.onnx_import.passes.columns import raise_columns
+from chunkrt.onnx_import.passes.convolution import raise_convolutions
 from chunkrt.onnx_import.passes.elementwise import raise_constants
 from chunkrt.onnx_import.passes.embedding import raise_embedding
 from chunkrt.onnx_import.passes.feed_forward import merge_gates
 from chunkrt.onnx_import.passes.head import pick_rows
 from chunkrt.onnx_import.passes.identities import drop_identities
+from chunkrt.onnx_import.passes.integer_linears import raise_integer_linears
 from chunkrt.onnx_import.passes.linears import raise_linears
 from chunkrt.onnx_import.passes.norms import raise_head_norms, raise_norms
 from chunkrt.onnx_import.passes.pruning import prune
@@ -31,6 +33,7 @@ from chunkrt.onnx_import.signature import find_signature
 from chunkrt.onnx_import.source import OnnxSource
 
 PASSES: tuple[Callable[[Draft], None], ...] = (
+    raise_integer_linears,
     drop_identities,
     raise_linears,
     raise_constants,
@@ -40,6 +43,7 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
     raise_columns,
     raise_head_norms,
     raise_attention,
+    raise_convolutions,
     merge_gates,
 )
 """In order; each requires no more than what those before it ensure."""
@@ -76,8 +80,6 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     family, config = read_settings(file.parent)
-    if is_quantised(proto):
-        proto = without_quantised_activations(proto, file)
     if is_written_out(proto):
         proto = compose(proto, file, signature, _context_length(config))
     model = to_graph(proto, file)

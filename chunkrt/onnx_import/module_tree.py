@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,6 +22,15 @@ from chunkrt.onnx_import.widths import width
 
 ON_CPU = ("embed_tokens", "lm_head", "soft_cap", "qk_norm")
 """Modules that chunkrt's decoders put there unless they are placed."""
+
+
+WEIGHTS = {
+    ("Add", 1): ("", "bias"),
+    ("LinearAttention", 3): ("conv", "weight"),
+    ("LinearAttention", 4): ("conv", "bias"),
+}
+"""Where an operator's constants are kept, by its input: the module below its own, and the attribute. Others are the
+weight of its own."""
 
 
 class ImportedModule(Module):
@@ -80,8 +90,8 @@ class ImportedDecoder(ImportedModule):
             parameter = self._draft.weights[value].parameter(self._draft.source)
             if parameter.shape == (1,):
                 parameter = _spread(parameter, width(self._draft, node.inputs[0]) or 1)
-            name = "bias" if node.op_type == "Add" else "weight"
-            setattr(module, name, parameter)
+            path, name = WEIGHTS.get((node.op_type, index), ("", "weight"))
+            setattr(module.part(path), name, parameter)
             self._weights[node, index] = parameter
 
     def _add_tables(self, node: ir.Node) -> None:
@@ -109,9 +119,8 @@ class ImportedDecoder(ImportedModule):
             path, names = self._places[node]
             with self._scope(path):
                 operands = [
-                    self._weights[node, i].value() if (node, i) in self._weights else values[v]
+                    self._weights[node, i].value() if (node, i) in self._weights else values.get(v) if v else None
                     for i, v in enumerate(node.inputs)
-                    if v is not None and ((node, i) in self._weights or v in values)
                 ]
                 results = OPERATORS[node.domain, node.op_type](node, operands, names)
             values.update(zip(node.outputs, results, strict=False))
@@ -136,7 +145,9 @@ def _spread(parameter: Parameter, columns: int) -> Parameter:
     return Parameter(shape=(columns,), checkpoint_tensors=parameter.checkpoint_tensors, combine=combine)
 
 
-Operands = Sequence[ir.Value]
+Operands = Sequence[Any]
+"""Traced values; None where an input is absent, or is a state, which tracing makes anew."""
+
 Names = Sequence[str]
 
 
@@ -151,6 +162,19 @@ def _attention(node: ir.Node, operands: Operands, names: Names) -> list[ir.Value
         head_dim=int_attribute(node, "head_dim"),
         scale=float_attribute(node, "scale"),
         window=int_attribute(node, "window"),
+        name=names[0],
+    )
+    return [attended]
+
+
+def _linear_attention(node: ir.Node, operands: Operands, names: Names) -> list[ir.Value]:
+    attended = ops.linear_attention(
+        *operands[:5],
+        attn_type=str(node.attributes["attn_type"].value),
+        num_k_heads=int_attribute(node, "num_k_heads"),
+        num_v_heads=int_attribute(node, "num_v_heads"),
+        head_k_dim=int_attribute(node, "head_k_dim"),
+        head_v_dim=int_attribute(node, "head_v_dim"),
         name=names[0],
     )
     return [attended]
@@ -174,5 +198,6 @@ OPERATORS: dict[tuple[str, str], Callable[[ir.Node, Operands, Names], Sequence[i
     ],
     (DOMAIN, "HeadNorm"): lambda node, x, names: [ops.head_norm(*x, epsilon=_epsilon(node), name=names[0])],
     (DOMAIN, "CachedAttention"): _attention,
+    (DOMAIN, "LinearAttention"): _linear_attention,
 }
 """The vocabulary, and how each of it is traced."""

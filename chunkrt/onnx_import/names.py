@@ -20,6 +20,20 @@ MIXERS = ("CachedAttention", "LinearAttention")
 ACTIVATIONS = {"Sigmoid": "silu_sigmoid", "Gelu": "gelu", "Tanh": "tanh", "Softplus": "softplus"}
 
 
+class Words(NamedTuple):
+    """What a layer's parts are called in a family of models."""
+
+    before_mixer: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    residual: str = "attention_residual"
+    last_norm: str = "norm"
+
+
+LFM2 = Words("operator_norm", "ffn_norm", "feed_forward", "operator_residual", "embedding_norm")
+"""Of decoders that have short convolutions among their layers."""
+
+
 class Place(NamedTuple):
     """A node's module, and the names of its outputs in it."""
 
@@ -29,9 +43,9 @@ class Place(NamedTuple):
 
 def name_nodes(draft: Draft) -> dict[ir.Node, Place]:
     """A place for every node. Requires: a pruned graph of the vocabulary. Ensures: no two outputs share a name."""
-    namer = _Namer(draft)
     nodes = list(draft.graph)
     mixers = [node for node in nodes if node.domain == DOMAIN and node.op_type in MIXERS]
+    namer = _Namer(draft, LFM2 if any(mixer.op_type == "LinearAttention" for mixer in mixers) else Words())
     for layer, mixer in enumerate(mixers):
         namer.name_mixer(mixer, f"model.layers.{layer}")
     layer = -1
@@ -43,25 +57,27 @@ def name_nodes(draft: Draft) -> dict[ir.Node, Place]:
 
 
 class _Namer:
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, words: Words) -> None:
+        self._words = words
         self.places: dict[ir.Node, Place] = {}
         self._weights = draft.weights
         self._has_rows = False  # whether the rows whose logits are wanted have been picked
 
     def name_mixer(self, mixer: ir.Node, layer: str) -> None:
         """A layer's mixer with the linears before and after it."""
-        path = f"{layer}.self_attn"
-        self.places[mixer] = Place(path, ["attention", "present_key", "present_value"])
+        is_attention = mixer.op_type == "CachedAttention"
+        path = f"{layer}.{'self_attn' if is_attention else 'conv'}"
+        self.places[mixer] = Place(path, ["attention" if is_attention else "linear_attention"])
         read = mixer.inputs[0]
         if norm := producer(read, "HeadNorm", DOMAIN):
             self.places[norm] = Place(f"{path}.qk_norm", ["output"])
             read = norm.inputs[0]
-        product = self._name_linear(read, f"{path}.qkv_proj")
+        product = self._name_linear(read, f"{path}.{'qkv_proj' if is_attention else 'in_proj'}")
         if product and (norm := producer(product.inputs[0], "RMSNormalization")):
-            self.places[norm] = Place(f"{layer}.input_layernorm", ["output"])
+            self.places[norm] = Place(f"{layer}.{self._words.before_mixer}", ["output"])
         for user, _ in mixer.outputs[0].uses():
             if user.op_type == "MatMul":
-                self._name_linear(self._sum(user.outputs[0]), f"{path}.o_proj")
+                self._name_linear(self._sum(user.outputs[0]), f"{path}.{'o_proj' if is_attention else 'out_proj'}")
 
     def name(self, node: ir.Node, layer: int) -> None:
         """A node that is not named yet; `layer` is that of the last mixer before it."""
@@ -79,17 +95,17 @@ class _Namer:
         elif node.op_type == "MatMul":
             result = self._sum(node.outputs[0])
             is_gate_up = any(user.op_type == "Split" for user, _ in result.uses())
-            self._name_linear(result, f"{inside}.mlp.{'gate_up_proj' if is_gate_up else 'down_proj'}")
+            self._name_linear(result, f"{inside}.{self._words.mlp}.{'gate_up_proj' if is_gate_up else 'down_proj'}")
         elif node.op_type == "Split":
-            self.places[node] = Place(f"{inside}.mlp", ["gate", "up"])
+            self.places[node] = Place(f"{inside}.{self._words.mlp}", ["gate", "up"])
         elif node.op_type == "Add" and node.inputs[1] not in self._weights:
-            is_first = not any(place == Place(inside, ["attention_residual"]) for place in self.places.values())
-            self.places[node] = Place(inside, ["attention_residual" if is_first else "output"])
+            residual = Place(inside, [self._words.residual])
+            self.places[node] = Place(inside, ["output"]) if residual in self.places.values() else residual
         elif node.op_type == "Mul" and node.inputs[1] not in self._weights:
             is_silu = producer(node.inputs[1], "Sigmoid") is not None
-            self.places[node] = Place(f"{inside}.mlp", ["silu" if is_silu else "gated"])
+            self.places[node] = Place(f"{inside}.{self._words.mlp}", ["silu" if is_silu else "gated"])
         else:
-            self.places[node] = Place(f"{inside}.mlp", [ACTIVATIONS.get(node.op_type, node.op_type.lower())])
+            self.places[node] = Place(f"{inside}.{self._words.mlp}", [ACTIVATIONS.get(node.op_type, node.op_type.lower())])
 
     def _name_head(self, node: ir.Node) -> None:
         if node.op_type == "MatMul":
@@ -108,15 +124,15 @@ class _Namer:
         maker = read.producer() if read is not None else None
         place = self.places.get(maker) if maker is not None else None
         if place is None or layer == "model":
-            return f"{layer}.norm"
-        if place.path.endswith(".o_proj"):
+            return f"model.{self._words.last_norm}"
+        if place.path.endswith((".o_proj", ".out_proj")):
             return f"{layer}.post_attention_layernorm"
         if place.path.endswith(".down_proj"):
             return f"{layer}.post_feedforward_layernorm"
-        if place == Place(layer, ["attention_residual"]):
+        if place == Place(layer, [self._words.residual]):
             has_post = any(found.path == f"{layer}.post_attention_layernorm" for found in self.places.values())
-            return f"{layer}.{'pre_feedforward' if has_post else 'post_attention'}_layernorm"
-        return "model.norm"
+            return f"{layer}.{'pre_feedforward_layernorm' if has_post else self._words.before_mlp}"
+        return f"model.{self._words.last_norm}"
 
     def _sum(self, product: ir.Value) -> ir.Value:
         """A product with its bias, if it has one."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, resolve
-from chunkrt.onnx_import.decomposed import is_quantised, without_quantised_activations
 from chunkrt.onnx_import.evaluation import open_session
+from chunkrt.onnx_import.exact import without_rounding
 from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
 from chunkrt.onnx_import.signature import Probe, feeds, find_signature
 from chunkrt.quant.scheme import SCHEMES
@@ -67,8 +67,7 @@ def verify(path: Path, plan: Plan, load: Load) -> float:
 def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[NDArray[np.float32], bool]:
     """The original's logits [T, V] of a prompt, and whether it computes in float16.
 
-    Activations are floats: MatMulNBits is asked to compute in float32, and quantised ones are left as they were, for
-    chunkrt's scheme decides that here.
+    Activations are not rounded to integers on the way, even where the original does: see `exact.py`.
 
     Args:
         plan: of the import; its states, in the same order, have the widths that the original may leave open.
@@ -77,19 +76,13 @@ def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[
         ModelError: ONNX Runtime cannot run it.
     """
     proto = read_proto(file)
-    if is_quantised(proto):
-        proto = without_quantised_activations(proto, file)
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
-    for node in proto.graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
-                attribute.i = 1
     widths = {name: int(tensor.shape[-1]) for name, tensor in zip(signature.states, plan.state_tensors, strict=True)}
     inputs = feeds(signature, {v.name or "": v for v in model.graph.inputs}, Probe(0, len(tokens)), widths)
     inputs[signature.tokens] = tokens[None].astype(inputs[signature.tokens].dtype)
     try:
-        session = open_session(proto.SerializeToString(), file.parent)
+        session = open_session(without_rounding(proto).SerializeToString(), file.parent)
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
         raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {str(error)[:300]}") from error

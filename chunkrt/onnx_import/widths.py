@@ -30,6 +30,8 @@ def width(draft: Draft, value: ir.Value | None) -> int | None:
             return int(node.attributes["stop"].value) - int(node.attributes["start"].value)
         if kind == (DOMAIN, "CachedAttention"):
             return int(node.attributes["num_heads"].value) * int(node.attributes["head_dim"].value)
+        if kind == (DOMAIN, "LinearAttention"):
+            return int(node.attributes["num_v_heads"].value) * int(node.attributes["head_v_dim"].value)
         if kind not in SAME:
             return None
         value = node.inputs[0]

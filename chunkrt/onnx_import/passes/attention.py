@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from chunkrt.onnx_import.draft import (
@@ -32,7 +33,7 @@ class Attention:
     """What an attention node says, whatever its form.
 
     query, key, value: rows before RoPE; key and value are None where the query holds all three. window: keys that a row
-    sees, its own among them; 0 for all before it.
+    sees, its own among them; 0 for all before it. scale: of the scores; 0 for head_dim^-1/2.
     """
 
     query: ir.Value
@@ -83,10 +84,16 @@ def put(draft: Draft, node: ir.Node, attention: Attention) -> None:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        scale=attention.scale or head_dim**-0.5,
+        scale=_scale(attention.scale, head_dim),
         window=attention.window,
     )
     draft.replace(node.outputs[0], output)
+
+
+def _scale(stated: float, head_dim: int) -> float:
+    """What scores are multiplied by: the number that a float32 stands for, head_dim^-1/2 if that is it."""
+    usual: float = head_dim**-0.5
+    return usual if not stated or np.float32(stated) == np.float32(usual) else float(f"{stated:.7g}")
 
 
 def _joined(draft: Draft, node: ir.Node, attention: Attention) -> ir.Value:
@@ -153,14 +160,9 @@ def _group_query(draft: Draft, node: ir.Node) -> Attention:
         tables=tables,
         num_heads=int_attribute(node, "num_heads"),
         num_kv_heads=int_attribute(node, "kv_num_heads"),
-        scale=scale_of(node),
+        scale=float_attribute(node, "scale"),
         window=max(window, 0),
     )
-
-
-def scale_of(node: ir.Node) -> float:
-    """What scores are multiplied by; 0 for head_dim^-1/2. A float32 stands for the number that rounds to it."""
-    return float_attribute(node, "scale")
 
 
 def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables | None) -> Tables | None:

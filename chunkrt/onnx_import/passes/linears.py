@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from chunkrt.onnx_import.constants import is_constant, raw, row, stored
@@ -41,28 +43,31 @@ def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, is_transposed: 
 
 
 def _n_bits(draft: Draft, node: ir.Node) -> str:
-    packed, scales, zeros = (input_of(node, index) for index in (1, 2, 3))
-    bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size")
     depth, columns = int_attribute(node, "K"), int_attribute(node, "N")
     if input_of(node, 4) is not None:
         raise draft.unsupported(node, "its weights are grouped by g_idx; export it without an order of activations")
-    if bits not in N_BITS or block_size not in BLOCK_SIZES or depth < 1 or columns < 1:
+    return packed_matrix(draft, node, [input_of(node, index) for index in (1, 2, 3)], (columns, depth))
+
+
+def packed_matrix(draft: Draft, node: ir.Node, operands: Sequence[ir.Value | None], shape: tuple[int, int]) -> str:
+    """A matrix [N, K] of 2, 4 or 8 bits in the source: operands are its integers, scales and zero points.
+
+    Raises:
+        UnsupportedModelError: it has other bits or blocks, or is not constant.
+        ModelError: the sizes do not go together.
+    """
+    bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size")
+    if bits not in N_BITS or block_size not in BLOCK_SIZES or min(shape) < 1:
         raise draft.unsupported(
             node, f"it has {bits} bits in blocks of {block_size}; supported are {N_BITS} bits in blocks of {BLOCK_SIZES}"
         )
-    tensors = [None if value is None else raw(value) for value in (packed, scales, zeros)]
-    if packed is None or tensors[0] is None or tensors[1] is None or (zeros is not None and tensors[2] is None):
+    packed, scales, zeros = (None if value is None else raw(value) for value in operands)
+    name = operands[0].name if operands[0] is not None else None
+    if packed is None or scales is None or (operands[2] is not None and zeros is None):
         raise draft.unsupported(node, "its weights are not initializers")
-    tensor = n_bits_tensor(
-        tensors[0],
-        tensors[1],
-        tensors[2],
-        shape=(columns, depth),
-        bits=bits,
-        block_size=block_size,
-        where=f"{draft.where}: node {node.name!r}",
-    )
-    return draft.keep(packed.name or "", tensor)
+    where = f"{draft.where}: node {node.name!r}"
+    tensor = n_bits_tensor(packed, scales, zeros, shape=shape, bits=bits, block_size=block_size, where=where)
+    return draft.keep(name or "", tensor)
 
 
 def _replace(draft: Draft, node: ir.Node, matrix: str, bias: ir.Value | None) -> None:
