@@ -82,7 +82,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     family, config = read_settings(file.parent)
     if is_written_out(proto):
         proto = compose(proto, file, signature, _context_length(config))
-        model = to_graph(proto, file)
+    model = to_graph(proto, file)
     draft = Draft(
         where=file.name,
         model=model,

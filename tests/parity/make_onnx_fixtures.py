@@ -121,13 +121,14 @@ def _keep(exported: Path, name: str) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """A vocabulary of the special tokens and ASCII's printable characters, one token each."""
-    from tokenizers import Tokenizer, decoders, models
+    """A byte-level vocabulary of the special tokens and ASCII's printable characters, one token each."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [*SPECIAL_TOKENS, *(chr(code) for code in range(32, 127)), "\n"]
+    tokens = [*SPECIAL_TOKENS, *(chr(code) for code in range(33, 127)), "\u0120", "\u010a"]  # the space and newline
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>"))
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)

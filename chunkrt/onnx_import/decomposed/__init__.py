@@ -1,4 +1,4 @@
-"""Decoders whose exporter knew no operator for attention, norms or quantised products, and wrote them out."""
+"""Decoders whose exporter knew no operator for attention, norms or GELU, and wrote them out."""
 
 from chunkrt.onnx_import.decomposed.composing import compose, is_written_out
 

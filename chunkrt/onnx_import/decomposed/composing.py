@@ -18,8 +18,8 @@ from chunkrt.onnx_import.decomposed.attention import Attention, AttentionFinder
 from chunkrt.onnx_import.decomposed.norms import Norm, find_norms
 from chunkrt.onnx_import.decomposed.rotary import Tables
 from chunkrt.onnx_import.evaluation import Evaluator
-from chunkrt.onnx_import.reading import sort_nodes
 from chunkrt.onnx_import.regions import Regions
+from chunkrt.onnx_import.rewriting import replaced
 from chunkrt.onnx_import.signature import Signature
 
 CONTRIB = "com.microsoft"
@@ -104,27 +104,11 @@ class _Writer:
         self._initializers |= {name: numpy_helper.from_array(value, name) for name, value in values.items()}
 
     def replaced(self, proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-        """The model with these nodes, without those whose place they take and all that nobody reads any more."""
-        made = {*self._initializers, *(name for node in self._nodes for name in node.output)}
-        nodes = [*(node for node in proto.graph.node if not made.intersection(node.output)), *self._nodes]
-        writers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-        pending, needed, read = [v.name for v in proto.graph.output], set[int](), set[str]()
-        while pending:
-            name = pending.pop()
-            read.add(name)
-            if name in writers and writers[name] not in needed:
-                needed.add(writers[name])
-                pending += [n for n in nodes[writers[name]].input if n]
-        composed = onnx.ModelProto()
-        composed.CopyFrom(proto)
-        del composed.graph.node[:], composed.graph.value_info[:], composed.graph.initializer[:]
-        composed.graph.node.extend(nodes[index] for index in sorted(needed))
-        initializers = [*proto.graph.initializer, *self._initializers.values()]
-        composed.graph.initializer.extend(tensor for tensor in initializers if tensor.name in read)
-        if not any(opset.domain == CONTRIB for opset in composed.opset_import):
-            composed.opset_import.append(helper.make_opsetid(CONTRIB, 1))
-        sort_nodes(composed.graph, path)
-        return composed
+        """The model with these nodes."""
+        result = replaced(proto, self._nodes, list(self._initializers.values()), path)
+        if not any(opset.domain == CONTRIB for opset in result.opset_import):
+            result.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+        return result
 
     def _normalised(self, rows: str, norm: Norm | None, columns: int, head_dim: int) -> str:
         if norm is None:
