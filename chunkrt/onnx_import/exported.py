@@ -37,6 +37,21 @@ def has_plan(model: ir.Model) -> bool:
     return PLAN_KEY in model.metadata_props
 
 
+def export_settings(model: ir.Model) -> Mapping[str, Any]:
+    """What a model was exported as; empty if another tool wrote it. A fixed window has its numbers.
+
+    Raises:
+        ModelError: it says nothing sensible.
+    """
+    try:
+        settings = json.loads(model.metadata_props.get(SETTINGS_KEY, "{}"))
+        if settings.get("form") == "window" and not all(0 < int(settings[key]) for key in ("sequence", "context")):
+            raise ValueError(f"sequence and context are {settings['sequence']} and {settings['context']}")
+        return dict(settings)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(f"its metadata {SETTINGS_KEY!r} is damaged ({error}); export the model again") from error
+
+
 def replay_plan(draft: Draft) -> ReplayedDecoder:
     """The decoder of an exported plan.
 
@@ -88,10 +103,13 @@ def _decoder(draft: Draft, plan: Plan) -> ReplayedDecoder:
 
 def _step(node: Node, path: str, plan: Plan) -> Step:
     names = [name.removeprefix(f"{path}.") if path else name for name in node.outputs]
-    attributes = dict(node.attributes)
-    if node.op in ATTENTION_OPS and plan.long_context_from is not None and node.inputs[2] != node.inputs[1]:
-        attributes["long_context_from"] = plan.long_context_from
-    return Step((node.domain, node.op), attributes, [n or None for n in node.inputs], node.outputs, path, names)
+    attributes, inputs = dict(node.attributes), [name or None for name in node.inputs]
+    if node.op in ATTENTION_OPS:
+        qkv, position, rope_position, cos, sin, *_ = inputs
+        if plan.long_context_from is not None and rope_position != position:
+            attributes["long_context_from"] = plan.long_context_from
+        inputs = [qkv, cos, sin]
+    return Step((node.domain, node.op), attributes, inputs, node.outputs, path, names)
 
 
 def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool) -> Parameter:
