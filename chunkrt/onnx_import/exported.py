@@ -1,6 +1,6 @@
 """Decoders that `chunkrt export` wrote: the plan is in the file's metadata, and the weights have the plan's names.
 
-A fixed window has caches that move and masks that it is fed, and no decoder of any length can be read off it. So the plan
+A fixed window has caches that move and masks that it is fed; no decoder of any length can be read off it. So the plan
 is taken as it says, and checked: it must come out again from the decoder that is made of it, and `verification.py`
 compares that with the file's own graph.
 """
@@ -45,7 +45,7 @@ def export_settings(model: ir.Model) -> Mapping[str, Any]:
     """
     try:
         settings = json.loads(model.metadata_props.get(SETTINGS_KEY, "{}"))
-        if settings.get("form") == "window" and not all(0 < int(settings[key]) for key in ("sequence", "context")):
+        if settings.get("form") == "window" and not all(int(settings[key]) > 0 for key in ("sequence", "context")):
             raise ValueError(f"sequence and context are {settings['sequence']} and {settings['context']}")
         return dict(settings)
     except (ValueError, TypeError, AttributeError, KeyError) as error:

@@ -95,7 +95,8 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
         raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {str(error)[:300]}") from error
-    return logits.reshape(-1, logits.shape[-1]).astype(np.float32)
+    flat: NDArray[np.float32] = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
+    return flat
 
 
 def _has_halves(proto: onnx.ModelProto) -> bool:
