@@ -71,8 +71,8 @@ class Weight:
 class Draft:
     """The graph, and what is known of it.
 
-    `logits_index`: which of its outputs they are. `weights`: what each constant that the vocabulary's nodes read is made
-    of.
+    `logits_index`: which of its outputs they are. `weights`: what each constant is made of that the vocabulary's nodes
+    read.
     """
 
     where: str

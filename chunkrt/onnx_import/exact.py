@@ -1,7 +1,7 @@
 """An original that rounds nothing as it runs: what an import is compared with.
 
-Some exports round activations to int8 before each product. chunkrt leaves that to its schemes, so the comparison is with
-the same graph and weights without it.
+Some exports round activations to int8 before each product. chunkrt leaves that to its schemes, so the comparison is
+with the same graph and weights without it.
 """
 
 from __future__ import annotations

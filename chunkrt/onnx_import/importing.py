@@ -12,7 +12,8 @@ from chunkrt.graph.modules import Module
 from chunkrt.onnx_import.decomposed import compose, is_written_out
 from chunkrt.onnx_import.draft import Draft
 from chunkrt.onnx_import.evaluation import Evaluator
-from chunkrt.onnx_import.module_tree import ImportedDecoder
+from chunkrt.onnx_import.exported import has_plan, replay_plan
+from chunkrt.onnx_import.module_tree import build_tree
 from chunkrt.onnx_import.names import name_nodes
 from chunkrt.onnx_import.passes.activations import raise_activations
 from chunkrt.onnx_import.passes.attention import raise_attention
@@ -80,7 +81,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     family, config = read_settings(file.parent)
-    if is_written_out(proto):
+    if is_written_out(proto) and not has_plan(model):
         proto = compose(proto, file, signature, _context_length(config))
     model = to_graph(proto, file)
     draft = Draft(
@@ -91,6 +92,8 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
         source=OnnxSource(file, family, config),
         logits_index=[value.name for value in model.graph.outputs].index(signature.logits),
     )
+    if has_plan(model):
+        return draft.source, replay_plan(draft)
     for one_pass in PASSES:
         one_pass(draft)
     prune(draft)
@@ -98,7 +101,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     if unread := draft.signature.states.keys() - _read_states(draft):
         raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")
     log.info("%s is an export of %s with %d states", file, signature.exporter, len(signature.states))
-    return draft.source, ImportedDecoder(draft, name_nodes(draft), logit_rows)
+    return draft.source, build_tree(draft, name_nodes(draft), logit_rows)
 
 
 def _context_length(config: Mapping[str, Any]) -> int:

@@ -105,7 +105,9 @@ class _Namer:
             is_silu = producer(node.inputs[1], "Sigmoid") is not None
             self.places[node] = Place(f"{inside}.{self._words.mlp}", ["silu" if is_silu else "gated"])
         else:
-            self.places[node] = Place(f"{inside}.{self._words.mlp}", [ACTIVATIONS.get(node.op_type, node.op_type.lower())])
+            self.places[node] = Place(
+                f"{inside}.{self._words.mlp}", [ACTIVATIONS.get(node.op_type, node.op_type.lower())]
+            )
 
     def _name_head(self, node: ir.Node) -> None:
         if node.op_type == "MatMul":

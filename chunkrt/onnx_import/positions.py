@@ -47,7 +47,7 @@ def find_window(draft: Draft, node: ir.Node, value: ir.Value) -> int:
     """How many keys a row sees by a mask, its own among them; 0 for all before it.
 
     Args:
-        value: bool (true is seen) or float (added to the scores), of a shape that broadcasts to [1, heads, T, past + T].
+        value: bool (true is seen) or float (added to scores), of a shape that broadcasts to [1, heads, T, past + T].
 
     Raises:
         UnsupportedModelError: it is no causal mask.

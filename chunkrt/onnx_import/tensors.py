@@ -22,6 +22,11 @@ _NAMES = {
 }
 
 
+def shape_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """A tensor's sizes: all are known, for it is no value that is still to be computed."""
+    return tuple(int(size) for size in tensor.shape if isinstance(size, int))
+
+
 class StoredTensor(Protocol):
     """A weight in its file. `stored_as`: as `TensorInfo` has it."""
 
@@ -45,7 +50,7 @@ class FloatTensor:
 
     def __init__(self, tensor: ir.TensorProtocol) -> None:
         self._tensor = tensor
-        self.shape = tuple(int(size) for size in tensor.shape)
+        self.shape = shape_of(tensor)
         self.stored_as = _NAMES.get(tensor.dtype, tensor.dtype.name)
 
     def read(self) -> Float32:
@@ -205,7 +210,7 @@ def _unpacked(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return packed
     per_byte = 8 // bits
     shifts = np.arange(per_byte, dtype=np.uint8) * bits
-    parts = (packed[..., None] >> shifts) & (2**bits - 1)
+    parts: NDArray[np.uint8] = (packed[..., None] >> shifts) & (2**bits - 1)
     return parts.reshape(*packed.shape[:-1], -1)
 
 
@@ -223,14 +228,14 @@ def dequantised_tensor(
     Raises:
         ModelError: the shapes do not go together.
     """
-    shape, of_scales = tuple(map(int, integers.shape)), tuple(map(int, scales.shape))
+    shape, of_scales = shape_of(integers), shape_of(scales)
     axis %= max(len(shape), 1)
     if block_size:
         expected = tuple(-(-size // block_size) if i == axis else size for i, size in enumerate(shape))
         fits = of_scales == expected
     else:
         fits = scales.size == 1 or (len(of_scales) == 1 and bool(shape) and of_scales[0] == shape[axis])
-    if not fits or (zeros is not None and tuple(map(int, zeros.shape)) != of_scales):
+    if not fits or (zeros is not None and shape_of(zeros) != of_scales):
         raise ModelError(f"{where}: scales {list(of_scales)} do not go with a weight {list(shape)} on axis {axis}")
 
     def spread(tensor: ir.TensorProtocol) -> NDArray[np.float32]:

@@ -1,51 +1,22 @@
 """Attention nodes become chunkrt's CachedAttention over one linear of queries, keys and values.
 
-Anchors are operators that are attention by themselves. Where a graph has attention taken apart, a pass before this one
-puts it together.
+Anchors are operators that are attention by themselves. Where a graph has attention written out, `decomposed/` has put
+it together before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
-from chunkrt.onnx_import.draft import (
-    CONTRIB,
-    DOMAIN,
-    Draft,
-    Weight,
-    float_attribute,
-    input_of,
-    int_attribute,
-    producer,
-)
+from chunkrt.onnx_import.attention import Attention, put
+from chunkrt.onnx_import.draft import CONTRIB, Draft, float_attribute, input_of, int_attribute, producer
+from chunkrt.onnx_import.passes.heads import results_of, rows_of
 from chunkrt.onnx_import.passes.rotary import Tables, make_tables, take_off
-from chunkrt.onnx_import.positions import check_positions, check_total
-from chunkrt.onnx_import.projections import find_projection, merge
-from chunkrt.onnx_import.widths import width
+from chunkrt.onnx_import.positions import check_positions, check_total, find_window
 
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """What an attention node says, whatever its form.
-
-    query, key, value: rows before RoPE; key and value are None where the query holds all three. window: keys that a row
-    sees, its own among them; 0 for all before it. scale: of the scores; 0 for head_dim^-1/2.
-    """
-
-    query: ir.Value
-    key: ir.Value | None
-    value: ir.Value | None
-    past_key: ir.Value | None
-    past_value: ir.Value | None
-    tables: Tables
-    num_heads: int
-    num_kv_heads: int
-    scale: float
-    window: int
+HEAD_COUNTS = ("q_num_heads", "kv_num_heads")
 
 
 def raise_attention(draft: Draft) -> None:
@@ -55,75 +26,6 @@ def raise_attention(draft: Draft) -> None:
     for node in list(draft.graph):
         if read := READERS.get((node.domain, node.op_type)):
             put(draft, node, read(draft, node))
-
-
-def put(draft: Draft, node: ir.Node, attention: Attention) -> None:
-    """Put chunkrt's attention in the place of a node whose first output is rows [T, num_heads * head_dim].
-
-    Raises:
-        UnsupportedModelError: its queries, keys and values are not linears of one input, or its past is no state.
-    """
-    for past in (attention.past_key, attention.past_value):
-        if past is None or past.name not in draft.signature.states:
-            raise draft.unsupported(node, "its past is not an input of the model that an output renews")
-    heads, kv_heads = attention.num_heads, attention.num_kv_heads
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise draft.unsupported(node, f"it has {heads} heads of queries and {kv_heads} of keys")
-    qkv = attention.query if attention.key is None else _joined(draft, node, attention)
-    columns = width(draft, qkv)
-    if columns is None or columns % (heads + 2 * kv_heads):
-        raise draft.unsupported(node, f"{heads} + 2 * {kv_heads} heads do not share {columns} columns")
-    head_dim = columns // (heads + 2 * kv_heads)
-    if draft.shape(attention.tables.cos)[1] * 2 > head_dim:
-        raise draft.unsupported(node, f"its tables rotate more than the {head_dim} columns of a head")
-    (output,) = draft.insert(
-        node,
-        "CachedAttention",
-        [qkv, *attention.tables, attention.past_key, attention.past_value],
-        domain=DOMAIN,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=_scale(attention.scale, head_dim),
-        window=attention.window,
-    )
-    draft.replace(node.outputs[0], output)
-
-
-def _scale(stated: float, head_dim: int) -> float:
-    """What scores are multiplied by: the number that a float32 stands for, head_dim^-1/2 if that is it."""
-    usual: float = head_dim**-0.5
-    return usual if not stated or np.float32(stated) == np.float32(usual) else float(f"{stated:.7g}")
-
-
-def _joined(draft: Draft, node: ir.Node, attention: Attention) -> ir.Value:
-    """Queries, keys and values side by side; norms of their heads as one behind it."""
-    norms = [producer(value, "HeadNorm", DOMAIN) for value in (attention.query, attention.key, attention.value)]
-    under = [
-        value if norm is None else norm.inputs[0]
-        for value, norm in zip((attention.query, attention.key, attention.value), norms, strict=True)
-    ]
-    parts = [part for value in under if (part := find_projection(draft, value)) is not None]
-    qkv = merge(draft, node, parts) if len(parts) == 3 else None
-    if qkv is None:
-        raise draft.unsupported(node, "its queries, keys and values are not linears of one input")
-    if norms == [None, None, None]:
-        return qkv
-    query, key, of_value = norms
-    if query is None or key is None or of_value is not None:
-        raise draft.unsupported(node, "only heads of queries and of keys, both, can be normalised")
-    epsilons = [float_attribute(norm, "epsilon") for norm in (query, key)]
-    weights = [draft.weights[w] for norm in (query, key) if (w := norm.inputs[1]) is not None]
-    if epsilons[0] != epsilons[1]:
-        raise draft.unsupported(node, f"the norms of queries and keys have different epsilons: {epsilons}")
-    weight = draft.add_weight(
-        Weight(
-            tensors=tuple(name for w in weights for name in w.tensors),
-            layout="heads",
-            repeats=tuple(count for w in weights for count in w.repeats),
-        )
-    )
-    return draft.insert(node, "HeadNorm", [qkv, weight], domain=DOMAIN, epsilon=epsilons[0])[0]
 
 
 def _group_query(draft: Draft, node: ir.Node) -> Attention:
@@ -173,7 +75,94 @@ def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables 
     return left
 
 
+def _multi_head(draft: Draft, node: ir.Node) -> Attention:
+    """com.microsoft's MultiHeadAttention: as many heads of keys as of queries; a mask is added to the scores."""
+    if extra := [v.name for v in (*node.inputs[3:5], *node.inputs[8:]) if v is not None]:
+        raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias or a padding mask, which is not supported")
+    query, value = node.inputs[0], input_of(node, 2)
+    mask = input_of(node, 5)
+    if not int_attribute(node, "unidirectional") and mask is None:
+        raise draft.unsupported(node, "it is not causal: it has no mask and is not unidirectional")
+    return _from_heads(
+        draft,
+        node,
+        (query, input_of(node, 1), value),
+        (input_of(node, 6), input_of(node, 7)),
+        window=0 if mask is None else find_window(draft, node, mask),
+        heads=(int_attribute(node, "num_heads"),) * 2,
+    )
+
+
+def _standard(draft: Draft, node: ir.Node) -> Attention:
+    """Standard ONNX's Attention, since opset 23."""
+    if float_attribute(node, "softcap") or input_of(node, 6) is not None:
+        raise draft.unsupported(node, "its scores are capped, or it is told lengths of keys, which is not supported")
+    mask = input_of(node, 3)
+    if not int_attribute(node, "is_causal") and mask is None:
+        raise draft.unsupported(node, "it is not causal: it has no mask, and is_causal is 0")
+    window = 0 if mask is None else find_window(draft, node, mask)
+    operands, pasts = [], []
+    for operand, past in zip(node.inputs[:3], (None, input_of(node, 4), input_of(node, 5)), strict=True):
+        appended = producer(operand, "Concat") if past is None and operand is not node.inputs[0] else None
+        is_cached = appended is not None and int_attribute(appended, "axis") in (2, -2) and len(appended.inputs) == 2
+        pasts.append(appended.inputs[0] if appended is not None and is_cached else past)
+        operands.append(appended.inputs[1] if appended is not None and is_cached else operand)
+    heads = tuple(int_attribute(node, name) or _count(draft, node, i) for i, name in enumerate(HEAD_COUNTS))
+    has_heads = "q_num_heads" not in node.attributes
+    return _from_heads(
+        draft,
+        node,
+        (operands[0], operands[1], operands[2]),
+        (pasts[1], pasts[2]),
+        window=window,
+        heads=heads,
+        results=results_of(draft, node) if has_heads else (),
+    )
+
+
+def _count(draft: Draft, node: ir.Node, index: int) -> int:
+    """Heads of an operand [batch, heads, T, D]: of keys those of their past."""
+    past = input_of(node, 4) or input_of(node, 1)
+    value = node.inputs[0] if index == 0 else past
+    size = value.shape[1] if value is not None and value.shape is not None and len(value.shape) == 4 else None
+    if not isinstance(size, int):
+        raise draft.unsupported(node, "it does not say how many heads it has")
+    return size
+
+
+def _from_heads(
+    draft: Draft,
+    node: ir.Node,
+    operands: tuple[ir.Value | None, ir.Value | None, ir.Value | None],
+    past: tuple[ir.Value | None, ir.Value | None],
+    *,
+    window: int,
+    heads: tuple[int, ...],
+    results: Sequence[ir.Value] = (),
+) -> Attention:
+    """Attention whose operands may be by head, and whose queries and keys are rotated before it."""
+    query, key, value = (rows_of(draft, node, operand) for operand in operands)
+    tables = same_tables(draft, node, query.tables, key.tables)
+    if tables is None or value.tables is not None:
+        raise draft.unsupported(node, "queries and keys, and not values, are to be rotated before it")
+    return Attention(
+        query=query.rows,
+        key=key.rows,
+        value=value.rows,
+        past_key=past[0],
+        past_value=past[1],
+        tables=tables,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        scale=float_attribute(node, "scale"),
+        window=window,
+        results=results,
+    )
+
+
 READERS: dict[tuple[str, str], Callable[[Draft, ir.Node], Attention]] = {
     (CONTRIB, "GroupQueryAttention"): _group_query,
+    (CONTRIB, "MultiHeadAttention"): _multi_head,
+    ("", "Attention"): _standard,
 }
 """What is read as attention, by domain and operator."""

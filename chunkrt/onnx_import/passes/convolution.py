@@ -1,6 +1,6 @@
 """LFM2's gated short convolution becomes chunkrt's LinearAttention of the kind "short_conv".
 
-    columns B, C, x of one linear:  C * convolve(B * x)
+columns B, C, x of one linear:  C * convolve(B * x)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BY_CHANNEL = (0, 2, 1)
 
 
 def raise_convolutions(draft: Draft) -> None:
-    """Requires: linears are raised. Ensures: a convolution with state is LinearAttention(qkv, -, -, weight, bias, state)
-    in the place of all between the linears before and after it.
+    """Requires: linears are raised. Ensures: a convolution with state, and all between the linears before and after it,
+    is LinearAttention(qkv, -, -, weight, bias, state).
 
     Raises:
         UnsupportedModelError: it is not between two gates that are a linear's thirds, or has an activation.

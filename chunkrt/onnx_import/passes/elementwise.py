@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from chunkrt.onnx_import.constants import is_constant, row, scalar, stored
 from chunkrt.onnx_import.draft import Draft, Weight
-from chunkrt.onnx_import.tensors import Derived
+from chunkrt.onnx_import.tensors import Derived, Float32
 
 OPS = ("Add", "Mul", "Sub", "Div")
 
@@ -38,9 +38,15 @@ def _weight(draft: Draft, node: ir.Node, value: ir.Value) -> ir.Value:
         return draft.add_weight(Weight(tensors=(name,), layout="as it is"))
     under = stored(draft, value)
     if node.op_type in ("Sub", "Div"):
-        flat, inverse = under, node.op_type == "Div"
-        under = Derived(flat.shape, flat.stored_as, lambda: 1 / flat.read() if inverse else -flat.read())
-        name = draft.keep(f"{value.name}.{node.op_type}", under)
+        flat, is_divisor = under, node.op_type == "Div"
+
+        def changed_row() -> Float32:
+            values = flat.read().reshape(-1)
+            return np.reciprocal(values) if is_divisor else -values
+
+        if row(draft, value) is None:
+            raise draft.unsupported(node, f"its constant has the shape {list(flat.shape)}, expected one of columns")
+        name = draft.keep(f"{value.name}.{node.op_type}", Derived(flat.shape[-1:], flat.stored_as, changed_row))
         return draft.add_weight(Weight(tensors=(name,), layout="as it is"))
     if (vector := row(draft, value)) is None:
         raise draft.unsupported(node, f"its constant has the shape {list(under.shape)}, expected one of columns")

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from chunkrt.onnx_import.constants import is_constant, raw, stored
 from chunkrt.onnx_import.draft import CONTRIB, Draft, Weight, input_of, int_attribute
 from chunkrt.onnx_import.passes.linears import packed_matrix
+from chunkrt.onnx_import.tensors import shape_of
 
 
 def raise_embedding(draft: Draft) -> None:
@@ -54,7 +55,7 @@ def _packed_table(draft: Draft, node: ir.Node) -> str:
     packed, steps = (None if value is None else raw(value) for value in (table, scales))
     if packed is None or steps is None or packed.dtype != ir.DataType.UINT8 or axes != (0, 1) or len(steps.shape) != 2:
         raise draft.unsupported(node, "its table is no initializer of bytes in blocks along each row")
-    rows, groups = (int(size) for size in steps.shape)
+    rows, groups = shape_of(steps)
     bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size", 128)
     columns = packed.size * 8 // (max(bits, 1) * max(rows, 1))
     if groups != -(-columns // max(block_size, 1)):

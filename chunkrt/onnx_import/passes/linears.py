@@ -24,7 +24,9 @@ def raise_linears(draft: Draft) -> None:
         if (node.domain, node.op_type) == ("", "MatMul") and is_constant(draft, node.inputs[1]):
             _replace(draft, node, _matrix(draft, node, node.inputs[1]), None)
         elif (node.domain, node.op_type) == ("", "Gemm") and is_constant(draft, node.inputs[1]):
-            if any(float_attribute(node, name, 1.0) != 1 for name in ("alpha", "beta")) or int_attribute(node, "transA"):
+            if any(float_attribute(node, name, 1.0) != 1 for name in ("alpha", "beta")) or int_attribute(
+                node, "transA"
+            ):
                 raise draft.unsupported(node, "its alpha and beta are not 1, or its left operand is transposed")
             is_transposed = bool(int_attribute(node, "transB"))
             _replace(draft, node, _matrix(draft, node, node.inputs[1], is_transposed), input_of(node, 2))
@@ -59,7 +61,8 @@ def packed_matrix(draft: Draft, node: ir.Node, operands: Sequence[ir.Value | Non
     bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size")
     if bits not in N_BITS or block_size not in BLOCK_SIZES or min(shape) < 1:
         raise draft.unsupported(
-            node, f"it has {bits} bits in blocks of {block_size}; supported are {N_BITS} bits in blocks of {BLOCK_SIZES}"
+            node,
+            f"it has {bits} bits in blocks of {block_size}; supported are {N_BITS} bits in blocks of {BLOCK_SIZES}",
         )
     packed, scales, zeros = (None if value is None else raw(value) for value in operands)
     name = operands[0].name if operands[0] is not None else None
