@@ -14,6 +14,7 @@ from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, MIXED, STATIC_SCHEMES, Recipe, Search, find_scheme
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import only_writer, remove
 
 DEFAULT_SCHEME = "w8a8-dynamic"
@@ -28,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 log = logging.getLogger(__name__)
 
 
-def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Path:
+def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks: Ranks = ALONE) -> Path:
     """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
 
     Raises:
@@ -40,7 +41,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
         qnn.open_htp()  # before anything is downloaded or compiled for it
     path = Path(model)
     if is_engine_directory(path):
-        check_compiled(path, options)
+        check_compiled(path, options, ranks)
         return path
     checkpoint, default_scheme = find_checkpoint(model, progress)
     recipe = choose_recipe(options, default_scheme)
@@ -58,6 +59,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
         recipe=recipe,
         placement=placement,
         calibration=options.calibration,
+        ranks=ranks,
     )
     if _is_whole(folder):
         return folder
@@ -80,6 +82,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
                     folder,
                     model=model,
                     calibration=options.calibration,
+                    ranks=ranks,
                     progress=progress,
                 )
     except OSError as error:
@@ -143,14 +146,16 @@ def wants_npu(options: EngineOptions) -> bool:
     return options.npu == "qnn" or (options.npu == "auto" and qnn.has_npu())
 
 
-def check_compiled(folder: Path, options: EngineOptions) -> None:
+def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -> None:
     """Refuse options that a compiled model cannot follow any more.
 
     Raises:
-        ConfigError: another scheme or placement, npu "off", or any other option that says how to quantise.
+        ConfigError: other ranks, another scheme or placement, npu "off", or any other option that says how to quantise.
         ModelError: the folder is not an engine directory of this format.
     """
     manifest = read_manifest(folder)
+    if manifest.ranks != ranks:
+        raise ConfigError(f"{folder} was compiled for {manifest.ranks}, not for {ranks}; compile it again")
     if options.scheme not in (None, manifest.scheme.name):
         compiled = manifest.scheme.name
         raise ConfigError(f"{folder} was compiled under {compiled!r}, not {options.scheme!r}; compile it again")

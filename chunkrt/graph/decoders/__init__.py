@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.weights.source import TensorSource
 
 FAMILIES: dict[str, Callable[[DecoderConfig], Module]] = {
@@ -39,14 +41,18 @@ UNUSED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 """Buffers that old exports carry although the config determines them; and the copy that some make for a tied head."""
 
 
-def build_decoder(source: TensorSource) -> Module:
+def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
     """The module tree of a checkpoint, every parameter named and matched with the checkpoint's tensors.
+
+    Args:
+        ranks: which of how many processes it is for.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
         ModelError: a tensor is missing, or one is left that nothing reads.
+        ConfigError: so many ranks cannot share a linear evenly.
     """
-    decoder, _ = make_decoder(source)
+    decoder, _ = make_decoder(source, ranks)
     missing, unread = match_tensors(decoder, source)
     if missing:
         name, parameter = next(iter(missing.items()))
@@ -62,19 +68,20 @@ def build_decoder(source: TensorSource) -> Module:
     return decoder
 
 
-def make_decoder(source: TensorSource) -> tuple[Module, DecoderConfig]:
+def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, DecoderConfig]:
     """The module tree that a checkpoint's config asks for, whatever tensors there are; and the config as it was read.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
         ModelError: the config contradicts itself.
+        ConfigError: so many ranks cannot share a linear evenly.
     """
     if source.architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"{source.path.name}: architecture {source.architecture!r} is not supported; "
             f"supported are: {', '.join(sorted(FAMILIES))}"
         )
-    config = read_config(source, DEFAULTS.get(source.architecture))
+    config = replace(read_config(source, DEFAULTS.get(source.architecture)), ranks=ranks)
     return FAMILIES[source.architecture](config).named(), config
 
 
