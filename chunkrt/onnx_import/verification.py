@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, resolve
-from chunkrt.onnx_import.evaluation import open_session
+from chunkrt.onnx_import.evaluation import open_session, reason_of
 from chunkrt.onnx_import.exact import without_rounding
 from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
 from chunkrt.onnx_import.signature import Probe, feeds, find_signature
@@ -85,7 +85,7 @@ def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[
         session = open_session(without_rounding(proto).SerializeToString(), file.parent)
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
-        raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {str(error)[:300]}") from error
+        raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {reason_of(error)}") from error
     halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     is_float16 = any(tensor.data_type in halves for tensor in proto.graph.initializer)
     return logits.reshape(-1, logits.shape[-1]).astype(np.float32), is_float16

@@ -125,7 +125,9 @@ class AttentionFinder:
         query = next((n for n in self._up(operands[0]) if not self._is_scaled(n)), None)
         keys = next((n for n in self._up(operands[1]) if self._is_appended(n)), None)
         attended = next((n for n in regions.below(softmax) if regions.writer(n).op_type == "MatMul"), None)
-        values = attended and next((n for n in self._up(regions.writer(attended).input[1]) if self._is_appended(n)), None)
+        values = attended and next(
+            (n for n in self._up(regions.writer(attended).input[1]) if self._is_appended(n)), None
+        )
         result = attended and next((n for n in regions.below(attended) if len(regions.shape(n)) == 3), None)
         if not query or not keys or not values or not result:
             self._refuse("it is no attention over past and present keys and values")

@@ -46,7 +46,11 @@ def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
     half = rotated // 2
     expected = np.eye(width, dtype=np.bool_)
     expected[np.arange(half), np.arange(half) + half] = expected[np.arange(half) + half, np.arange(half)] = True
-    return rotated if rotated and rotated % 2 == 0 and np.array_equal(mixed | np.eye(width, dtype=np.bool_), expected) else None
+    return (
+        rotated
+        if rotated and rotated % 2 == 0 and np.array_equal(mixed | np.eye(width, dtype=np.bool_), expected)
+        else None
+    )
 
 
 def read_tables(regions: Regions, source: str, result: str, width: int, context: int) -> Tables:
