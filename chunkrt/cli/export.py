@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -13,6 +12,12 @@ from chunkrt.cli.options import progress_bar, verbose_option
 from chunkrt.engine_directory import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.model import find_checkpoint
+
+if TYPE_CHECKING:
+    from onnx_ir import Model
+
+    from chunkrt.compiler import Planned
+    from chunkrt.onnx_export.beside import Files
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
@@ -48,7 +53,8 @@ LONGEST_DEFAULT_CONTEXT = 2048
 def export(model: str, output: Path | None, static_subgraphs: Path | None, dynamic: bool, **settings: Any) -> None:
     """Write MODEL, a catalogue name, a GGUF file or a Hugging Face folder, as an ONNX decoder in float.
 
-    The fixed-window form has static shapes and caches in and out; docs/onnx.md has its contract.
+    The fixed-window form has static shapes and caches in and out; docs/onnx.md has its contract. The tokenizer's files
+    are written beside the model.
     """
     if output is None and static_subgraphs is None:
         raise ConfigError("nothing is to be written; name a file with -o, or a folder with --static-subgraphs")
@@ -69,46 +75,50 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
             progress("writing ONNX", done, total)
 
         if output is not None:
-            form = _dynamic if dynamic else _window
-            form(planned, output, settings, told)
+            exported, files = (_dynamic if dynamic else _window)(planned, output, settings)
+            files |= onnx_export.tokenizer_files(planned)
+            onnx_export.check_beside(output.parent, files)
+            onnx_export.save_model(exported, output, external_data=settings["external_data"], progress=told)
+            onnx_export.write_beside(output.parent, files)
             click.echo(f"{output}: {sum(f.stat().st_size for f in _files(output)) / 1e6:.0f} MB", err=True)
         if static_subgraphs is not None:
             chosen = onnx_export.SubgraphSettings(
                 window=settings["window"], dtype=settings["dtype"], opset=int(settings["opset"])
             )
-            files = onnx_export.save_static_subgraphs(
+            parts = onnx_export.save_static_subgraphs(
                 planned, static_subgraphs, chosen, external_data=settings["external_data"], progress=told
             )
-            click.echo(f"{len(files)} ONNX files written to {static_subgraphs}", err=True)
+            click.echo(f"{len(parts)} ONNX files written to {static_subgraphs}", err=True)
         progress("", 0, 0)
 
 
-def _window(planned: Any, output: Path, settings: dict[str, Any], progress: Callable[[int, int], None]) -> None:
+def _window(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
     from chunkrt import onnx_export
 
-    context = settings["context"] or min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT)
-    chosen = onnx_export.WindowSettings(
-        window=settings["window"],
-        sequence=settings["sequence"] or context,
+    context = _context(planned, asked)
+    settings = onnx_export.WindowSettings(
+        window=asked["window"],
+        sequence=context if asked["sequence"] is None else asked["sequence"],
         context=context,
-        dtype=settings["dtype"],
-        opset=int(settings["opset"]),
-        keys=settings["keys"] or "pre-rope",
+        dtype=asked["dtype"],
+        opset=int(asked["opset"]),
+        keys=asked["keys"] or "pre-rope",
     )
-    model = onnx_export.window_model(planned, chosen)
-    onnx_export.save_model(model, output, external_data=settings["external_data"], progress=progress)
+    return onnx_export.window_model(planned, settings), {}
 
 
-def _dynamic(planned: Any, output: Path, settings: dict[str, Any], progress: Callable[[int, int], None]) -> None:
+def _dynamic(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
     from chunkrt import onnx_export
 
-    context = settings["context"] or min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT)
-    chosen = onnx_export.DynamicSettings(context=context, dtype=settings["dtype"], opset=int(settings["opset"]))
-    model = onnx_export.dynamic_model(planned, chosen)
-    files = onnx_export.genai_files(planned, chosen, output.name)
-    onnx_export.check_beside(output.parent, files)
-    onnx_export.save_model(model, output, external_data=settings["external_data"], progress=progress)
-    onnx_export.write_beside(output.parent, files)
+    settings = onnx_export.DynamicSettings(
+        context=_context(planned, asked), dtype=asked["dtype"], opset=int(asked["opset"])
+    )
+    return onnx_export.dynamic_model(planned, settings), onnx_export.genai_config(planned, settings, output.name)
+
+
+def _context(planned: Planned, asked: dict[str, Any]) -> int:
+    context: int | None = asked["context"]
+    return min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT) if context is None else context
 
 
 def _check_dynamic(output: Path | None, keys: str | None) -> None:

@@ -1,8 +1,9 @@
 """Decoders as ONNX files for other tools: a fixed window with caches in and out, ONNX Runtime GenAI's dynamic form, or
 the static subgraphs of a plan."""
 
+from chunkrt.onnx_export.beside import check_beside, tokenizer_files, write_beside
 from chunkrt.onnx_export.dynamic import dynamic_model
-from chunkrt.onnx_export.genai import check_beside, genai_files, write_beside
+from chunkrt.onnx_export.genai import genai_config
 from chunkrt.onnx_export.save import check_absent, save_model
 from chunkrt.onnx_export.settings import DynamicSettings, SubgraphSettings, WindowSettings
 from chunkrt.onnx_export.subgraphs import save_static_subgraphs
@@ -15,9 +16,10 @@ __all__ = [
     "check_absent",
     "check_beside",
     "dynamic_model",
-    "genai_files",
+    "genai_config",
     "save_model",
     "save_static_subgraphs",
+    "tokenizer_files",
     "window_model",
     "write_beside",
 ]

@@ -24,6 +24,8 @@ CONTRIB_DOMAIN = "com.microsoft"
 
 FLOAT, FLOAT16, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64, ir.DataType.BOOL
 
+LARGEST_FLOAT16 = 65504.0
+
 Load = Callable[[str], NDArray[np.float32]]
 
 
@@ -215,6 +217,7 @@ def stored_as(array: NDArray[np.float32], dtype: ir.DataType, name: str) -> NDAr
     Raises:
         QuantizationError: a value is beyond float16.
     """
-    if dtype == FLOAT16 and array.size and (largest := float(np.abs(array).max())) > np.finfo(np.float16).max:
-        raise QuantizationError(f"{name} holds {largest:g}, beyond float16's 65504; export with --dtype fp32")
+    largest = max(float(array.max()), -float(array.min()))
+    if dtype == FLOAT16 and largest > LARGEST_FLOAT16:
+        raise QuantizationError(f"{name} holds {largest:g}, beyond float16's {LARGEST_FLOAT16:g}; use --dtype fp32")
     return np.ascontiguousarray(array, dtype=dtype.numpy())

@@ -13,8 +13,6 @@ from chunkrt.onnx_export.emitter import FLOAT, FLOAT16, IR_VERSIONS
 DTYPES = {"fp16": FLOAT16, "fp32": FLOAT}
 OPSETS = tuple(IR_VERSIONS)
 DEFAULT_OPSET = 18
-LONGEST_DEFAULT_CONTEXT = 2048
-"""Slots of a cache, where neither the model's context is shorter nor another number is asked for."""
 
 Keys = Literal["pre-rope", "post-rope"]
 

@@ -1,6 +1,6 @@
 """Decoders that `chunkrt export` wrote: the plan is in the file's metadata, and the weights have the plan's names.
 
-A fixed window has caches that move and masks that it is fed, and no decoder of any length can be read off it. So the plan
+A fixed window has caches that move and masks that it is fed; no decoder of any length can be read off it. So the plan
 is taken as it says, and checked: it must come out again from the decoder that is made of it, and `verification.py`
 compares that with the file's own graph.
 """
@@ -35,6 +35,21 @@ MAX_TABLE = 2**28
 def has_plan(model: ir.Model) -> bool:
     """Whether a model says of itself that chunkrt exported it."""
     return PLAN_KEY in model.metadata_props
+
+
+def export_settings(model: ir.Model) -> Mapping[str, Any]:
+    """What a model was exported as; empty if another tool wrote it. A fixed window has its numbers.
+
+    Raises:
+        ModelError: it says nothing sensible.
+    """
+    try:
+        settings = json.loads(model.metadata_props.get(SETTINGS_KEY, "{}"))
+        if settings.get("form") == "window" and not all(int(settings[key]) > 0 for key in ("sequence", "context")):
+            raise ValueError(f"sequence and context are {settings['sequence']} and {settings['context']}")
+        return dict(settings)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(f"its metadata {SETTINGS_KEY!r} is damaged ({error}); export the model again") from error
 
 
 def replay_plan(draft: Draft) -> ReplayedDecoder:
@@ -88,10 +103,13 @@ def _decoder(draft: Draft, plan: Plan) -> ReplayedDecoder:
 
 def _step(node: Node, path: str, plan: Plan) -> Step:
     names = [name.removeprefix(f"{path}.") if path else name for name in node.outputs]
-    attributes = dict(node.attributes)
-    if node.op in ATTENTION_OPS and plan.long_context_from is not None and node.inputs[2] != node.inputs[1]:
-        attributes["long_context_from"] = plan.long_context_from
-    return Step((node.domain, node.op), attributes, [n or None for n in node.inputs], node.outputs, path, names)
+    attributes, inputs = dict(node.attributes), [name or None for name in node.inputs]
+    if node.op in ATTENTION_OPS:
+        qkv, position, rope_position, cos, sin, *_ = inputs
+        if plan.long_context_from is not None and rope_position != position:
+            attributes["long_context_from"] = plan.long_context_from
+        inputs = [qkv, cos, sin]
+    return Step((node.domain, node.op), attributes, inputs, node.outputs, path, names)
 
 
 def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool) -> Parameter:

@@ -16,6 +16,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.onnx_import.evaluation import open_session, reason_of
 from chunkrt.onnx_import.exact import without_rounding
+from chunkrt.onnx_import.exported import export_settings
 from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
 from chunkrt.onnx_import.signature import Probe, feeds, find_signature
 from chunkrt.quant.scheme import SCHEMES
@@ -27,6 +28,8 @@ BEYOND_WINDOW, LARGEST_WINDOW = 9, 1024
 
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
 """Of the largest logit. An original that computes in float16 is as far from float32 as that."""
+
+HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 Load = Callable[[str], NDArray[np.float32]]
 log = logging.getLogger(__name__)
@@ -51,21 +54,28 @@ def verify(path: Path, plan: Plan, load: Load) -> float:
     wanted = max(NUM_TOKENS, window + BEYOND_WINDOW) if window <= LARGEST_WINDOW else NUM_TOKENS
     num_tokens = min(wanted, plan.context_length)
     tokens = np.random.default_rng(0).integers(0, plan.vocab_size, num_tokens)
-    expected, is_float16 = original_logits(file, tokens, plan)
-    found = imported_logits(plan, load, tokens)
+    proto = read_proto(file)
+    exported = export_settings(to_graph(proto, file))
+    if exported.get("form") == "window":
+        tokens = tokens[: int(exported["sequence"])]
+        expected = _by_windows(file, tokens)
+    else:
+        expected = original_logits(file, proto, tokens, plan)
+    context = int(exported.get("context") or num_tokens)
+    found = imported_logits(plan, load, tokens[: len(expected)], context)
     difference = float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30))
-    tolerance = FLOAT16_TOLERANCE if is_float16 else TOLERANCE
+    tolerance = FLOAT16_TOLERANCE if _has_halves(proto) else TOLERANCE
     if not (isfinite(difference) and difference <= tolerance):
         raise ModelError(
             f"{file}: what was made of it differs from the original under ONNX Runtime by {difference:.2g} of the "
-            f"largest logit, over {num_tokens} tokens; at most {tolerance:g} was expected; please report this model"
+            f"largest logit, over {len(tokens)} tokens; at most {tolerance:g} was expected; please report this model"
         )
     log.info("%s: the import agrees with the original to %.2g of the largest logit", file, difference)
     return difference
 
 
-def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[NDArray[np.float32], bool]:
-    """The original's logits [T, V] of a prompt, and whether it computes in float16.
+def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64], plan: Plan) -> NDArray[np.float32]:
+    """The original's logits [T, V] of a prompt.
 
     Activations are not rounded to integers on the way, even where the original does: see `exact.py`.
 
@@ -75,7 +85,6 @@ def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[
     Raises:
         ModelError: ONNX Runtime cannot run it.
     """
-    proto = read_proto(file)
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     widths = {name: int(tensor.shape[-1]) for name, tensor in zip(signature.states, plan.state_tensors, strict=True)}
@@ -86,19 +95,34 @@ def original_logits(file: Path, tokens: NDArray[np.int64], plan: Plan) -> tuple[
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
         raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {reason_of(error)}") from error
-    halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
-    is_float16 = any(tensor.data_type in halves for tensor in proto.graph.initializer)
-    return logits.reshape(-1, logits.shape[-1]).astype(np.float32), is_float16
+    flat: NDArray[np.float32] = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
+    return flat
 
 
-def imported_logits(plan: Plan, load: Load, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    """An imported decoder's logits [T, V] of a prompt, in float; one subgraph's weights in memory at a time."""
+def _has_halves(proto: onnx.ModelProto) -> bool:
+    """Whether a model has weights in float16 or bfloat16, and so computes in them."""
+    return any(tensor.data_type in HALVES for tensor in proto.graph.initializer)
+
+
+def _by_windows(file: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The logits of an exported fixed window, as it is meant to be run."""
+    from chunkrt.onnx_session import OnnxSession
+
+    return OnnxSession(file).run(tokens.tolist()).astype(np.float32)
+
+
+def imported_logits(plan: Plan, load: Load, tokens: NDArray[np.int64], context: int) -> NDArray[np.float32]:
+    """An imported decoder's logits [T, V] of a prompt, in float; one subgraph's weights in memory at a time.
+
+    Args:
+        context: tokens that a choice between rotary tables goes by.
+    """
     length = len(tokens)
     values: dict[str, NDArray[np.generic]] = {
         "input_ids": tokens.astype(np.int64),
         "logit_rows": np.arange(length),
         "position": np.zeros(1, np.int64),
-        "rope_position": np.full(1, plan.rope_offset(length)),
+        "rope_position": np.full(1, plan.rope_offset(context)),
     }
     sizes = {"T": length, "R": length, **plan.slots(length, length)}
     for subgraph in plan.subgraphs:

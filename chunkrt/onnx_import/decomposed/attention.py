@@ -1,7 +1,7 @@
 """Attention that is written out as MatMul, Softmax, MatMul: what goes in, what comes out, and the numbers between.
 
-What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to learn
-what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives the
+What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to
+learn what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives the
 very same. Masks, the repetition of key heads, rotation and reshaping may be written in any way.
 """
 

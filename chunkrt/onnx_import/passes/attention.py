@@ -15,8 +15,7 @@ from chunkrt.onnx_import.draft import CONTRIB, Draft, float_attribute, input_of,
 from chunkrt.onnx_import.passes.heads import results_of, rows_of
 from chunkrt.onnx_import.passes.rotary import Tables, make_tables, take_off
 from chunkrt.onnx_import.positions import check_positions, check_total, find_window
-
-HEAD_COUNTS = ("q_num_heads", "kv_num_heads")
+from chunkrt.onnx_import.widths import width
 
 
 def raise_attention(draft: Draft) -> None:
@@ -89,7 +88,7 @@ def _multi_head(draft: Draft, node: ir.Node) -> Attention:
         (query, input_of(node, 1), value),
         (input_of(node, 6), input_of(node, 7)),
         window=0 if mask is None else find_window(draft, node, mask),
-        heads=(int_attribute(node, "num_heads"),) * 2,
+        heads=(int_attribute(node, "num_heads"), int_attribute(node, "num_heads")),
     )
 
 
@@ -107,27 +106,25 @@ def _standard(draft: Draft, node: ir.Node) -> Attention:
         is_cached = appended is not None and int_attribute(appended, "axis") in (2, -2) and len(appended.inputs) == 2
         pasts.append(appended.inputs[0] if appended is not None and is_cached else past)
         operands.append(appended.inputs[1] if appended is not None and is_cached else operand)
-    heads = tuple(int_attribute(node, name) or _count(draft, node, i) for i, name in enumerate(HEAD_COUNTS))
-    has_heads = "q_num_heads" not in node.attributes
+    is_by_row = "q_num_heads" in node.attributes
     return _from_heads(
         draft,
         node,
         (operands[0], operands[1], operands[2]),
         (pasts[1], pasts[2]),
         window=window,
-        heads=heads,
-        results=results_of(draft, node) if has_heads else (),
+        heads=(int_attribute(node, "q_num_heads"), int_attribute(node, "kv_num_heads")) if is_by_row else None,
+        results=() if is_by_row else results_of(draft, node),
     )
 
 
-def _count(draft: Draft, node: ir.Node, index: int) -> int:
-    """Heads of an operand [batch, heads, T, D]: of keys those of their past."""
-    past = input_of(node, 4) or input_of(node, 1)
-    value = node.inputs[0] if index == 0 else past
-    size = value.shape[1] if value is not None and value.shape is not None and len(value.shape) == 4 else None
-    if not isinstance(size, int):
-        raise draft.unsupported(node, "it does not say how many heads it has")
-    return size
+def _count_heads(draft: Draft, node: ir.Node, query: ir.Value, past: ir.Value | None) -> tuple[int, int]:
+    """Heads of queries and of keys, where these come as [batch, heads, T, D]: the past has the same sizes."""
+    sizes = [d for d in past.shape if isinstance(d, int)] if past is not None and past.shape is not None else []
+    columns = width(draft, query)
+    if len(sizes) < 2 or columns is None or sizes[-1] < 1 or columns % sizes[-1]:
+        raise draft.unsupported(node, "neither it nor the shape of its past says how many heads it has")
+    return columns // sizes[-1], sizes[-2]
 
 
 def _from_heads(
@@ -137,7 +134,7 @@ def _from_heads(
     past: tuple[ir.Value | None, ir.Value | None],
     *,
     window: int,
-    heads: tuple[int, ...],
+    heads: tuple[int, int] | None,
     results: Sequence[ir.Value] = (),
 ) -> Attention:
     """Attention whose operands may be by head, and whose queries and keys are rotated before it."""
@@ -145,6 +142,7 @@ def _from_heads(
     tables = same_tables(draft, node, query.tables, key.tables)
     if tables is None or value.tables is not None:
         raise draft.unsupported(node, "queries and keys, and not values, are to be rotated before it")
+    num_heads, num_kv_heads = heads or _count_heads(draft, node, query.rows, past[0])
     return Attention(
         query=query.rows,
         key=key.rows,
@@ -152,8 +150,8 @@ def _from_heads(
         past_key=past[0],
         past_value=past[1],
         tables=tables,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         scale=float_attribute(node, "scale"),
         window=window,
         results=results,
