@@ -20,10 +20,13 @@ from numpy.typing import NDArray
 from peers.process import convert
 
 import chunkrt
+from chunkrt.onnx_import.evaluation import open_session
+from chunkrt.onnx_import.exact import without_rounding
+from chunkrt.onnx_import.reading import read_proto
 
 LENGTHS = (1, 31, 33, 95)
-BUILDER = {"genai_fp32": {"precision": "fp32"}, "genai_int4": {"precision": "int4", "int4_accuracy_level": 1}}
-"""The builder's exports; int4 computes with float activations, as its weights alone are compared."""
+BUILDER = {"genai_fp32": {"precision": "fp32"}, "genai_int4": {"precision": "int4"}}
+"""The builder's exports."""
 
 
 @click.command()
@@ -31,7 +34,7 @@ BUILDER = {"genai_fp32": {"precision": "fp32"}, "genai_int4": {"precision": "int
 @click.option("--genai", required=True, help="Interpreter that has ONNX Runtime GenAI.")
 @click.option("--optimum", required=True, help="Interpreter that has Optimum.")
 @click.option("--folder", type=click.Path(path_type=Path), default="onnx-exports", show_default=True)
-@click.option("--npu", default="none", show_default=True, help="Backend of the NPU's role.")
+@click.option("--npu", default="onnxrt", show_default=True, help="Backend of the NPU's role.")
 def onnx_import(checkpoint: Path, genai: str, optimum: str, folder: Path, npu: str) -> None:
     """Print, for each export of CHECKPOINT, how far its import is from it at several lengths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,10 +77,11 @@ def _row(folder: Path, npu: str) -> str:
 def _original(
     model: Path, prompts: Sequence[NDArray[np.int64]], cache: Sequence[int | str]
 ) -> list[NDArray[np.float32]]:
-    """Logits [T, V] of prompts under ONNX Runtime, each in one run with empty caches [1, heads, 0, head_dim]."""
-    import onnxruntime as ort
+    """Logits [T, V] of prompts under ONNX Runtime, each in one run with empty caches [1, heads, 0, head_dim].
 
-    session = ort.InferenceSession(model)
+    Activations are floats where the export would round them to int8: of int4, the weights alone are compared.
+    """
+    session = open_session(without_rounding(read_proto(model)).SerializeToString(), model.parent)
     results = []
     for tokens in prompts:
         given = {"input_ids": tokens[None], "attention_mask": np.ones((1, tokens.size), np.int64)}

@@ -6,7 +6,7 @@ they are. So any arithmetic that an exporter may have made of them is understood
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Evaluator:
         """
         session, read = self._session(name)
         inputs = {n: value for n, value in self._inputs.items() if n in read}
-        return [session.run([name], feeds(self._signature, inputs, probe))[0] for probe in probes]
+        return [_run(session, [name], feeds(self._signature, inputs, probe))[0] for probe in probes]
 
     def run(self, names: Sequence[str], probe: Probe) -> dict[str, NDArray[Any]]:
         """Several values of any kind at one probe, for token 0 everywhere and states of zeros.
@@ -66,13 +66,12 @@ class Evaluator:
             return {}
         session, read = self._session(*names)
         inputs = {n: value for n, value in self._inputs.items() if n in read}
-        return dict(zip(names, session.run(list(names), feeds(self._signature, inputs, probe)), strict=True))
+        return dict(zip(names, _run(session, names, feeds(self._signature, inputs, probe)), strict=True))
 
     def constant(self, name: str) -> NDArray[Any]:
         """A value that depends on no input at all. Raises ModelError as `probe` does."""
         session, _ = self._session(name)
-        result: NDArray[Any] = session.run([name], {})[0]
-        return result
+        return _run(session, [name], {})[0]
 
     @cached_property
     def _known(self) -> set[str]:
@@ -116,12 +115,24 @@ class Evaluator:
         try:
             return open_session(model.SerializeToString(), self._folder), needed
         except Exception as error:  # onnxruntime raises a dozen unrelated types
-            raise ModelError(f"ONNX Runtime cannot make {names[0]!r} of this model: {str(error)[:300]}") from error
+            raise ModelError(f"ONNX Runtime cannot make {names[0]!r} of this model: {reason_of(error)}") from error
 
 
 def _has_subgraph(node: onnx.NodeProto) -> bool:
     """Whether it holds graphs of its own, which may read any value."""
     return any(a.HasField("g") or a.graphs for a in node.attribute)
+
+
+def _run(session: Any, names: Sequence[str], given: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    try:
+        return list(session.run(list(names), dict(given)))
+    except Exception as error:  # onnxruntime raises a dozen unrelated types
+        raise ModelError(f"ONNX Runtime cannot make {names[0]!r} of this model: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What ONNX Runtime says, in one line."""
+    return " ".join(str(error).split())[:300]
 
 
 def open_session(model: bytes, folder: Path) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from chunkrt.errors import ModelError
 from chunkrt.graph.modules import Module
+from chunkrt.onnx_import.claims import check_claims
 from chunkrt.onnx_import.decomposed import compose, is_written_out
 from chunkrt.onnx_import.draft import Draft
 from chunkrt.onnx_import.evaluation import Evaluator
@@ -90,6 +91,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
 
 def _import(file: Path) -> tuple[OnnxSource, Module]:
     proto = read_proto(file)
+    check_claims(proto, file)
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     family, config = read_settings(file.parent)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from chunkrt.errors import ModelError
-from chunkrt.onnx_import.evaluation import Evaluator, open_session
+from chunkrt.onnx_import.evaluation import Evaluator, open_session, reason_of
 from chunkrt.onnx_import.signature import Probe
 
 Array = NDArray[Any]
@@ -152,13 +152,13 @@ class Regions:
         try:
             session = open_session(model.SerializeToString(), self._folder)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
-            raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {str(error)[:300]}") from error
+            raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {reason_of(error)}") from error
 
         def run(values: Mapping[str, Array]) -> Array:
             try:
                 result: Array = session.run([target], dict(values))[0]
             except Exception as error:
-                raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {str(error)[:300]}") from error
+                raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {reason_of(error)}") from error
             return result
 
         return run

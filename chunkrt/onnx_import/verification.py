@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, resolve
-from chunkrt.onnx_import.evaluation import open_session
+from chunkrt.onnx_import.evaluation import open_session, reason_of
 from chunkrt.onnx_import.exact import without_rounding
 from chunkrt.onnx_import.exported import export_settings
 from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
@@ -94,7 +94,7 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
         session = open_session(without_rounding(proto).SerializeToString(), file.parent)
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
-        raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {str(error)[:300]}") from error
+        raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {reason_of(error)}") from error
     flat: NDArray[np.float32] = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
     return flat
 

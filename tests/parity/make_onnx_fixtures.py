@@ -50,7 +50,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | INDEPENDENT_HEADS
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24},
 }
-CONFIGS["lfm2"] = recurrent_fixtures.CONFIGS["lfm2"] | SIZES | HALVED_HEADS | {"num_hidden_layers": 3, "full_attn_idxs": [1]}
+CONFIGS["lfm2"] = (
+    recurrent_fixtures.CONFIGS["lfm2"] | SIZES | HALVED_HEADS | {"num_hidden_layers": 3, "full_attn_idxs": [1]}
+)
 # Without Gemma 3, whose rotary tables the builder of 0.18 does not find in Transformers 5's configuration.
 GENAI_PRECISIONS = {"llama": ("fp32", "fp16", "int4", "int4_qdq"), "qwen2": ("fp32", "int4")}
 GENAI_PRECISIONS |= {"qwen3": ("fp32", "int4"), "phi3": ("fp32",), "lfm2": ("fp32",)}
@@ -85,9 +87,7 @@ def make_genai(family: str, checkpoint: Path, scratch: Path) -> None:
         command = ["-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-p", precision, "-e", provider]
         target = scratch / name
         extra = ["--extra_options", *options] if precision == "int4" else []
-        subprocess.run(
-            [sys.executable, *command, "-o", str(target), "-c", str(scratch / "cache"), *extra], check=True
-        )
+        subprocess.run([sys.executable, *command, "-o", str(target), "-c", str(scratch / "cache"), *extra], check=True)
         _keep(target, f"genai_{family}_{name}")
 
 

@@ -1,7 +1,7 @@
 """Attention that is written out as MatMul, Softmax, MatMul: what goes in, what comes out, and the numbers between.
 
-What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to learn
-what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives the
+What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to
+learn what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives the
 very same. Masks, the repetition of key heads, rotation and reshaping may be written in any way.
 """
 
@@ -125,7 +125,9 @@ class AttentionFinder:
         query = next((n for n in self._up(operands[0]) if not self._is_scaled(n)), None)
         keys = next((n for n in self._up(operands[1]) if self._is_appended(n)), None)
         attended = next((n for n in regions.below(softmax) if regions.writer(n).op_type == "MatMul"), None)
-        values = attended and next((n for n in self._up(regions.writer(attended).input[1]) if self._is_appended(n)), None)
+        values = attended and next(
+            (n for n in self._up(regions.writer(attended).input[1]) if self._is_appended(n)), None
+        )
         result = attended and next((n for n in regions.below(attended) if len(regions.shape(n)) == 3), None)
         if not query or not keys or not values or not result:
             self._refuse("it is no attention over past and present keys and values")

@@ -118,7 +118,9 @@ class _Writer:
         return self.node("Reshape", [normalised, self._constant(np.array([0, -1, columns]))], [])
 
     def _norm(self, source: str, weight: str, epsilon: float, outputs: list[str]) -> str:
-        return self.node("SimplifiedLayerNormalization", [source, weight], outputs, axis=-1, epsilon=epsilon, stash_type=1)
+        return self.node(
+            "SimplifiedLayerNormalization", [source, weight], outputs, axis=-1, epsilon=epsilon, stash_type=1
+        )
 
     def _of_lengths(self, past: str) -> tuple[str, str]:
         """GroupQueryAttention's seqlens_k int32 [1] and total_sequence_length int32."""

@@ -44,9 +44,14 @@ def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
         mixed[column] = np.any(_as_heads(part({source: unit}), zeros) != 0, axis=(0, 1, 2))
     rotated = int(np.sum(mixed.sum(axis=1) > 1))
     half = rotated // 2
-    expected = np.eye(width, dtype=np.bool_)
+    plain = np.eye(width, dtype=np.bool_)
+    expected = plain.copy()
     expected[np.arange(half), np.arange(half) + half] = expected[np.arange(half) + half, np.arange(half)] = True
-    return rotated if rotated and rotated % 2 == 0 and np.array_equal(mixed | np.eye(width, dtype=np.bool_), expected) else None
+    return (
+        rotated
+        if rotated and rotated % 2 == 0 and np.array_equal(mixed | np.eye(width, dtype=np.bool_), expected)
+        else None
+    )
 
 
 def read_tables(regions: Regions, source: str, result: str, width: int, context: int) -> Tables:
