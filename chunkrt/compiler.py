@@ -16,7 +16,7 @@ from pathlib import Path
 from chunkrt.calibrate import cached_calibration
 from chunkrt.choose import cached_choice
 from chunkrt.engine_directory import PLAN, WEIGHTS, write_manifest
-from chunkrt.errors import ModelError
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.partition import partition
@@ -24,6 +24,7 @@ from chunkrt.graph.placement import Placement, place
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
+from chunkrt.onnx_import import import_decoder, is_onnx, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.figures import linears_by_weight_bits
 from chunkrt.quant.folding import Folding
@@ -87,6 +88,21 @@ class Planned:
         return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
 
+def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
+    """A checkpoint and its module tree: built by its family, or imported from ONNX.
+
+    Raises:
+        ModelError: the checkpoint is damaged, incomplete or unsupported.
+        ConfigError: so many ranks cannot share the decoder.
+    """
+    if is_onnx(checkpoint):
+        if not ranks.are_alone:
+            raise ConfigError(f"{checkpoint} is an ONNX decoder, which runs on one rank, not on {ranks.size}")
+        return import_decoder(checkpoint)
+    source = open_checkpoint(checkpoint)
+    return source, build_decoder(source, ranks)
+
+
 def plan_checkpoint(
     checkpoint: Path, placement: Placement, scheme: Scheme | None = None, *, ranks: Ranks = ALONE
 ) -> Planned:
@@ -102,8 +118,7 @@ def plan_checkpoint(
     """
     if scheme is not None:
         check_scheme_of_ranks(scheme, ranks.size)
-    source = open_checkpoint(checkpoint)
-    decoder = build_decoder(source, ranks)
+    source, decoder = open_decoder(checkpoint, ranks)
     place(decoder, placement)
     graph = trace(decoder)
     if scheme is not None:
@@ -137,6 +152,9 @@ def compile_checkpoint(
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
             left behind.
     """
+    if is_onnx(checkpoint):
+        imported = plan_checkpoint(checkpoint, {})
+        verify(checkpoint, imported.plan, imported.load)
     scheme, ranges = recipe.scheme, None
     check_scheme_of_ranks(scheme, ranks.size)
     if scheme.is_static:
