@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.plugins import code_behind
 from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import fingerprint
 from chunkrt.weights.store import WeightStore
 
@@ -46,7 +47,8 @@ class NpuTarget:
 class Manifest:
     """What an engine directory says of itself.
 
-    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for.
+    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
+    which of how many processes it is for.
     """
 
     format: int
@@ -56,6 +58,7 @@ class Manifest:
     files: Mapping[str, tuple[int, str]]
     npu: Sequence[NpuTarget] = ()
     placement: Placement = field(default_factory=dict)
+    ranks: Ranks = ALONE
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -64,12 +67,18 @@ def is_engine_directory(path: Path) -> bool:
 
 
 def cached_folder(
-    cache: Path, checkpoint: Path, *, recipe: Recipe, placement: Placement, calibration: Path | None = None
+    cache: Path,
+    checkpoint: Path,
+    *,
+    recipe: Recipe,
+    placement: Placement,
+    calibration: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
 
     The name covers the checkpoint's files (path, size, time of change), the recipe, the placement, the calibration's
-    content, chunkrt's version and the format.
+    content, the ranks, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -84,6 +93,7 @@ def cached_folder(
         recipe=asdict(recipe),
         placement=list(placement.items()),
         grids=grids,
+        ranks=astuple(ranks),
     )
     return cache / f"{checkpoint.stem}-{recipe.scheme.name}-{key}"
 
@@ -110,7 +120,13 @@ def _model_type(checkpoint: Path) -> str:
 
 
 def write_manifest(
-    folder: Path, *, model: str, scheme: Scheme, npu: Sequence[NpuTarget] = (), placement: Placement | None = None
+    folder: Path,
+    *,
+    model: str,
+    scheme: Scheme,
+    npu: Sequence[NpuTarget] = (),
+    placement: Placement | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
     files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
@@ -122,6 +138,7 @@ def write_manifest(
         files=files,
         npu=tuple(npu),
         placement=dict(placement or {}),
+        ranks=ranks,
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 
@@ -140,11 +157,12 @@ def read_manifest(folder: Path) -> Manifest:
             )
         data["scheme"] = Scheme.from_dict(data["scheme"])
         data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
+        data["ranks"] = Ranks(**data.get("ranks", asdict(ALONE)))
         data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
         manifest = Manifest(**data)
         if not _is_sound(manifest):
             raise ValueError("it holds values of the wrong kind")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):
         _check_file(folder, name, manifest.files.get(name))

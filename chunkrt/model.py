@@ -14,6 +14,7 @@ from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.npu import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Search, find_scheme
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import only_writer, remove
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
@@ -25,7 +26,7 @@ Progress = Callable[[str, int, int], None]
 log = logging.getLogger(__name__)
 
 
-def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Path:
+def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks: Ranks = ALONE) -> Path:
     """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
 
     Raises:
@@ -36,7 +37,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
     check_npu(options)
     path = Path(model)
     if is_engine_directory(path):
-        check_compiled(path, options)
+        check_compiled(path, options, ranks)
         return path
     checkpoint, default_scheme = find_checkpoint(model, progress)
     recipe = choose_recipe(options, default_scheme)
@@ -54,6 +55,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
         recipe=recipe,
         placement=placement,
         calibration=options.calibration,
+        ranks=ranks,
     )
     if _is_whole(folder):
         return folder
@@ -76,6 +78,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
                     folder,
                     model=model,
                     calibration=options.calibration,
+                    ranks=ranks,
                     progress=progress,
                 )
     except OSError as error:
@@ -136,14 +139,16 @@ def _is_given(option: object) -> bool:
     return option is not None and option is not False
 
 
-def check_compiled(folder: Path, options: EngineOptions) -> None:
+def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -> None:
     """Refuse options that a compiled model cannot follow any more.
 
     Raises:
-        ConfigError: another scheme or placement, npu "off", or any other option that says how to quantise.
+        ConfigError: other ranks, another scheme or placement, npu "off", or any other option that says how to quantise.
         ModelError: the folder is not an engine directory of this format.
     """
     manifest = read_manifest(folder)
+    if manifest.ranks != ranks:
+        raise ConfigError(f"{folder} was compiled for {manifest.ranks}, not for {ranks}; compile it again")
     if options.scheme not in (None, manifest.scheme.name):
         compiled = manifest.scheme.name
         raise ConfigError(f"{folder} was compiled under {compiled!r}, not {options.scheme!r}; compile it again")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Literal, TypeGuard, get_args
 
-from chunkrt.affinity import NO_AFFINITY, check_affinity, find_cpus
+from chunkrt.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
 from chunkrt.backends import BACKENDS, PLUGINS
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
@@ -154,7 +153,7 @@ class EngineOptions:
     @property
     def num_threads(self) -> int:
         """The thread budget. Raises ConfigError as `find_cpus` does."""
-        return self.threads or len(find_cpus(self.affinity) or ()) or available_cores()
+        return self.threads or len(find_cpus(self.affinity) or available_cpus())
 
     @property
     def falls_back(self) -> bool:
@@ -173,6 +172,4 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def available_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(available_cpus())

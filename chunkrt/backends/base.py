@@ -1,6 +1,7 @@
 """What a backend is: the contract between the plan and whatever computes a subgraph.
 
-A backend plays one or both roles, "npu" and "cpu". `chunkrt.testing.check_backend` is this contract as a test suite.
+A backend plays one or both roles, "npu" and "cpu"; the device "link" has one of its own (`backends/link.py`).
+`chunkrt.testing.check_backend` is this contract as a test suite.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chunkrt.errors import ModelError, UnsupportedModelError
@@ -12,6 +12,7 @@ from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
 from chunkrt.plugins import PluginGroup
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.weights.source import TensorSource
 
 Builder = Callable[[DecoderConfig], Module]
@@ -47,14 +48,18 @@ UNUSED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 """Buffers that old exports carry although the config determines them; and the copy that some make for a tied head."""
 
 
-def build_decoder(source: TensorSource) -> Module:
+def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
     """The module tree of a checkpoint, every parameter named and matched with the checkpoint's tensors.
+
+    Args:
+        ranks: which of how many processes it is for.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
         ModelError: a tensor is missing, or one is left that nothing reads.
+        ConfigError: so many ranks cannot share a linear evenly.
     """
-    decoder, _ = make_decoder(source)
+    decoder, _ = make_decoder(source, ranks)
     missing, unread = match_tensors(decoder, source)
     if missing:
         name, parameter = next(iter(missing.items()))
@@ -87,19 +92,20 @@ def find_family(model_type: str) -> Family | None:
     return FAMILIES.get(model_type)
 
 
-def make_decoder(source: TensorSource) -> tuple[Module, DecoderConfig]:
+def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, DecoderConfig]:
     """The module tree that a checkpoint's config asks for, whatever tensors there are; and the config as it was read.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
         ModelError: the config contradicts itself.
+        ConfigError: so many ranks cannot share a linear evenly.
     """
     if (family := find_family(source.architecture)) is None:
         raise UnsupportedModelError(
             f"{source.path.name}: architecture {source.architecture!r} is not supported; "
             f"supported are: {', '.join(sorted(family_names()))}"
         )
-    config = read_config(source, family.defaults)
+    config = replace(read_config(source, family.defaults), ranks=ranks)
     return family.build(config).named(), config
 
 
