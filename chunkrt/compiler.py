@@ -16,7 +16,7 @@ from pathlib import Path
 from chunkrt.calibrate import cached_calibration
 from chunkrt.choose import cached_choice
 from chunkrt.engine_directory import PLAN, WEIGHTS, write_manifest
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.partition import partition
@@ -27,7 +27,7 @@ from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.figures import linears_by_weight_bits
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.scheme import Recipe, Scheme
+from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.quant.weights import check_calibration, check_shadowed, linear_weights, write_weights
 from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import written_aside
@@ -101,7 +101,7 @@ def plan_checkpoint(
         ConfigError: the placement names no module; so many ranks cannot share the decoder, or not under the scheme.
     """
     if scheme is not None:
-        check_ranks(scheme, ranks)
+        check_scheme_of_ranks(scheme, ranks.size)
     source = open_checkpoint(checkpoint)
     decoder = build_decoder(source, ranks)
     place(decoder, placement)
@@ -110,15 +110,6 @@ def plan_checkpoint(
         cut_shadowed(graph, scheme.is_shadowed)
     plan = partition(graph, family=source.architecture)
     return Planned(source=source, decoder=decoder, plan=plan)
-
-
-def check_ranks(scheme: Scheme, ranks: Ranks) -> None:
-    """Raise ConfigError for a static scheme on several ranks."""
-    if scheme.is_static and not ranks.are_alone:
-        raise ConfigError(
-            f"the scheme {scheme.name!r} is static, but {ranks.size} ranks add partial sums, which have no grid; use a "
-            "dynamic scheme or 'float'"
-        )
 
 
 def compile_checkpoint(
@@ -147,7 +138,7 @@ def compile_checkpoint(
             left behind.
     """
     scheme, ranges = recipe.scheme, None
-    check_ranks(scheme, ranks)
+    check_scheme_of_ranks(scheme, ranks.size)
     if scheme.is_static:
         scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
     planned = plan_checkpoint(checkpoint, placement, scheme, ranks=ranks)

@@ -7,15 +7,17 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.affinity import available_cpus, find_cpus, running_on
-from chunkrt.backends import Backend, Executable, make_backend
+from chunkrt.backends import Backend, Executable
+from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.backends.link import LinkBackend
+from chunkrt.backends.switches import Switches
 from chunkrt.engine_directory import open_weights, read_manifest, read_plan
 from chunkrt.errors import (
     ClosedError,
@@ -28,7 +30,7 @@ from chunkrt.errors import (
 )
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.model import Progress, engine_folder
-from chunkrt.npu import compiled_chunk_length, open_npu
+from chunkrt.npu import compiled_chunk_length, open_backends
 from chunkrt.options import CPU_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
@@ -38,6 +40,7 @@ from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import CacheDtype, State
+from chunkrt.sampling import Sampler, SamplingOptions
 from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
 
@@ -79,6 +82,7 @@ def load(
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
     find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
+    check_switches(Switches.parse(chosen.ops), registered_operators())
     tell = progress or _ignore
     if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
         if launch.rank > 0:
@@ -149,15 +153,24 @@ class Engine:
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
         self._lock = threading.Lock()
-        cpu = "native" if options.npu in ("auto", "qnn", "off") else options.npu
-        self._cpus, num_threads = find_cpus(options.affinity), options.num_threads
+        self._cpus = find_cpus(options.affinity)
         with running_on(self._cpus):  # the native pool starts its threads here
-            self.cpu_backend = make_backend(cpu, threads=num_threads)
-        self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
+            self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
         self._mirror = mirror
         """Where this is rank 0 of several, the engines of the others."""
-        self._link = None if communicator is None else LinkBackend(communicator)
+        self._link: Backend | None = None if communicator is None else LinkBackend(communicator)
         self.chunk_length = self._choose_chunk_length()
+        self.dispatcher = Dispatcher(
+            self.plan,
+            self.scheme,
+            registered_operators(),
+            Switches.parse(options.ops),
+            default=default_base(options.npu),
+        )
+        self._check_cache()
+        sampler = self.dispatcher.sampler().function
+        assert sampler is not None
+        self.make_sampler: Callable[[SamplingOptions], Sampler] = sampler
         self._executor, self._decoder = self._build(progress)
 
     def _choose_chunk_length(self) -> int:
@@ -270,7 +283,7 @@ class Engine:
         return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
 
     def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
-        return self.cpu_backend if self._link is None or subgraph.device != "link" else self._link
+        return self._link if self._link is not None and subgraph.device == "link" else self.cpu_backend
 
     def _make_executor(
         self,
@@ -312,12 +325,19 @@ class Engine:
         return on_npu
 
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
-        if not (support := backend.supports(subgraph, self.plan, self.scheme)):
-            raise PartitionError(
-                f"{backend.name} cannot run subgraph {subgraph.name} under scheme {self.scheme.name}"
-                f"{f' (node {support.node})' if support.node else ''}: {support.reason}"
-            )
-        return backend.compile(subgraph, self.plan, self.chunk_length, self.scheme, self.weights)
+        return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
+
+    def _check_cache(self) -> None:
+        """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
+        if self.options.cache_dtype != "int8":
+            return
+        for subgraph in (s for s in self.plan.subgraphs if s.state):
+            for _, choice in self.dispatcher.choices(subgraph, self.cpu_backend.name):
+                if choice.operator == "cached_attention" and choice.runs_on != "native":
+                    raise ConfigError(
+                        f"caches of int8 are the native attention's alone, and {choice.runs_on} runs cached_attention "
+                        f"({choice.reason}); choose float32 or float16"
+                    )
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -325,11 +345,8 @@ class Engine:
 
 
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
-    """float16 where the native kernels round keys as they append them; float32 under "float" and elsewhere.
-
-    A backend that attends to a chunk's own keys before they are rounded would depend on the chunk length.
-    """
-    return "float16" if scheme.weight_bits is not None and backend.name == "native" else "float32"
+    """What the backend that attends takes first; float32 under "float"."""
+    return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
 
 
 def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]:

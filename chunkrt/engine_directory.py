@@ -21,6 +21,7 @@ from pathlib import Path
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
+from chunkrt.plugins import code_behind
 from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.ranks import ALONE, Ranks
@@ -98,11 +99,24 @@ def cached_folder(
 
 
 def cache_key(checkpoint: Path, **made_with: object) -> str:
-    """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change)."""
+    """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change).
+
+    Where a plug-in has the decoder family of a folder, its code counts as well.
+    """
     files = sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
     stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     key = {"files": stats, "chunkrt": version("chunkrt"), **made_with}
+    if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):
+        key["family"] = code
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+
+def _model_type(checkpoint: Path) -> str:
+    """Of a Hugging Face folder, as far as it can be told."""
+    try:
+        return str(json.loads((checkpoint / "config.json").read_text("utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # a file; or what is wrong is told when it is opened
 
 
 def write_manifest(

@@ -297,7 +297,8 @@ def retention(tmp_path_factory):
     weights = {f"model.{name}": rng.standard_normal(s).astype(np.float32) / 2 for name, s in shapes.items()}
     save_file(weights, folder / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(decoders.FAMILIES, "retention", lambda config: CausalDecoder(config, RetentionBody()))
+        family = decoders.Family(build=lambda config: CausalDecoder(config, RetentionBody()))
+        patch.setitem(decoders.FAMILIES, "retention", family)
         yield folder, {name.removeprefix("model."): weight.astype(np.float64) for name, weight in weights.items()}
 
 
