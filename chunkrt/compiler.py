@@ -24,10 +24,11 @@ from chunkrt.graph.placement import Placement, place
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
+from chunkrt.onnx_import import import_decoder, is_onnx, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.figures import linears_by_weight_bits
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.scheme import Recipe, Scheme
+from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.quant.weights import check_calibration, check_shadowed, linear_weights, write_weights
 from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import written_aside
@@ -87,6 +88,21 @@ class Planned:
         return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
 
+def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
+    """A checkpoint and its module tree: built by its family, or imported from ONNX.
+
+    Raises:
+        ModelError: the checkpoint is damaged, incomplete or unsupported.
+        ConfigError: so many ranks cannot share the decoder.
+    """
+    if is_onnx(checkpoint):
+        if not ranks.are_alone:
+            raise ConfigError(f"{checkpoint} is an ONNX decoder, which runs on one rank, not on {ranks.size}")
+        return import_decoder(checkpoint)
+    source = open_checkpoint(checkpoint)
+    return source, build_decoder(source, ranks)
+
+
 def plan_checkpoint(
     checkpoint: Path, placement: Placement, scheme: Scheme | None = None, *, ranks: Ranks = ALONE
 ) -> Planned:
@@ -101,24 +117,14 @@ def plan_checkpoint(
         ConfigError: the placement names no module; so many ranks cannot share the decoder, or not under the scheme.
     """
     if scheme is not None:
-        check_ranks(scheme, ranks)
-    source = open_checkpoint(checkpoint)
-    decoder = build_decoder(source, ranks)
+        check_scheme_of_ranks(scheme, ranks.size)
+    source, decoder = open_decoder(checkpoint, ranks)
     place(decoder, placement)
     graph = trace(decoder)
     if scheme is not None:
         cut_shadowed(graph, scheme.is_shadowed)
     plan = partition(graph, family=source.architecture)
     return Planned(source=source, decoder=decoder, plan=plan)
-
-
-def check_ranks(scheme: Scheme, ranks: Ranks) -> None:
-    """Raise ConfigError for a static scheme on several ranks."""
-    if scheme.is_static and not ranks.are_alone:
-        raise ConfigError(
-            f"the scheme {scheme.name!r} is static, but {ranks.size} ranks add partial sums, which have no grid; use a "
-            "dynamic scheme or 'float'"
-        )
 
 
 def compile_checkpoint(
@@ -146,8 +152,11 @@ def compile_checkpoint(
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
             left behind.
     """
+    if is_onnx(checkpoint):
+        imported = plan_checkpoint(checkpoint, {})
+        verify(checkpoint, imported.plan, imported.load)
     scheme, ranges = recipe.scheme, None
-    check_ranks(scheme, ranks)
+    check_scheme_of_ranks(scheme, ranks.size)
     if scheme.is_static:
         scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
     planned = plan_checkpoint(checkpoint, placement, scheme, ranks=ranks)

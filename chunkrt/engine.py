@@ -158,7 +158,7 @@ class Engine:
             self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
         self._mirror = mirror
         """Where this is rank 0 of several, the engines of the others."""
-        self._link = None if communicator is None else LinkBackend(communicator)
+        self._link: Backend | None = None if communicator is None else LinkBackend(communicator)
         self.chunk_length = self._choose_chunk_length()
         self.dispatcher = Dispatcher(
             self.plan,
@@ -283,7 +283,7 @@ class Engine:
         return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
 
     def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
-        return self.cpu_backend if self._link is None or subgraph.device != "link" else self._link
+        return self._link if self._link is not None and subgraph.device == "link" else self.cpu_backend
 
     def _make_executor(
         self,

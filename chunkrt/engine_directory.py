@@ -34,6 +34,10 @@ HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
 
 
+ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
+"""Of what exporters write beside an ONNX file: weights, a file each or all in one, settings and the tokenizer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NpuTarget:
     """What the static subgraphs were compiled for: a SoC and a chunk length, by a version of onnxruntime-qnn."""
@@ -101,9 +105,13 @@ def cached_folder(
 def cache_key(checkpoint: Path, **made_with: object) -> str:
     """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change).
 
-    Where a plug-in has the decoder family of a folder, its code counts as well.
+    Where a plug-in has the decoder family of a folder, its code counts as well. Those of an ONNX file are also the data
+    and settings that may be beside it.
     """
     files = sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
+    if checkpoint.suffix == ".onnx" and checkpoint.is_file():
+        beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
+        files = sorted({checkpoint, *beside})
     stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     key = {"files": stats, "chunkrt": version("chunkrt"), **made_with}
     if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):

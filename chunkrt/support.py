@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 from chunkrt.backends import BACKENDS, Backend, make_backend
@@ -24,6 +25,7 @@ from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
 from chunkrt.graph.tracing import trace
+from chunkrt.onnx_import import import_decoder, is_onnx
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
 from chunkrt.weights.checkpoint import open_checkpoint
 from chunkrt.weights.gguf_names import ARCHITECTURES, is_known_name
@@ -149,13 +151,16 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
     """Look at a checkpoint's headers and tell what is there for it and what is missing.
 
     Args:
-        path: a GGUF file or a Hugging Face folder, of any architecture.
+        path: a GGUF file, a Hugging Face folder or an ONNX decoder, of any architecture.
         backends: whom to ask, besides the NPU; by default all that are on this machine.
 
     Raises:
         ModelError: it is neither, or damaged, or its config contradicts itself.
-        UnsupportedModelError: its header cannot be read (another byte order, an unknown type, a part of a split file).
+        UnsupportedModelError: its header cannot be read (another byte order, an unknown type, a part of a split file);
+            or an ONNX decoder has an operator that is not understood.
     """
+    if is_onnx(Path(path)):
+        return _check_onnx(Path(path), backends)
     refusals: list[UnsupportedModelError] = []
     source = open_checkpoint(path, refuse=refusals.append)
     metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
@@ -185,6 +190,37 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         operators=_operators(draft.plan, available) if draft else (),
         unavailable=unavailable,
         refused_subgraphs=_refused_subgraphs(draft.plan) if draft else (),
+    )
+
+
+def _check_onnx(path: Path, backends: Sequence[Backend] | None) -> SupportReport:
+    """An ONNX decoder is read as a whole, and what is not understood is an error: here is what it came to."""
+    source, decoder = import_decoder(path)
+    plan = partition(trace(decoder), family=source.architecture)
+    available, unavailable = _backends() if backends is None else (backends, {})
+    needed = {name for parameter in decoder.parameters() for name in parameter.checkpoint_tensors}
+    return SupportReport(
+        path=str(path),
+        format="ONNX",
+        architecture=source.architecture,
+        model_type=source.architecture,
+        module="chunkrt/onnx_import",
+        known=(),
+        sizes=_sizes(source, source.architecture, None),
+        features=(),
+        tensors=Tensors(
+            num_found=len(needed),
+            num_needed=len(needed),
+            missing=(),
+            unread=(),
+            misfits=(),
+            types=dict(Counter(source.info(name).stored_as for name in needed)),
+            unreadable=(),
+        ),
+        tokenizer=_tokenizer(source, None),
+        operators=_operators(plan, available),
+        unavailable=unavailable,
+        refused_subgraphs=_refused_subgraphs(plan),
     )
 
 

@@ -1,19 +1,21 @@
 """Ranks that are threads of the test's process."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from chunkrt.errors import DeviceLostError
 from chunkrt.ranks import Communicator
 from chunkrt.ranks.local import local_communicators
 
 Result = TypeVar("Result")
-TIMEOUT = 120.0
-"""Seconds after which a test that waits has deadlocked."""
+TIMEOUT = 60.0
+"""Seconds after which ranks that wait for each other have deadlocked."""
 
 
 def on_ranks(size: int, work: Callable[[Communicator], Result]) -> list[Result]:
-    """What every rank's `work` returns; the first error of a rank ends the others and comes through."""
+    """What every rank's `work` returns. An error of a rank ends the others and comes through; so does a deadlock."""
+    communicators = local_communicators(size)
 
     def guarded(communicator: Communicator) -> Result:
         try:
@@ -23,5 +25,10 @@ def on_ranks(size: int, work: Callable[[Communicator], Result]) -> list[Result]:
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(guarded, communicator) for communicator in local_communicators(size)]
-        return [future.result(TIMEOUT) for future in futures]
+        futures = [pool.submit(guarded, communicator) for communicator in communicators]
+        if wait(futures, TIMEOUT).not_done:
+            communicators[0].close()
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, DeviceLostError)):
+        raise error
+    return [future.result() for future in futures]

@@ -267,7 +267,7 @@ def default_base(npu: str) -> str:
 @cache
 def registered_operators() -> OperatorRegistry:
     """Every operator's implementations, ours and those of plug-ins, which are loaded at the first call."""
-    from chunkrt.backends import lowering  # noqa: F401
+    from chunkrt.backends import link, lowering  # noqa: F401
     from chunkrt.sampling import Sampler
 
     operators.register(SAMPLER, REFERENCE)(Sampler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.registry import LINK, operators
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import ALL_REDUCE_OP, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
@@ -19,7 +20,7 @@ class LinkBackend:
         communicator: reaches the other ranks, which run plans of the same subgraphs.
     """
 
-    name = "link"
+    name = LINK
     concurrency: int | None = None
     cache_dtypes: tuple[str, ...] = ()
 
@@ -46,6 +47,7 @@ class LinkBackend:
         return LinkExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
 
 
+@operators.register("all_reduce", LINK, is_required=True)
 class LinkExecutable:
     """One sum over ranks. The key is the subgraph's index and the position of row 0."""
 

@@ -1,8 +1,9 @@
 """The operators: what there is for each, by canonical name and device.
 
-Devices of our own are `reference` (a NumPy function), `native` (an emitter of instructions) and `npu` (a lowering to
-ONNX); a plug-in adds functions for devices of its own choice, or replaces ours. Whatever runs is looked up once, when a
-subgraph is compiled (`backends/dispatch.py`); `num_lookups` counts, so that a test can tell.
+Devices of our own are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to
+ONNX) and `link` (what sums over ranks); a plug-in adds functions for devices of its own choice, or replaces ours.
+Whatever runs is looked up once, when a subgraph is compiled (`backends/dispatch.py`); `num_lookups` counts, so that a
+test can tell.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, TypeVar
 from chunkrt.errors import ConfigError
 from chunkrt.graph.operators import Use
 
-REFERENCE, NATIVE, NPU = "reference", "native", "npu"
-OWN_DEVICES = (REFERENCE, NATIVE, NPU)
+REFERENCE, NATIVE, NPU, LINK = "reference", "native", "npu", "link"
+OWN_DEVICES = (REFERENCE, NATIVE, NPU, LINK)
 
 OWN_PACKAGE = "chunkrt"
 

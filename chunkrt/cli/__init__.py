@@ -35,6 +35,7 @@ COMMANDS = {
     "tune": "Search how a model should run on a device, by simulation.",
     "profile": "Measure a model on this machine, for simulate and tune.",
     "compile": "Write an engine directory, for one or several NPUs.",
+    "export": "Write a decoder as ONNX, for other tools.",
     "models": "List the catalogue.",
     "pull": "Download a model of the catalogue.",
     "doctor": "Tell what this machine can run, and what is missing.",

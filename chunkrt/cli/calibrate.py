@@ -52,7 +52,8 @@ def calibrate(
     as_json: bool,
     **quantisation: Any,
 ) -> None:
-    """Measure how large the values of MODEL get: a catalogue name, a GGUF file or a Hugging Face folder.
+    """Measure how large the values of MODEL get: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX
+    decoder.
 
     Static schemes take the grids of their activations from it. A model tuned for chat reads the text's paragraphs as
     the turns of a conversation. The result is cached; the default one is made when a static scheme first needs it.

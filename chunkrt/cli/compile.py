@@ -44,7 +44,8 @@ def compile(
     htp: HtpOptions,
     **quantisation: Any,
 ) -> None:
-    """Compile MODEL: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+    """Compile MODEL: a catalogue name, a GGUF file, a Hugging Face folder, an ONNX decoder, or an engine
+    directory.
 
     What was compiled is cached: an interrupted compilation goes on where it stopped. The folder is written whole or
     not at all.

@@ -23,7 +23,7 @@ from chunkrt.quant.figures import (
     linears_by_weight_bits,
     subgraph_figures,
 )
-from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 from chunkrt.quant.weights import check_shadowed
 from chunkrt.ranks import ALONE, Ranks
 
@@ -97,13 +97,13 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         found, scheme = read_plan(Path(model)), manifest.scheme
         compiled_for = compiled_chunk_length(manifest)
     else:
-        from chunkrt.compiler import check_ranks, plan_checkpoint, prepare
+        from chunkrt.compiler import plan_checkpoint, prepare
 
         with progress_bar() as progress:
             checkpoint, default_scheme = find_checkpoint(model, progress)
             recipe = choose_recipe(options, default_scheme)
             scheme = recipe.scheme
-            check_ranks(scheme, ranks)
+            check_scheme_of_ranks(scheme, ranks.size)
             if recipe.search:
                 scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
         planned = plan_checkpoint(checkpoint, options_placement(options), scheme, ranks=ranks)

@@ -28,7 +28,8 @@ from chunkrt.errors import ConfigError
 def run(
     model: str, prompt: str | None, file: Path | None, raw: bool, as_json: bool, trace: Path | None, **options: Any
 ) -> None:
-    """Answer a prompt with MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an engine directory.
+    """Answer a prompt with MODEL: a catalogue name, a GGUF file, a Hugging Face folder, an ONNX decoder
+    or an engine directory.
 
     The answer streams to stdout, figures go to stderr.
     """

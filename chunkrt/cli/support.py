@@ -22,7 +22,7 @@ STATUS_OF_GAPS = 3
 def support(model: str, as_json: bool) -> None:
     """Tell which architecture MODEL is, and what chunkrt has for it. Only headers are read.
 
-    MODEL is a GGUF file or a Hugging Face folder of any architecture, or a name of the catalogue.
+    MODEL is a GGUF file, a Hugging Face folder or an ONNX decoder of any architecture, or a name of the catalogue.
 
     The exit status is 0 if everything is there, 3 if something is missing, 1 if MODEL cannot be read.
     """

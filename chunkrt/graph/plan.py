@@ -159,6 +159,12 @@ class Plan:
 
         return replace(self, subgraphs=tuple(replace(s, nodes=tuple(map(switched, s.nodes))) for s in self.subgraphs))
 
+    def on_cpu(self) -> Plan:
+        """The same subgraphs, with the CPU playing the NPU's role."""
+        return replace(
+            self, subgraphs=tuple(replace(s, device="cpu") if s.device == "npu" else s for s in self.subgraphs)
+        )
+
     def slots(self, capacity: int, chunk_length: int) -> dict[str, int]:
         """What "P" and "W" stand for in the state of a session.
 

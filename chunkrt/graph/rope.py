@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module, Parameter
+from chunkrt.weights.source import TensorSource
 
 Float64 = NDArray[np.float64]
 
@@ -44,18 +45,26 @@ class RotaryTables(Module):
         super().__init__()
         self.long_context_from = long_context_from
         self._frequencies = [inverse_frequencies] + ([] if long_frequencies is None else [long_frequencies])
-        self._context_length, self._divisor, self._magnitude = context_length, divisor, magnitude
+        self.magnitude = magnitude
+        self._context_length, self._divisor = context_length, divisor
 
     def declare(self) -> None:
         self.cos, self.sin = self._tables(np.cos), self._tables(np.sin)
+
+    def frequencies(self, source: TensorSource) -> list[Float64]:
+        """Of each table, radians a position: float64 [rotary_dim / 2], divided where a checkpoint divides them."""
+        return self._divided(*([source.read(self._divisor)] if self._divisor else []))
+
+    def _divided(self, *divisor: NDArray[np.float32]) -> list[Float64]:
+        return [f / divisor[0] if divisor else f for f in self._frequencies]
 
     def _tables(self, function: Callable[[Float64], Float64]) -> Parameter:
         half = len(self._frequencies[0])
 
         def build(*divisor: NDArray[np.float32]) -> NDArray[np.float32]:
             positions = np.arange(self._context_length, dtype=np.float64)
-            tables = (np.outer(positions, f / divisor[0] if divisor else f) for f in self._frequencies)
-            return np.concatenate([(self._magnitude * function(table)).astype(np.float32) for table in tables])
+            tables = (np.outer(positions, f) for f in self._divided(*divisor))
+            return np.concatenate([(self.magnitude * function(table)).astype(np.float32) for table in tables])
 
         tensors: dict[str, tuple[int, ...]] = {self._divisor: (half,)} if self._divisor else {}
         shape = (len(self._frequencies) * self._context_length, half)

@@ -40,7 +40,7 @@ class Follower:
                 payload = self._communicator.take(Envelope(Channel.COMMAND, number), [0])[0]
                 command, forgotten = Message._make(pickle.loads(payload))
                 for old in forgotten:
-                    del self._objects[old]
+                    self._objects.pop(old, None)
                 self._obey(number, command)
         except ClosedError:
             return 0

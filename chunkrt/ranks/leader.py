@@ -90,6 +90,7 @@ class EngineMirror:
 
     def __init__(self, leader: Leader, number: int, opening: int) -> None:
         self._leader, self._number, self._opening = leader, number, opening
+        leader.forget_with(self, number)
 
     def check(self, identity: Mapping[str, object]) -> None:
         """Wait until all followers have loaded the model.

@@ -16,11 +16,9 @@ import numpy as np
 from chunkrt.affinity import available_cpus
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.ranks.base import Float32, Key, Ranks
+from chunkrt.ranks.exchange import is_sent_whole
 from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
 from chunkrt.ranks.transport import MpiTransport, Peer
-
-AT_ONCE_BYTES = 16 * 1024
-"""Sums are sent whole to every rank if that is at most so many bytes more than in parts; it is one step less."""
 
 
 class MpiCommunicator:
@@ -86,7 +84,7 @@ class MpiCommunicator:
         """See `Communicator.all_reduce`. Raises BackendError also if the run was aborted."""
         values = np.ascontiguousarray(partial).reshape(-1)
         envelope = Envelope(Channel.SUM, self._run, *key)
-        if values.nbytes * (self.size - 2) <= AT_ONCE_BYTES:
+        if is_sent_whole(values.nbytes, self.size):
             total = self._add(envelope, [values] * self.size)
         else:
             bounds = [values.size * rank // self.size for rank in range(self.size + 1)]

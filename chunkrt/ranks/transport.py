@@ -30,6 +30,8 @@ from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
 
 CONNECT_S = 60.0
 """All ranks have to come within it."""
+LOOK_S = 0.1
+"""How often it is looked whether they have."""
 BEAT_S = 1.0
 LOST_S = 5.0
 GRACE_S = 2.0
@@ -90,8 +92,16 @@ class MpiTransport:
             DeviceLostError: a rank did not come.
         """
         self._thread.start()
-        if not self._met.wait(CONNECT_S):
-            self._mailbox.fail(DeviceLostError(f"not all {self._ranks.size} ranks were there after {CONNECT_S:.0f} s"))
+        latest = time.monotonic() + CONNECT_S
+        while not self._met.wait(LOOK_S):
+            if self._is_check_due:
+                self._mailbox.fail(DeviceLostError("a rank ended before all were there; start all ranks again"))
+                break
+            if time.monotonic() > latest:
+                self._mailbox.fail(
+                    DeviceLostError(f"not all {self._ranks.size} ranks were there after {CONNECT_S:.0f} s; start again")
+                )
+                break
         if self._mailbox.failure is not None:
             raise self._mailbox.failure
 
@@ -107,9 +117,6 @@ class MpiTransport:
     def check(self) -> None:
         """Look soon whether all ranks live. For a signal's handler: it takes no lock."""
         self._is_check_due = True
-        if not self._met.is_set():
-            self._mailbox.fail(DeviceLostError("a rank ended before all were there"))
-            self._met.set()
 
     def close(self) -> None:
         """Send what is to be sent, and leave MPI; wait for it a few seconds at most."""
@@ -162,7 +169,7 @@ class MpiTransport:
         return MPI, library
 
     def _carry(self, mpi: Any, world: Any) -> None:
-        """Carry messages until this rank or the leader leaves, or a rank is lost.."""
+        """Carry messages until this rank or the leader leaves, or a rank is lost."""
         status = mpi.Status()
         sending: list[tuple[Any, Bytes]] = []
         receiving: list[tuple[Any, int, Bytes]] = []

@@ -25,7 +25,7 @@ CAUSES: Mapping[Cause, str] = {
     "attention": "waiting for attention",
     "linears": "waiting for linears",
     "embedding": "waiting for embedding or head",
-    "sums": "waiting for sums over ranks",
+    "sums": "waiting for other ranks",
     "order": "waiting for the order of chunks",
     "buffer": "waiting for a buffer",
     "copy": "waiting for a copy",

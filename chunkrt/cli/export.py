@@ -1,0 +1,138 @@
+"""`chunkrt export`: a decoder as ONNX, for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.engine_directory import is_engine_directory
+from chunkrt.errors import ConfigError
+from chunkrt.model import find_checkpoint
+
+if TYPE_CHECKING:
+    from onnx_ir import Model
+
+    from chunkrt.compiler import Planned
+    from chunkrt.onnx_export.beside import Files
+
+DEFAULT_WINDOW = 32
+LONGEST_DEFAULT_CONTEXT = 2048
+
+
+@click.command()
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The ONNX file to write.")
+@click.option("--window", type=int, default=DEFAULT_WINDOW, show_default=True, help="W: rows of a run.")
+@click.option("--sequence", type=int, help="T: positions that attention sees.  [default: the context]")
+@click.option(
+    "--context",
+    type=int,
+    help=f"M: slots of the caches.  [default: the model's, at most {LONGEST_DEFAULT_CONTEXT}]",
+)
+@click.option(
+    "--dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Of weights and caches."
+)
+@click.option("--opset", type=click.Choice(["14", "18", "21", "23"]), default="18", show_default=True, help="ONNX's.")
+@click.option(
+    "--keys",
+    type=click.Choice(["pre-rope", "post-rope"]),
+    help="Cached before RoPE, or after it.  [default: pre-rope; with --dynamic post-rope]",
+)
+@click.option("--external-data", is_flag=True, help="Write the weights into a file beside it, OUTPUT.data.")
+@click.option("--dynamic", is_flag=True, help="Any number of rows, for ONNX Runtime GenAI, with its genai_config.json.")
+@click.option(
+    "--static-subgraphs",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write each static subgraph of the plan, of W rows, here.",
+)
+@verbose_option
+def export(model: str, output: Path | None, static_subgraphs: Path | None, dynamic: bool, **settings: Any) -> None:
+    """Write MODEL, a catalogue name, a GGUF file or a Hugging Face folder, as an ONNX decoder in float.
+
+    The fixed-window form has static shapes and caches in and out; docs/onnx.md has its contract. The tokenizer's files
+    are written beside the model.
+    """
+    if output is None and static_subgraphs is None:
+        raise ConfigError("nothing is to be written; name a file with -o, or a folder with --static-subgraphs")
+    if dynamic:
+        _check_dynamic(output, settings["keys"])
+    if is_engine_directory(Path(model)):
+        raise ConfigError(f"{model} is compiled, its weights are quantised; give the checkpoint to export it")
+    from chunkrt import onnx_export
+    from chunkrt.compiler import plan_checkpoint
+
+    if output is not None:
+        onnx_export.check_absent(output)
+    with progress_bar() as progress:
+        checkpoint, _ = find_checkpoint(model, progress)
+        planned = plan_checkpoint(checkpoint, {})
+
+        def told(done: int, total: int) -> None:
+            progress("writing ONNX", done, total)
+
+        if output is not None:
+            exported, files = (_dynamic if dynamic else _window)(planned, output, settings)
+            files |= onnx_export.tokenizer_files(planned)
+            onnx_export.check_beside(output.parent, files)
+            onnx_export.save_model(exported, output, external_data=settings["external_data"], progress=told)
+            onnx_export.write_beside(output.parent, files)
+            click.echo(f"{output}: {sum(f.stat().st_size for f in _files(output)) / 1e6:.0f} MB", err=True)
+        if static_subgraphs is not None:
+            chosen = onnx_export.SubgraphSettings(
+                window=settings["window"], dtype=settings["dtype"], opset=int(settings["opset"])
+            )
+            parts = onnx_export.save_static_subgraphs(
+                planned, static_subgraphs, chosen, external_data=settings["external_data"], progress=told
+            )
+            click.echo(f"{len(parts)} ONNX files written to {static_subgraphs}", err=True)
+        progress("", 0, 0)
+
+
+def _window(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
+    from chunkrt import onnx_export
+
+    context = _context(planned, asked)
+    settings = onnx_export.WindowSettings(
+        window=asked["window"],
+        sequence=context if asked["sequence"] is None else asked["sequence"],
+        context=context,
+        dtype=asked["dtype"],
+        opset=int(asked["opset"]),
+        keys=asked["keys"] or "pre-rope",
+    )
+    return onnx_export.window_model(planned, settings), {}
+
+
+def _dynamic(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
+    from chunkrt import onnx_export
+
+    settings = onnx_export.DynamicSettings(
+        context=_context(planned, asked), dtype=asked["dtype"], opset=int(asked["opset"])
+    )
+    return onnx_export.dynamic_model(planned, settings), onnx_export.genai_config(planned, settings, output.name)
+
+
+def _context(planned: Planned, asked: dict[str, Any]) -> int:
+    context: int | None = asked["context"]
+    return min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT) if context is None else context
+
+
+def _check_dynamic(output: Path | None, keys: str | None) -> None:
+    """Refuse what goes with a fixed window alone."""
+    if output is None:
+        raise ConfigError("--dynamic says how -o is written; name a file with -o")
+    if keys == "pre-rope":
+        raise ConfigError("--dynamic caches keys after RoPE; leave --keys away, or leave --dynamic away")
+    context = click.get_current_context()
+    for name in ("window", "sequence"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"--dynamic takes any number of rows; leave --{name} away")
+
+
+def _files(output: Path) -> list[Path]:
+    data = output.with_name(f"{output.name}.data")
+    return [file for file in (output, data) if file.exists()]

@@ -1,0 +1,25 @@
+"""Decoders as ONNX files for other tools: a fixed window with caches in and out, ONNX Runtime GenAI's dynamic form, or
+the static subgraphs of a plan."""
+
+from chunkrt.onnx_export.beside import check_beside, tokenizer_files, write_beside
+from chunkrt.onnx_export.dynamic import dynamic_model
+from chunkrt.onnx_export.genai import genai_config
+from chunkrt.onnx_export.save import check_absent, save_model
+from chunkrt.onnx_export.settings import DynamicSettings, SubgraphSettings, WindowSettings
+from chunkrt.onnx_export.subgraphs import save_static_subgraphs
+from chunkrt.onnx_export.window import window_model
+
+__all__ = [
+    "DynamicSettings",
+    "SubgraphSettings",
+    "WindowSettings",
+    "check_absent",
+    "check_beside",
+    "dynamic_model",
+    "genai_config",
+    "save_model",
+    "save_static_subgraphs",
+    "tokenizer_files",
+    "window_model",
+    "write_beside",
+]

@@ -1,0 +1,130 @@
+"""From an ONNX file to a decoder that chunkrt compiles: the passes, and their order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from chunkrt.errors import ModelError
+from chunkrt.graph.modules import Module
+from chunkrt.onnx_import.claims import check_claims
+from chunkrt.onnx_import.decomposed import compose, is_written_out
+from chunkrt.onnx_import.draft import Draft
+from chunkrt.onnx_import.evaluation import Evaluator
+from chunkrt.onnx_import.exported import has_plan, replay_plan
+from chunkrt.onnx_import.module_tree import build_tree
+from chunkrt.onnx_import.names import name_nodes
+from chunkrt.onnx_import.passes.activations import raise_activations
+from chunkrt.onnx_import.passes.attention import raise_attention
+from chunkrt.onnx_import.passes.columns import raise_columns
+from chunkrt.onnx_import.passes.convolution import raise_convolutions
+from chunkrt.onnx_import.passes.elementwise import raise_constants
+from chunkrt.onnx_import.passes.embedding import raise_embedding
+from chunkrt.onnx_import.passes.feed_forward import merge_gates
+from chunkrt.onnx_import.passes.head import pick_rows
+from chunkrt.onnx_import.passes.identities import drop_identities
+from chunkrt.onnx_import.passes.integer_linears import raise_integer_linears
+from chunkrt.onnx_import.passes.linears import raise_linears
+from chunkrt.onnx_import.passes.norms import raise_head_norms, raise_norms
+from chunkrt.onnx_import.passes.pruning import prune
+from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
+from chunkrt.onnx_import.settings import GENAI, read_settings
+from chunkrt.onnx_import.signature import find_signature
+from chunkrt.onnx_import.source import OnnxSource
+
+PASSES: tuple[Callable[[Draft], None], ...] = (
+    raise_integer_linears,
+    drop_identities,
+    raise_linears,
+    raise_constants,
+    raise_embedding,
+    raise_activations,
+    raise_norms,
+    raise_columns,
+    raise_head_norms,
+    raise_attention,
+    raise_convolutions,
+    merge_gates,
+)
+"""In order; each requires no more than what those before it ensure."""
+
+UNKNOWN_CONTEXT, LONGEST_CONTEXT = 4096, 2**20
+"""Positions: where no file says how many there are, and those that a file may ask for."""
+
+MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
+"""What comes of nodes without the inputs or attributes that ONNX demands: too many ways to check each."""
+
+log = logging.getLogger(__name__)
+
+
+def is_onnx(path: Path) -> bool:
+    """Whether a path looks like an ONNX decoder: an .onnx file, or a folder with one and no other weights."""
+    if not path.is_dir():
+        return path.suffix == ".onnx"
+    has_onnx = (path / GENAI).exists() or any(path.glob("*.onnx"))
+    return has_onnx and not any(path.glob("*.safetensors"))
+
+
+def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
+    """Read an ONNX decoder.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Returns:
+        Its weights, and its module tree.
+
+    Raises:
+        ModelError: it is damaged or inconsistent.
+        UnsupportedModelError: it has an operator, or a use of one, that is not understood; the message names it.
+    """
+    file = find_model(path)
+    try:
+        return _import(file)
+    except MALFORMED as error:
+        raise ModelError(
+            f"{file} is damaged: it has a node that lacks what its operator needs ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _import(file: Path) -> tuple[OnnxSource, Module]:
+    proto = read_proto(file)
+    check_claims(proto, file)
+    model = to_graph(proto, file)
+    signature = find_signature(model, file.name)
+    family, config = read_settings(file.parent)
+    if is_written_out(proto) and not has_plan(model):
+        proto = compose(proto, file, signature, _context_length(config))
+    model = to_graph(proto, file)
+    draft = Draft(
+        where=file.name,
+        model=model,
+        signature=signature,
+        evaluator=Evaluator(proto, file.parent, signature),
+        source=OnnxSource(file, family, config),
+        logits_index=[value.name for value in model.graph.outputs].index(signature.logits),
+    )
+    if has_plan(model):
+        return draft.source, replay_plan(draft)
+    for one_pass in PASSES:
+        one_pass(draft)
+    prune(draft)
+    logit_rows = pick_rows(draft)
+    if unread := draft.signature.states.keys() - _read_states(draft):
+        raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")
+    log.info("%s is an export of %s with %d states", file, signature.exporter, len(signature.states))
+    return draft.source, build_tree(draft, name_nodes(draft), logit_rows)
+
+
+def _context_length(config: Mapping[str, Any]) -> int:
+    """Positions that tables are made for, of a decoder that works them out as it runs."""
+    found = config.get("max_position_embeddings", UNKNOWN_CONTEXT)
+    if not isinstance(found, int) or not 0 < found <= LONGEST_CONTEXT:
+        raise ModelError(f"max_position_embeddings is {found!r:.40}, expected 1 to {LONGEST_CONTEXT}")
+    return found
+
+
+def _read_states(draft: Draft) -> set[str]:
+    return {v.name or "" for node in draft.graph for v in node.inputs if v is not None}

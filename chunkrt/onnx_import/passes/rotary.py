@@ -1,0 +1,58 @@
+"""RoPE before attention: found, checked and taken off, for chunkrt's attention rotates by itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from chunkrt.onnx_import.constants import is_constant, stored
+from chunkrt.onnx_import.draft import CONTRIB, Draft, Weight, input_of, int_attribute
+from chunkrt.onnx_import.positions import check_positions
+
+
+class Tables(NamedTuple):
+    """Weights cos and sin [positions, rotary_dim / 2]."""
+
+    cos: ir.Value
+    sin: ir.Value
+
+
+def make_tables(draft: Draft, node: ir.Node, cos: ir.Value | None, sin: ir.Value | None) -> Tables:
+    """The tables of a node that rotates.
+
+    Raises:
+        UnsupportedModelError: they are not constant, or not two matrices of one shape.
+    """
+    if cos is None or sin is None or not (is_constant(draft, cos) and is_constant(draft, sin)):
+        raise draft.unsupported(node, "its tables of cosines and sines are not constant")
+    names = []
+    for value in (cos, sin):
+        tensor = stored(draft, value)
+        if len(tensor.shape) != 2:
+            raise draft.unsupported(node, f"its table {value.name!r} has the shape {list(tensor.shape)}")
+        names.append(draft.keep(value.name or "", tensor))
+    if draft.source.info(names[0]).shape != draft.source.info(names[1]).shape:
+        raise draft.unsupported(node, "its tables of cosines and sines have different shapes")
+    return Tables(*(draft.add_weight(Weight(tensors=(name,), layout="as it is")) for name in names))
+
+
+def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
+    """What a rotated value was before, and the tables; the value itself where nothing rotates it.
+
+    Raises:
+        UnsupportedModelError: it is rotated in another way than by halves, or by other positions than its own.
+    """
+    node = value.producer()
+    if node is None or node.op_type != "RotaryEmbedding" or node.domain not in ("", CONTRIB):
+        return value, None
+    order = (1, 2, 3) if node.domain == CONTRIB else (3, 1, 2)
+    positions, cos, sin = (input_of(node, index) for index in order)
+    if int_attribute(node, "interleaved"):
+        raise draft.unsupported(node, "it rotates neighbours (interleaved); only rotation by halves is supported")
+    if positions is None:
+        raise draft.unsupported(node, "it is told no positions")
+    check_positions(draft, node, positions)
+    read = node.inputs[0]
+    assert read is not None
+    return read, make_tables(draft, node, cos, sin)

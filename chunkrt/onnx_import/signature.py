@@ -1,0 +1,145 @@
+"""What the inputs and outputs of an exported decoder are, and who exported it.
+
+| exporter | by |
+| --- | --- |
+| ONNX Runtime GenAI's builder | producer "onnxruntime-genai", or attention of the domain com.microsoft |
+| Optimum, torch | everything else with past and present states |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+
+_STATE = re.compile(r"past_key_values|past_key_value|past_|past|present_|present")
+MAX_STATE = 2**24
+"""Elements that a state has for each position."""
+
+_LAYER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One tensor that goes from run to run: the input, the output, its layer as the names have it, and its kind.
+
+    `kind`: what the name says besides past and present: "key", "value", "conv".
+    """
+
+    past: str
+    present: str
+    layer: int
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """The names of a decoder's inputs and outputs. `mask` and `positions` are empty where it takes none.
+
+    `states`: by the name of the input, layer after layer; some layers may have none.
+    """
+
+    exporter: str
+    tokens: str
+    mask: str
+    positions: str
+    logits: str
+    states: Mapping[str, State] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A run by sizes: so many tokens after so many that are past."""
+
+    past: int
+    length: int
+
+
+def find_signature(model: ir.Model, where: str) -> Signature:
+    """Classify the inputs and outputs of a graph.
+
+    Raises:
+        ModelError: a state has a size that cannot be.
+        UnsupportedModelError: it takes no token ids, gives no logits, has an input that is none of those known, or a
+            state without its counterpart.
+    """
+    graph = model.graph
+    inputs = {v.name or "": v for v in graph.inputs if v.name not in graph.initializers}
+    outputs = [v.name or "" for v in graph.outputs]
+    if "input_ids" not in inputs:
+        raise UnsupportedModelError(
+            f"{where} has no input 'input_ids' (it has {', '.join(list(inputs)[:4])}); expected a decoder of token ids"
+        )
+    if "logits" not in outputs:
+        raise UnsupportedModelError(f"{where} has no output 'logits' (it has {', '.join(outputs[:4])})")
+    presents = {_STATE.sub("", name): name for name in outputs if name != "logits"}
+    states = {}
+    for name in inputs:
+        if name in ("input_ids", "attention_mask", "position_ids"):
+            continue
+        key = _STATE.sub("", name)
+        layer = _LAYER.search(key)
+        if not _STATE.search(name) or layer is None or key not in presents:
+            raise UnsupportedModelError(
+                f"{where}: its input {name!r} is neither tokens, a mask, positions nor a state that an output renews"
+            )
+        kind = _LAYER.sub("", key, count=1).strip("._")
+        sizes = [d for d in inputs[name].shape or () if isinstance(d, int)]
+        if prod(sizes) > MAX_STATE or any(size < 0 for size in sizes):
+            raise ModelError(f"{where}: the state {name!r} has the impossible shape {inputs[name].shape}")
+        states[name] = State(past=name, present=presents.pop(key), layer=int(layer.group()), kind=kind)
+    if presents:
+        unread = next(iter(presents.values()))
+        raise UnsupportedModelError(f"{where}: its output {unread!r} is neither logits nor the counterpart of an input")
+    if not states:
+        raise UnsupportedModelError(f"{where} has no past and present states; export the decoder with its cache")
+    in_order = sorted(states.values(), key=lambda state: (state.layer, state.kind))
+    is_builder = "onnxruntime-genai" in (model.producer_name or "") or any(n.domain == "com.microsoft" for n in graph)
+    return Signature(
+        exporter="onnxruntime-genai" if is_builder else "optimum",
+        tokens="input_ids",
+        mask="attention_mask" if "attention_mask" in inputs else "",
+        positions="position_ids" if "position_ids" in inputs else "",
+        logits="logits",
+        states={state.past: state for state in in_order},
+    )
+
+
+def feeds(
+    signature: Signature, inputs: Mapping[str, ir.Value], probe: Probe, widths: Mapping[str, int] | None = None
+) -> dict[str, NDArray[np.generic]]:
+    """What some inputs are fed for a probe: token 0, nothing masked, positions from the past's length on, zero states.
+
+    Args:
+        widths: the last sizes of states that the model leaves open; 1 for others.
+    """
+    total = probe.past + probe.length
+    values: dict[str, NDArray[np.generic]] = {signature.tokens: np.zeros((1, probe.length), np.int64)}
+    if signature.mask:
+        values[signature.mask] = np.ones((1, total), np.int64)
+    if signature.positions:
+        values[signature.positions] = np.arange(probe.past, total)[None]
+    for name in signature.states:
+        if name in inputs:
+            shape = _state_shape(inputs[name], probe, (widths or {}).get(name, 1))
+            values[name] = np.zeros(shape, _numpy(inputs[name]))
+    return {name: v.astype(_numpy(inputs[name]), copy=False) for name, v in values.items() if name in inputs}
+
+
+def _state_shape(value: ir.Value, probe: Probe, width: int) -> list[int]:
+    """The batch is 1; of other sizes that are open the last is the width, and one before it the past's."""
+    assert value.shape is not None
+    *sizes, last = (d if isinstance(d, int) else None for d in value.shape)
+    return [1, *(probe.past if size is None else size for size in sizes[1:]), width if last is None else last]
+
+
+def _numpy(value: ir.Value) -> np.dtype[np.generic]:
+    assert value.dtype is not None
+    return np.dtype(value.dtype.numpy())

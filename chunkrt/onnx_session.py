@@ -1,0 +1,200 @@
+"""Running an exported fixed window with ONNX Runtime: a small loop, the reference for the export, and usable.
+
+States stay on the device, in two sets of buffers that take turns: what one run writes, the next reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from chunkrt.errors import BackendError, ConfigError, ModelError
+
+SETTINGS_KEY, PLAN_KEY = "chunkrt.export", "chunkrt.plan"
+_PAST, _PRESENT = "past_key_values.", "present."
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+
+
+class OnnxSession:
+    """A decoder exported by `chunkrt export`, run window by window.
+
+    Tokens go in windows of W; the first is padded on the left. So after a number of tokens that W does not divide, and
+    for every generated token, a window of one row is needed: another export of the same model and context.
+
+    Args:
+        model: the ONNX file, of any window.
+        step: the same with a window of 1; not needed if `model` is one.
+        providers: ONNX Runtime's, the best first.
+        threads: of ONNX Runtime; by default as many as it takes.
+
+    Raises:
+        ModelError: a file is damaged, or no fixed window of chunkrt's.
+        ConfigError: the two do not go together.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        step: str | os.PathLike[str] | None = None,
+        *,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+        threads: int | None = None,
+    ) -> None:
+        self._window = _Window(Path(model), providers, threads)
+        self._step = _Window(Path(step), providers, threads) if step else self._window
+        if any(self._step.settings[key] != self._window.settings[key] for key in ("context", "dtype", "keys")):
+            raise ConfigError(
+                f"{step} and {model} do not share their caches; export both with one context, dtype and keys"
+            )
+        if step and self._step.size != 1:
+            raise ConfigError(f"{step} has a window of {self._step.size}, expected 1")
+        self._device = "cuda" if self._window.provider == "CUDAExecutionProvider" else "cpu"
+        self.reset()
+
+    @property
+    def window(self) -> int:
+        """Rows of a run of the first model."""
+        return self._window.size
+
+    @property
+    def position(self) -> int:
+        """Tokens so far. Attention sees the last of them alone once they are more than the sequence."""
+        return self._position
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._position = 0
+        self._past, self._present = (
+            {
+                name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), self._device, 0)
+                for name, (shape, dtype) in self._window.states.items()
+            }
+            for _ in range(2)
+        )
+
+    def run(self, token_ids: Sequence[int]) -> NDArray[Any]:
+        """Logits [tokens, vocabulary] of tokens that follow those so far, in the model's type.
+
+        Raises:
+            ConfigError: there are no tokens; or some that need a window of one row, and there is none; or, with keys
+                cached after RoPE, more than the model can tell apart.
+            BackendError: ONNX Runtime failed.
+        """
+        tokens = np.asarray(token_ids, np.int64)
+        if not len(tokens):
+            raise ConfigError("there are no tokens to run")
+        end = self._position + len(tokens)
+        if self._window.num_positions is not None and end > self._window.num_positions:
+            raise ConfigError(
+                f"{end} tokens are beyond the model's context of {self._window.num_positions}; an export with --keys "
+                "pre-rope has no end"
+            )
+        in_windows = len(tokens) if self._position == 0 else len(tokens) // self.window * self.window
+        if in_windows < len(tokens) and self._step.size != 1:
+            raise ConfigError(
+                f"{len(tokens)} tokens after {self._position} are no whole windows of {self.window}; give OnnxSession "
+                "an export with --window 1 as its step"
+            )
+        padding = -in_windows % self.window
+        padded = np.concatenate([np.zeros(padding, np.int64), tokens[:in_windows]])
+        logits = [self._run(self._window, part, padding * (i == 0)) for i, part in enumerate(self._parts(padded))]
+        logits += [self._run(self._step, tokens[i : i + 1], 0) for i in range(in_windows, len(tokens))]
+        return np.concatenate(logits)
+
+    def generate(
+        self, token_ids: Sequence[int], max_new_tokens: int, *, eos_ids: Collection[int] = ()
+    ) -> Iterator[int]:
+        """Run a prompt, and then the likeliest token again and again; an end token is not given.
+
+        Raises:
+            ConfigError, BackendError: see `run`.
+        """
+        logits = self.run(token_ids)
+        for index in range(max_new_tokens):
+            token = int(logits[-1].argmax())
+            if token in eos_ids:
+                return
+            yield token
+            if index + 1 < max_new_tokens:
+                logits = self.run([token])
+
+    def _parts(self, padded: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        return [padded[start : start + self.window] for start in range(0, len(padded), self.window)]
+
+    def _run(self, model: _Window, tokens: NDArray[np.int64], padding: int) -> NDArray[Any]:
+        done = self._position + len(tokens) - padding
+        sequence = int(model.settings["sequence"])
+        positions = np.maximum(np.arange(done - len(tokens), done), 0)
+        inputs = {
+            "input_ids": tokens[None],
+            "attention_mask": (np.arange(sequence) >= sequence - done).astype(np.int64)[None],
+            "position_ids": positions[None],
+        }
+        logits = model.run(inputs, self._past, self._present, self._device)
+        self._past, self._present = self._present, self._past
+        self._position = done
+        return logits[padding:]
+
+
+class _Window:
+    """One exported model, loaded."""
+
+    def __init__(self, path: Path, providers: Sequence[str], threads: int | None) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay where they are mapped
+        if threads:
+            options.intra_op_num_threads = threads
+        if not path.is_file():
+            raise ModelError(f"there is no file {path}")
+        try:
+            self._session = ort.InferenceSession(str(path), options, providers=list(providers))
+        except Exception as error:  # onnxruntime raises a dozen unrelated types
+            raise ModelError(f"ONNX Runtime cannot load {path}: {error}") from error
+        self.provider = self._session.get_providers()[0]
+        metadata = self._session.get_modelmeta().custom_metadata_map
+        found = json.loads(metadata.get(SETTINGS_KEY, "{}"))
+        if found.get("form") != "window":
+            raise ModelError(
+                f"{path} is not a fixed window; expected a file that `chunkrt export` wrote without --dynamic"
+            )
+        self.settings: Mapping[str, Any] = found
+        self.size = int(found["window"])
+        is_endless = found["keys"] == "pre-rope"
+        self.num_positions = None if is_endless else int(json.loads(metadata[PLAN_KEY])["context_length"])
+        inputs = {value.name: value for value in self._session.get_inputs()}
+        self._inputs = [name for name in inputs if not name.startswith(_PAST)]
+        self.states = {
+            name.removeprefix(_PAST): (tuple(value.shape), _TYPES[value.type])
+            for name, value in inputs.items()
+            if name.startswith(_PAST)
+        }
+
+    def run(
+        self,
+        inputs: Mapping[str, NDArray[np.int64]],
+        past: Mapping[str, ort.OrtValue],
+        present: Mapping[str, ort.OrtValue],
+        device: str,
+    ) -> NDArray[Any]:
+        """Logits [W, vocabulary]; `present` is filled."""
+        binding = self._session.io_binding()
+        for name in self._inputs:
+            binding.bind_cpu_input(name, inputs[name])
+        for name in self.states:
+            binding.bind_ortvalue_input(_PAST + name, past[name])
+            binding.bind_ortvalue_output(_PRESENT + name, present[name])
+        binding.bind_output("logits")
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            raise BackendError(f"ONNX Runtime failed: {error}") from error
+        (logits,) = binding.get_outputs()[-1].numpy()
+        return cast(NDArray[Any], logits)

@@ -1,0 +1,67 @@
+"""Exported decoders in tests: made in memory, run window by window by hand, and what they must equal."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from fixture_checkpoints import checkpoint
+
+from chunkrt.compiler import Planned, plan_checkpoint
+from chunkrt.onnx_export import WindowSettings, window_model
+
+FAMILIES = ("llama_gqa", "qwen3", "gemma3_window_5", "lfm2", "qwen3_next")
+"""Fixtures, one for each kind of decoder."""
+
+
+@cache
+def planned(name: str) -> Planned:
+    """A fixture's decoder and plan."""
+    return plan_checkpoint(checkpoint(name), {})
+
+
+def open_model(model: ir.Model) -> ort.InferenceSession:
+    """A model under ONNX Runtime, of which two threads run."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+
+
+class Window:
+    """A fixed window, driven by NumPy alone. `step` is one window, with its mask given; `run` a whole prompt."""
+
+    def __init__(self, decoder: Planned, **settings: Any) -> None:
+        self.settings = WindowSettings(**settings)
+        self.session = open_model(window_model(decoder, self.settings))
+        self.reset()
+
+    def reset(self) -> None:
+        """Zero all states."""
+        types = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        inputs = [value for value in self.session.get_inputs() if value.name.startswith("past")]
+        self.states = {value.name: np.zeros(value.shape, types[value.type]) for value in inputs}
+
+    def step(self, tokens: np.ndarray, num_tokens: int, positions: np.ndarray | None = None) -> np.ndarray:
+        """Logits of W rows, when `num_tokens` of the sequence's last places are tokens and not padding."""
+        mask = np.arange(self.settings.sequence) >= self.settings.sequence - num_tokens
+        feeds = {"input_ids": tokens[None], "attention_mask": mask.astype(np.int64)[None], **self.states}
+        if self.settings.keys == "post-rope" and positions is not None:
+            feeds["position_ids"] = positions[None]
+        names = [output.name for output in self.session.get_outputs()]
+        logits, *states = self.session.run(names, feeds)
+        self.states = {n.replace("present.", "past_key_values."): s for n, s in zip(names[1:], states, strict=True)}
+        return logits[0]
+
+    def run(self, tokens: list[int], extra_padding: int = 0) -> np.ndarray:
+        """Logits of a prompt, padded on the left to whole windows, and by some windows more."""
+        window = self.settings.window
+        padding = -len(tokens) % window + extra_padding * window
+        padded = np.array([0] * padding + list(tokens), np.int64)
+        logits = []
+        for start in range(0, len(padded), window):
+            places = np.arange(start, start + window) - padding
+            logits.append(self.step(padded[start : start + window], max(0, places[-1] + 1), np.maximum(places, 0)))
+        return np.concatenate(logits)[padding:]

@@ -1,0 +1,101 @@
+"""Attention in the forms that ONNX has for it, in a decoder of one layer; the truth is ONNX Runtime's own run of it."""
+
+import numpy as np
+import pytest
+from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
+
+from chunkrt.compiler import plan_checkpoint
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.onnx_import import import_decoder, verify
+
+
+def attributes(decoder_file):
+    """The one attention node's, after the import was compared with the original."""
+    planned = plan_checkpoint(decoder_file, {})
+    assert verify(decoder_file, planned.plan, planned.load) < 1e-4
+    (node,) = (n for s in planned.plan.subgraphs for n in s.nodes if n.op == "CachedAttention")
+    return node.attributes
+
+
+def grouped(decoder, q, k, v, **options):
+    one = decoder.constant("one_1d", np.array([1]))
+    lengths = decoder.node("ReduceSum", ["attention_mask", one], keepdims=0)
+    last = decoder.node("Cast", [decoder.node("Sub", [lengths, one])], to=6)
+    total = decoder.node("Cast", [decoder.node("Squeeze", [decoder.node("Shape", ["attention_mask"], start=1)])], to=6)
+    inputs = [q, k, v, *PAST, last, total]
+    options = {"num_heads": HEADS, "kv_num_heads": decoder.kv_heads, **options}
+    name = f"attended_{len(decoder.nodes)}"
+    return decoder.node("GroupQueryAttention", inputs, domain=CONTRIB, outputs=[name, *PRESENT], **options)
+
+
+def test_group_query_attention_over_rotated_rows(tmp_path):
+    def attention(decoder, q, k, v):
+        return grouped(decoder, rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, local_window_size=7)
+
+    found = attributes(SmallDecoder(attention).save(tmp_path))
+    assert (found["num_heads"], found["num_kv_heads"], found["window"]) == (2, 1, 7)
+
+
+def test_multi_head_attention(tmp_path):
+    def attention(decoder, q, k, v):
+        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, HEADS), v, "", "", "", *PAST]
+        options = {"num_heads": HEADS, "unidirectional": 1}
+        return decoder.node("MultiHeadAttention", inputs, domain=CONTRIB, outputs=["attended", *PRESENT], **options)
+
+    found = attributes(SmallDecoder(attention, kv_heads=HEADS).save(tmp_path))
+    assert (found["num_heads"], found["num_kv_heads"], found["window"]) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_standard_attention_with_a_mask(tmp_path, window):
+    def attention(decoder, q, k, v):
+        mask = causal_mask(decoder, window)
+        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, mask, *PAST]
+        return decoder.node(
+            "Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1, scale=0.3
+        )
+
+    found = attributes(SmallDecoder(attention).save(tmp_path))
+    assert (found["window"], found["scale"]) == (window, 0.3)
+
+
+def test_standard_attention_by_head(tmp_path):
+    """Rows are cut into heads and turned before; the rotation is the standard operator's."""
+
+    def attention(decoder, q, k, v):
+        heads = [by_head(decoder, value) for value in (q, k, v)]
+        turned = [decoder.node("RotaryEmbedding", [x, "cos", "sin", "position_ids"]) for x in heads[:2]]
+        inputs = [*turned, heads[2], causal_mask(decoder), *PAST]
+        return by_row(decoder, decoder.node("Attention", inputs, outputs=["attended", *PRESENT]))
+
+    found = attributes(SmallDecoder(attention).save(tmp_path))
+    assert (found["num_heads"], found["num_kv_heads"]) == (2, 1)
+
+
+def test_a_mask_that_is_not_causal_is_refused(tmp_path):
+    def attention(decoder, q, k, v):
+        visible = decoder.node("Not", [causal_mask(decoder)])
+        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, visible, *PAST]
+        return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
+
+    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is not causal"):
+        import_decoder(SmallDecoder(attention).save(tmp_path))
+
+
+def test_attention_without_a_mask_is_refused(tmp_path):
+    def attention(decoder, q, k, v):
+        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, "", *PAST]
+        return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
+
+    with pytest.raises(UnsupportedModelError, match="it is not causal"):
+        import_decoder(SmallDecoder(attention).save(tmp_path))
+
+
+def test_positions_that_do_not_count_on_are_refused(tmp_path):
+    def attention(decoder, q, k, v):
+        twice = decoder.node("Add", ["position_ids", "position_ids"])
+        inputs = [decoder.node("RotaryEmbedding", [x, twice, "cos", "sin"], domain=CONTRIB) for x in (q, k)]
+        return grouped(decoder, *inputs, v)
+
+    with pytest.raises(UnsupportedModelError, match=r"operator RotaryEmbedding .* its positions .* are \[0, 2, 4, 6\]"):
+        import_decoder(SmallDecoder(attention).save(tmp_path))

@@ -1,0 +1,141 @@
+"""Decoders of Optimum give what their original gives under ONNX Runtime, and what is not understood is named."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper
+
+import chunkrt
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.onnx_import import import_decoder
+
+FIXTURES = Path(__file__).parent / "data" / "onnx"
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3")
+LENGTHS = (1, 31, 33, 95)
+TOLERANCE = 1e-4
+"""Float32 throughout; two layers of sums over at most 64 products, on logits of up to about 8."""
+
+
+def tokens_of(length):
+    return np.random.default_rng(length).integers(0, 104, length)
+
+
+def original_logits(model, tokens):
+    session = ort.InferenceSession(model)
+    fed = {
+        "input_ids": tokens[None],
+        "attention_mask": np.ones((1, tokens.size), np.int64),
+        "position_ids": np.arange(tokens.size)[None],
+    }
+    for value in session.get_inputs():
+        if value.name.startswith("past_key_values"):
+            fed[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+    read = {value.name for value in session.get_inputs()}
+    return session.run(["logits"], {name: value for name, value in fed.items() if name in read})[0][0]
+
+
+def assert_agrees(folder, model):
+    with chunkrt.load(folder, npu="reference", scheme="float", chunk_length=32) as engine:
+        for length in LENGTHS:
+            tokens = tokens_of(length)
+            found = engine.session().prefill(tokens.tolist(), logits="all").logits
+            np.testing.assert_allclose(found, original_logits(model, tokens), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_import_gives_the_logits_of_the_original(family):
+    folder = FIXTURES / f"optimum_{family}_fp32"
+    assert_agrees(folder, (folder / "model.onnx").read_bytes())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_quantised_weights_are_taken_and_activations_left_as_floats(dtype):
+    """The truth is the original in floats, with weights that NumPy dequantised."""
+    quantised = onnx.load(FIXTURES / f"optimum_llama_{dtype}" / "model.onnx")
+    tensors = {t.name: numpy_helper.to_array(t) for t in quantised.graph.initializer}
+    truth = onnx.load(FIXTURES / "optimum_llama_fp32" / "model.onnx")
+    changed = 0
+    for tensor in truth.graph.initializer:
+        if f"{tensor.name}_quantized" in tensors:
+            values, scale, zero = (tensors[f"{tensor.name}_{part}"] for part in ("quantized", "scale", "zero_point"))
+            weight = (values.astype(np.float32) - zero.astype(np.float32)) * scale
+            tensor.CopyFrom(numpy_helper.from_array(weight, tensor.name))
+            changed += 1
+    assert changed == 15
+    assert_agrees(FIXTURES / f"optimum_llama_{dtype}", truth.SerializeToString())
+
+
+def test_windows_and_their_lack_are_told_apart():
+    with chunkrt.load(FIXTURES / "optimum_gemma3_fp32", npu="reference", scheme="float") as engine:
+        nodes = [node for subgraph in engine.plan.subgraphs for node in subgraph.nodes if node.op == "CachedAttention"]
+    assert [node.attributes["window"] for node in nodes] == [20, 0]
+
+
+def changed_copy(tmp_path, change):
+    """The tiny llama with something in its first layer changed, and the files beside it."""
+    source = FIXTURES / "optimum_llama_fp32"
+    model = onnx.load(source / "model.onnx")
+    change(model.graph)
+    onnx.save(model, tmp_path / "model.onnx")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    return tmp_path
+
+
+def node_of(graph, name):
+    return next(node for node in graph.node if node.name.endswith(name))
+
+
+def without_the_softmax_axis(graph):
+    node_of(graph, "layers.0/self_attn/Softmax").attribute[0].i = 2
+
+
+def with_scores_that_are_squared(graph):
+    softmax = node_of(graph, "layers.0/self_attn/Softmax")
+    product = node_of(graph, "layers.0/self_attn/MatMul")
+    position = list(graph.node).index(softmax)
+    square = helper.make_node("Mul", [product.output[0]] * 2, ["squared"], name="square")
+    reader = next(node for node in graph.node if product.output[0] in node.input)
+    reader.input[list(reader.input).index(product.output[0])] = "squared"
+    graph.node.insert(position - 1, square)
+
+
+def with_keys_that_are_not_rotated(graph):
+    node_of(graph, "layers.0/self_attn/Concat_4").input[0] = node_of(graph, "layers.0/self_attn/Slice_3").output[0]
+
+
+def with_a_mask_that_shows_what_comes(graph):
+    node_of(graph, "model/LessOrEqual").op_type = "GreaterOrEqual"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_the_softmax_axis,
+        with_scores_that_are_squared,
+        with_keys_that_are_not_rotated,
+        with_a_mask_that_shows_what_comes,
+    ],
+)
+def test_what_only_looks_like_attention_is_refused_by_name(tmp_path, change):
+    folder = changed_copy(tmp_path, change)
+    with pytest.raises(UnsupportedModelError, match=r"model\.onnx: node '/model/layers.0/self_attn/Softmax'.*Softmax"):
+        import_decoder(folder)
+
+
+def test_an_operator_that_nothing_understands_is_named(tmp_path):
+    def with_a_cosine(graph):
+        node_of(graph, "layers.1/mlp/act_fn/Sigmoid").op_type = "Softsign"
+
+    with pytest.raises(UnsupportedModelError, match=r"'/model/layers.1/mlp/act_fn/Sigmoid'.*Softsign.*ai\.onnx"):
+        import_decoder(changed_copy(tmp_path, with_a_cosine))
+
+
+def test_a_norm_with_another_mean_is_no_norm(tmp_path):
+    def with_a_sum(graph):
+        node_of(graph, "layers.1/input_layernorm/ReduceMean").op_type = "ReduceSum"
+
+    with pytest.raises(UnsupportedModelError, match="input_layernorm"):
+        import_decoder(changed_copy(tmp_path, with_a_sum))

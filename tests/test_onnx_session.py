@@ -1,0 +1,204 @@
+"""The loop that drives an exported window: prompts, tokens after them, generation; and the command that exports."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from fixture_checkpoints import checkpoint, expected_logits, input_ids
+from onnx_models import FAMILIES, planned
+from random_folders import load_on, write_folder
+
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.onnx_export import WindowSettings, save_model, window_model
+from chunkrt.onnx_session import OnnxSession
+from chunkrt.tokenizer import Tokenizer
+from chunkrt.tokenizer.huggingface_folder import read_folder
+from chunkrt.weights.checkpoint import open_checkpoint
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A function that exports a fixture: name and settings to a path."""
+
+    def export(name, **settings):
+        chosen = WindowSettings(**{"sequence": 96, "context": 100, "dtype": "fp32", **settings})
+        path = tmp_path / f"{name}.{chosen.window}.{chosen.keys}.{chosen.context}.{chosen.dtype}.onnx"
+        save_model(window_model(planned(name), chosen), path, external_data=True)
+        return path
+
+    return export
+
+
+@pytest.mark.parametrize("keys", ["pre-rope", "post-rope"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_of_any_length_and_tokens_after_them(exported, name, keys):
+    """10 tokens, in two windows of which the first is padded; then a window and a token; after a reset all again."""
+    session = OnnxSession(exported(name, window=8, keys=keys), exported(name, window=1, keys=keys), threads=2)
+    tokens, expected = input_ids(name), expected_logits(name)
+    for _ in range(2):
+        first, then = session.run(tokens[:10]), session.run(tokens[10:19])
+        assert session.position == 19
+        np.testing.assert_allclose(np.concatenate([first, then]), expected[:19], rtol=0, atol=1e-4)
+        session.reset()
+        assert session.position == 0
+
+
+def test_generation_is_the_engines_greedy_text(tmp_path, command):
+    """Through the command line, and against chunkrt in float on another backend."""
+    folder = write_folder(tmp_path / "tiny")
+    for window in (8, 1):
+        path = tmp_path / f"w{window}.onnx"
+        done = command("export", folder, "-o", path, "--window", window, "--context", 64, "--dtype", "fp32")
+        assert (done.status, done.out) == (0, "")
+        assert f"w{window}.onnx: 0 MB" in done.err
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    session = OnnxSession(tmp_path / "w8.onnx", tmp_path / "w1.onnx", threads=1)
+    generated = list(session.generate(prompt, 20))
+    with load_on("reference", folder) as engine:
+        decoder = engine.session()
+        decoder.prefill(prompt)
+        expected = [piece.token_id for piece in decoder.generate(max_new_tokens=20)]
+    assert generated == expected
+    session.reset()
+    assert list(session.generate(prompt, 20, eos_ids={expected[3]})) == expected[: expected.index(expected[3])]
+
+
+def test_generation_goes_on_beyond_the_sequence(exported):
+    session = OnnxSession(exported("llama_gqa", window=1, sequence=16, context=16), threads=1)
+    tokens = list(session.generate(input_ids("llama_gqa")[:10], 30))
+    assert len(tokens) == 30
+    assert session.position == 39
+
+
+def test_keys_after_rope_end_with_the_models_context(exported):
+    session = OnnxSession(exported("llama_gqa", window=1, sequence=16, context=16, keys="post-rope"), threads=1)
+    session.run([5] * 128)
+    with pytest.raises(ConfigError, match=r"129 tokens are beyond the model's context of 128.*pre-rope"):
+        session.run([5])
+
+
+def test_states_stay_in_two_sets_of_buffers(exported):
+    session = OnnxSession(exported("llama_gqa", window=1), threads=1)
+    both = {value.data_ptr() for states in (session._past, session._present) for value in states.values()}
+    session.run([1, 2, 3])
+    after = {value.data_ptr() for states in (session._past, session._present) for value in states.values()}
+    assert both == after
+    assert len(both) == 2 * len(session._past)
+
+
+def test_what_does_not_go_together(exported, tmp_path):
+    eight, one = exported("llama_gqa", window=8), exported("llama_gqa", window=1)
+    alone = OnnxSession(eight, threads=1)
+    alone.run(input_ids("llama_gqa")[:8])
+    with pytest.raises(ConfigError, match=r"1 tokens after 8 are no whole windows of 8.*--window 1"):
+        alone.run([1])
+    with pytest.raises(ConfigError, match="there are no tokens"):
+        alone.run([])
+    with pytest.raises(ConfigError, match="has a window of 8, expected 1"):
+        OnnxSession(one, eight)
+    with pytest.raises(ConfigError, match="do not share their caches"):
+        OnnxSession(eight, exported("llama_gqa", window=1, context=99))
+    with pytest.raises(ModelError, match="there is no file"):
+        OnnxSession(tmp_path / "nothing.onnx")
+    (tmp_path / "broken.onnx").write_bytes(eight.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"ONNX Runtime cannot load .*broken.onnx"):
+        OnnxSession(tmp_path / "broken.onnx")
+    model = onnx.load(eight)
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "foreign.onnx")
+    with pytest.raises(ModelError, match="not a fixed window"):
+        OnnxSession(tmp_path / "foreign.onnx")
+
+
+def test_export_for_genai_writes_all_that_it_needs(tmp_path, command):
+    folder = write_folder(tmp_path / "tiny", head_dim=16, eos_token_id=[2, 7], bos_token_id=1)
+    (folder / "tokenizer_config.json").write_text("{}")
+    output = tmp_path / "genai" / "model.onnx"
+    assert command("export", folder, "-o", output, "--dynamic", "--dtype", "fp32", "--external-data").status == 0
+    written = {path.name for path in output.parent.iterdir()}
+    assert written == {"model.onnx", "model.onnx.data", "genai_config.json", "tokenizer_config.json"}
+    config = json.loads((output.parent / "genai_config.json").read_text())["model"]
+    assert (config["type"], config["vocab_size"], config["context_length"]) == ("llama", 61, 64)
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, [2, 7], 2)
+    decoder = config["decoder"]
+    assert (decoder["filename"], decoder["hidden_size"], decoder["head_size"]) == ("model.onnx", 36, 16)
+    heads = [decoder[key] for key in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")]
+    assert heads == [4, 2, 2]
+    other = command("export", folder, "-o", output.with_name("other.onnx"), "--dynamic")
+    assert other.status == 1
+    assert "genai_config.json exists already and belongs to another model" in other.err
+
+
+def test_a_folders_tokenizer_is_copied(tmp_path, command):
+    folder = write_folder(tmp_path / "tiny", head_dim=16)
+    (folder / "special_tokens_map.json").write_text('{"a": 1}')
+    output = tmp_path / "genai" / "model.onnx"
+    assert command("export", folder, "-o", output, "--dynamic").status == 0
+    assert (output.parent / "special_tokens_map.json").read_text() == '{"a": 1}'
+
+
+def test_a_gguf_files_tokenizer_becomes_a_folders(tmp_path, command):
+    """As Hugging Face has it: read again, it is the same."""
+    source = open_checkpoint(checkpoint("qwen3_gguf"))
+    ours = Tokenizer.from_source(source)
+    assert command("export", checkpoint("qwen3_gguf"), "-o", tmp_path / "d.onnx").status == 0
+    read = Tokenizer(*read_folder(tmp_path, {}))
+    assert read.settings == ours.settings
+    text = "a b <eos> 0"
+    assert read.encode(text, add_special=True, parse_special=True) == ours.encode(
+        text, add_special=True, parse_special=True
+    )
+
+
+def test_static_subgraphs_from_the_command_line(tmp_path, command):
+    done = command("export", checkpoint("lfm2"), "--static-subgraphs", tmp_path / "parts", "--window", 16)
+    assert done.status == 0
+    files = sorted((tmp_path / "parts").iterdir())
+    assert f"{len(files)} ONNX files written" in done.err
+    assert len(files) == len(planned("lfm2").plan.static_subgraphs)
+    graph = onnx.load(files[0]).graph
+    assert [d.dim_value for d in graph.input[0].type.tensor_type.shape.dim][:2] == [1, 16]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing is to be written; name a file with -o, or a folder with --static-subgraphs"),
+        (["-o", "decoder.bin"], "expected a name that ends in .onnx"),
+        (["-o", "there.onnx"], "there.onnx exists already"),
+        (["-o", "d.onnx", "--window", "99", "--context", "50"], "--window is 99 and --sequence 50"),
+        (["-o", "d.onnx", "--sequence", "60", "--context", "50"], "the caches cannot hold the sequence"),
+        (["-o", "d.onnx", "--context", "0"], "--window is 32 and --sequence 0"),
+        (["-o", "d.onnx", "--sequence", "0"], "--window is 32 and --sequence 0"),
+        (["-o", "d.onnx", "--context", "999", "--sequence", "200"], "longer than the model's context of 128"),
+        (["-o", "d.onnx", "--dynamic", "--context", "129"], "--context is 129, longer than the model's context of 128"),
+        (["-o", "d.onnx", "--dynamic", "--keys", "pre-rope"], "--dynamic caches keys after RoPE"),
+        (["-o", "d.onnx", "--dynamic", "--window", "8"], "--dynamic takes any number of rows; leave --window away"),
+        (["-o", "d.onnx", "--dynamic"], "export a fixed window"),
+        (["--static-subgraphs", "p", "--dynamic"], "name a file with -o"),
+    ],
+)
+def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, command, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.onnx").write_bytes(b"")
+    done = command("export", checkpoint("llama_gqa"), *arguments)
+    assert (done.status, done.out) == (1, "")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["there.onnx"]
+
+
+def test_an_engine_directory_is_not_exported(tmp_path, command):
+    folder = tmp_path / "engine"
+    assert command("compile", checkpoint("llama_gqa"), "-o", folder).status == 0
+    done = command("export", folder, "-o", tmp_path / "d.onnx")
+    assert (done.status, done.err.count("\n")) == (1, 1)
+    assert "give the checkpoint" in done.err
+
+
+def test_a_window_of_the_whole_context(exported):
+    """No cached slot is kept: the window is all there is."""
+    path = exported("llama_gqa", window=70, sequence=70, context=70)
+    logits = OnnxSession(path, threads=1).run(input_ids("llama_gqa"))
+    np.testing.assert_allclose(logits, expected_logits("llama_gqa"), rtol=0, atol=1e-4)
