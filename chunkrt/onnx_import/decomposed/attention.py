@@ -1,12 +1,13 @@
 """Attention that is written out as MatMul, Softmax, MatMul: what goes in, what comes out, and the numbers between.
 
 What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to
-learn what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives the
-very same. Masks, the repetition of key heads, rotation and reshaping may be written in any way.
+learn what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives
+the very same. Masks, the repetition of key heads, rotation and reshaping may be written in any way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -241,8 +242,8 @@ class AttentionFinder:
         if not any(np.array_equal(found, h) for h in (heads, heads.swapaxes(1, 2))):
             self._refuse(f"{target!r} is more than the heads of {source!r}")
 
-    def _up(self, name: str) -> list[str]:
-        return list(self._regions.above(name)) if name in self._regions.data else []
+    def _up(self, name: str) -> Iterator[str]:
+        return self._regions.above(name) if name in self._regions.data else iter(())
 
     def _is_scaled(self, name: str) -> bool:
         """Whether it is another value times a number, or of another type."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -65,7 +66,7 @@ class _Writer:
         self._tables: dict[int, tuple[str, str]] = {}
         self._lengths: tuple[str, str] | None = None
 
-    def node(self, op: str, inputs: list[str], outputs: list[str], *, domain: str = "", **attributes: object) -> str:
+    def node(self, op: str, inputs: list[str], outputs: list[str], *, domain: str = "", **attributes: Any) -> str:
         """Add a node; returns its first output."""
         name = f"composed/{op}_{len(self._nodes)}"
         outputs = outputs or [f"{name}/output"]
