@@ -102,9 +102,9 @@ $(VENV)/.package: $(VENV)/.build $(PACKAGE_SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.qnn $(VENV)/.plot
+$(VENV)/.test: $(VENV)/.qnn $(VENV)/.plot $(VENV)/.mpi
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.qnn $(VENV)/.plot: $(VENV)/.%: $(VENV)/.created pyproject.toml
+$(VENV)/.test $(VENV)/.lint $(VENV)/.qnn $(VENV)/.plot $(VENV)/.mpi: $(VENV)/.%: $(VENV)/.created pyproject.toml
 	$(call install_requirements,["project"]["optional-dependencies"]["$*"])
 	@touch $@
 

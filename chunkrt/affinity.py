@@ -53,6 +53,13 @@ def find_cpus(affinity: str) -> frozenset[int] | None:
     return cpus
 
 
+def available_cpus() -> frozenset[int]:
+    """The CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
 def big_cores() -> frozenset[int]:
     """The fast ones of the CPUs that this thread may use; all of them where they are alike or nothing tells them apart.
 

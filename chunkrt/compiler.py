@@ -16,7 +16,7 @@ from pathlib import Path
 from chunkrt.calibrate import cached_calibration
 from chunkrt.choose import cached_choice
 from chunkrt.engine_directory import PLAN, WEIGHTS, write_manifest
-from chunkrt.errors import ModelError
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.partition import partition
@@ -28,8 +28,9 @@ from chunkrt.onnx_import import import_decoder, is_onnx, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.figures import linears_by_weight_bits
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.scheme import Recipe, Scheme
+from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.quant.weights import check_calibration, check_shadowed, linear_weights, write_weights
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import written_aside
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.weights.checkpoint import open_checkpoint
@@ -62,8 +63,9 @@ class Planned:
     def settle(self, scheme: Scheme) -> Scheme:
         """A scheme as the checkpoint lets it be: `weights_of_8_bits` names every linear that is not in blocks.
 
-        In blocks are linears all of whose tensors the checkpoint has so; and those whose tensors are floats, if the
-        scheme does not keep them in 8 bits and blocks divide their depth. A scheme without blocks comes back as it is.
+        In blocks are linears all of whose tensors the checkpoint has so, unless a rank's share would cut a block; and
+        those whose tensors are floats, if the scheme does not keep them in 8 bits and blocks divide their depth. A
+        scheme without blocks comes back as it is.
 
         Raises:
             ModelError: the checkpoint lacks a tensor.
@@ -72,10 +74,11 @@ class Planned:
             return scheme
 
         def is_in_blocks(name: str) -> bool:
-            types = self._parameters[name].stored_as(self.source)
+            parameter = self._parameters[name]
+            types = parameter.stored_as(self.source)
             depth, _ = resolve(self.plan.tensors[name].shape, {})
             is_made_here = types <= FLOAT_TYPES and scheme.has_blocks(name) and depth % BLOCK_DEPTH == 0
-            return types <= BLOCK_TYPES or is_made_here
+            return (types <= BLOCK_TYPES and parameter.keeps_blocks) or is_made_here
 
         others = sorted(name for name in linear_weights(self.plan) if not is_in_blocks(name))
         return replace(scheme, weights_of_8_bits=tuple(others))
@@ -85,29 +88,37 @@ class Planned:
         return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
 
-def open_decoder(checkpoint: Path) -> tuple[TensorSource, Module]:
+def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
     """A checkpoint and its module tree: built by its family, or imported from ONNX.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
+        ConfigError: so many ranks cannot share the decoder.
     """
     if is_onnx(checkpoint):
+        if not ranks.are_alone:
+            raise ConfigError(f"{checkpoint} is an ONNX decoder, which runs on one rank, not on {ranks.size}")
         return import_decoder(checkpoint)
     source = open_checkpoint(checkpoint)
-    return source, build_decoder(source)
+    return source, build_decoder(source, ranks)
 
 
-def plan_checkpoint(checkpoint: Path, placement: Placement, scheme: Scheme | None = None) -> Planned:
+def plan_checkpoint(
+    checkpoint: Path, placement: Placement, scheme: Scheme | None = None, *, ranks: Ranks = ALONE
+) -> Planned:
     """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
 
     Args:
         scheme: linears that it shadows are cut out.
+        ranks: which of how many processes the plan is for.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
-        ConfigError: the placement names no module.
+        ConfigError: the placement names no module; so many ranks cannot share the decoder, or not under the scheme.
     """
-    source, decoder = open_decoder(checkpoint)
+    if scheme is not None:
+        check_scheme_of_ranks(scheme, ranks.size)
+    source, decoder = open_decoder(checkpoint, ranks)
     place(decoder, placement)
     graph = trace(decoder)
     if scheme is not None:
@@ -124,6 +135,7 @@ def compile_checkpoint(
     *,
     model: str,
     calibration: Path | None = None,
+    ranks: Ranks = ALONE,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """Write the engine directory of a checkpoint, aside and then renamed.
@@ -133,6 +145,7 @@ def compile_checkpoint(
         recipe: a scheme; or what is searched for, on the calibration's text.
         calibration: for a static scheme; by default one is made from the text that comes with chunkrt. One that was
             made for another equalisation or rotation gives its text, and is made anew.
+        ranks: which of how many processes the engine directory is for.
         progress: told (what is being done, how much is done, how much there is).
 
     Raises:
@@ -143,9 +156,10 @@ def compile_checkpoint(
         imported = plan_checkpoint(checkpoint, {})
         verify(checkpoint, imported.plan, imported.load)
     scheme, ranges = recipe.scheme, None
+    check_scheme_of_ranks(scheme, ranks.size)
     if scheme.is_static:
         scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
-    planned = plan_checkpoint(checkpoint, placement, scheme)
+    planned = plan_checkpoint(checkpoint, placement, scheme, ranks=ranks)
     scheme = planned.settle(scheme)
     folding = ranges.folding if ranges else Folding.none()
     try:
@@ -163,7 +177,7 @@ def compile_checkpoint(
             )
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
-            write_manifest(aside, model=model, scheme=scheme, placement=placement)
+            write_manifest(aside, model=model, scheme=scheme, placement=placement, ranks=ranks)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error

@@ -96,4 +96,5 @@ def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Seq
             scheme=manifest.scheme,
             npu=list(compiled),
             placement=manifest.placement,
+            ranks=manifest.ranks,
         )

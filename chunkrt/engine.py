@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.affinity import find_cpus, running_on
-from chunkrt.backends import Backend, Executable, make_backend
+from chunkrt.affinity import available_cpus, find_cpus, running_on
+from chunkrt.backends import Backend, Executable
+from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
+from chunkrt.backends.link import LinkBackend
+from chunkrt.backends.switches import Switches
 from chunkrt.engine_directory import open_weights, read_manifest, read_plan
 from chunkrt.errors import (
     ClosedError,
@@ -25,24 +30,43 @@ from chunkrt.errors import (
 )
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.model import Progress, engine_folder
-from chunkrt.npu import compiled_chunk_length, open_npu
+from chunkrt.npu import compiled_chunk_length, open_backends
 from chunkrt.options import CPU_CHUNK_LENGTH, EngineOptions
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import stored_entries
+from chunkrt.ranks import Communicator, ranks_of
+from chunkrt.ranks.launch import connect
 from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import CacheDtype, State
+from chunkrt.sampling import Sampler, SamplingOptions
 from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from chunkrt.ranks.leader import EngineMirror
+    from chunkrt.ranks.mpi import MpiCommunicator
 
-def load(model: str | Path, *, progress: Progress | None = None, **options: object) -> Engine:
+
+def load(
+    model: str | Path,
+    *,
+    progress: Progress | None = None,
+    communicator: Communicator | None = None,
+    **options: object,
+) -> Engine:
     """Load a model, compiling it first if that was not done before.
+
+    Where mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 goes on with an
+    engine; in all others this does not return, but does as rank 0 does until that ends, and raises SystemExit.
 
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         progress: told about downloads, calibration and compilation.
+        communicator: reaches the other ranks, if this process is one of several that share the model; see
+            `chunkrt/ranks/`. All of them load it, with the same chunk length, and make the same runs. By default what
+            mpiexec launched together.
         options: the fields of `EngineOptions`.
 
     Raises:
@@ -50,6 +74,7 @@ def load(model: str | Path, *, progress: Progress | None = None, **options: obje
         ModelError: the checkpoint is missing, damaged or unsupported.
         BackendError: a backend is not available or cannot compile the model.
         PartitionError: a backend does not run what was placed on it.
+        DeviceLostError: another rank has ended.
     """
     known = EngineOptions.__dataclass_fields__
     for name in options:
@@ -57,12 +82,44 @@ def load(model: str | Path, *, progress: Progress | None = None, **options: obje
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
     find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
+    check_switches(Switches.parse(chosen.ops), registered_operators())
     tell = progress or _ignore
-    return Engine(engine_folder(str(model), chosen, tell), chosen, progress=tell)
+    if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
+        if launch.rank > 0:
+            sys.exit(follow(launch))
+        from chunkrt.ranks.leader import leader
+
+        mirror = leader(launch).open(str(model), chosen)
+        engine = _load_part(str(model), chosen, launch, tell, mirror)
+        mirror.check(engine.identity)
+        return engine
+    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator))
+    return Engine(folder, chosen, progress=tell, communicator=communicator)
 
 
 def _ignore(what: str, done: int, total: int) -> None:
     """Nobody wants to know."""
+
+
+def follow(launch: MpiCommunicator) -> int:
+    """Do as rank 0 does until it ends; for all other ranks that mpiexec launched. Returns the exit status."""
+    from chunkrt.ranks.follower import Follower
+
+    return Follower(launch, _load_part).serve()
+
+
+def _load_part(
+    model: str,
+    options: EngineOptions,
+    launch: MpiCommunicator,
+    progress: Progress = _ignore,
+    mirror: EngineMirror | None = None,
+) -> Engine:
+    """Load this rank's part of a model; the ranks of a machine share its processor."""
+    folder = engine_folder(model, options, progress, ranks_of(launch))
+    if options.threads is None:
+        options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
+    return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)
 
 
 class Engine:
@@ -72,10 +129,20 @@ class Engine:
     compiled for whole chunks would pad, run on the CPU alone.
     """
 
-    def __init__(self, folder: Path, options: EngineOptions, *, progress: Progress = _ignore) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        progress: Progress = _ignore,
+        communicator: Communicator | None = None,
+        mirror: EngineMirror | None = None,
+    ) -> None:
         self.folder = folder
         self.options = options
         self.manifest = read_manifest(folder)
+        if self.manifest.ranks != (ranks := ranks_of(communicator)):
+            raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
         plan = read_plan(folder)
         self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
         self.scheme: Scheme = self.manifest.scheme
@@ -86,12 +153,24 @@ class Engine:
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
         self._lock = threading.Lock()
-        cpu = "native" if options.npu in ("auto", "qnn", "off") else options.npu
-        self._cpus, num_threads = find_cpus(options.affinity), options.num_threads
+        self._cpus = find_cpus(options.affinity)
         with running_on(self._cpus):  # the native pool starts its threads here
-            self.cpu_backend = make_backend(cpu, threads=num_threads)
-        self.npu_backend: Backend = open_npu(self.manifest, folder, options) or self.cpu_backend
+            self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
+        self._mirror = mirror
+        """Where this is rank 0 of several, the engines of the others."""
+        self._link: Backend | None = None if communicator is None else LinkBackend(communicator)
         self.chunk_length = self._choose_chunk_length()
+        self.dispatcher = Dispatcher(
+            self.plan,
+            self.scheme,
+            registered_operators(),
+            Switches.parse(options.ops),
+            default=default_base(options.npu),
+        )
+        self._check_cache()
+        sampler = self.dispatcher.sampler().function
+        assert sampler is not None
+        self.make_sampler: Callable[[SamplingOptions], Sampler] = sampler
         self._executor, self._decoder = self._build(progress)
 
     def _choose_chunk_length(self) -> int:
@@ -106,15 +185,38 @@ class Engine:
             )
         return wanted
 
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """What is the same for the engines of all ranks."""
+        manifest = self.manifest
+        return {
+            "version": manifest.chunkrt,
+            "scheme": asdict(self.scheme),
+            "placement": list(manifest.placement.items()),
+            "subgraphs": [(subgraph.name, subgraph.device) for subgraph in self.plan.subgraphs],
+            "context length": self.context_length,
+            "chunk length": self.chunk_length,
+            "caches": self._cache_dtype,
+            "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
+        }
+
     def session(self) -> Session:
         """A new, empty session.
 
         Raises:
             ClosedError: the engine is closed.
         """
+        return Session(self, self.make_state())
+
+    def make_state(self) -> State:
+        """An empty state. Raises ClosedError if the engine is closed."""
         self._check_open()
-        dtype = self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
-        return Session(self, State(self.plan, self.context_length, dtype, chunk_length=self.chunk_length))
+        make = State if self._mirror is None else self._mirror.make_state
+        return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
+
+    @property
+    def _cache_dtype(self) -> CacheDtype:
+        return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
 
     def run(
         self,
@@ -123,12 +225,21 @@ class Engine:
         *,
         logits: Literal["last", "all", "none"],
         cancel: threading.Event | None = None,
+        agree: Callable[[], object] | None = None,
+        for_others: bool = False,
     ) -> RunResult:
-        """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn."""
+        """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn.
+
+        `agree` and `for_others` are the executor's; followers give them.
+        """
         with self._lock:
             self._check_open()
             executor = self._decoder if token_ids.size == 1 else self._executor
-            return executor.run(token_ids, state, logits=logits, cancel=cancel)
+
+            def execute(agree: Callable[[], object] | None) -> RunResult:
+                return executor.run(token_ids, state, logits=logits, cancel=cancel, agree=agree, for_others=for_others)
+
+            return execute(agree) if self._mirror is None else self._mirror.run(execute, token_ids, state, logits)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -149,6 +260,8 @@ class Engine:
             if not self.is_closed:
                 self.is_closed = True
                 del self._executor, self._decoder
+                if self._mirror is not None:
+                    self._mirror.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -158,7 +271,7 @@ class Engine:
 
     def _build(self, progress: Progress) -> tuple[Executor, Executor]:
         """The executors of prompts and of single tokens; without an NPU one is both."""
-        on_cpu = {s.name: self._compile(s, self.cpu_backend) for s in self.plan.subgraphs}
+        on_cpu = {s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs}
         cpu_only = make_processors(self.cpu_backend, self.options.num_threads)
         on_npu = self._compile_for_npu(on_cpu, progress) if self.npu_backend is not self.cpu_backend else {}
         in_flight = self.options.chunks_in_flight
@@ -168,6 +281,9 @@ class Engine:
         processors = make_processors(self.npu_backend, self.options.num_threads)
         prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length, in_flight)
         return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
+
+    def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
+        return self._link if self._link is not None and subgraph.device == "link" else self.cpu_backend
 
     def _make_executor(
         self,
@@ -209,12 +325,19 @@ class Engine:
         return on_npu
 
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
-        if not (support := backend.supports(subgraph, self.plan, self.scheme)):
-            raise PartitionError(
-                f"{backend.name} cannot run subgraph {subgraph.name} under scheme {self.scheme.name}"
-                f"{f' (node {support.node})' if support.node else ''}: {support.reason}"
-            )
-        return backend.compile(subgraph, self.plan, self.chunk_length, self.scheme, self.weights)
+        return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
+
+    def _check_cache(self) -> None:
+        """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
+        if self.options.cache_dtype != "int8":
+            return
+        for subgraph in (s for s in self.plan.subgraphs if s.state):
+            for _, choice in self.dispatcher.choices(subgraph, self.cpu_backend.name):
+                if choice.operator == "cached_attention" and choice.runs_on != "native":
+                    raise ConfigError(
+                        f"caches of int8 are the native attention's alone, and {choice.runs_on} runs cached_attention "
+                        f"({choice.reason}); choose float32 or float16"
+                    )
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -222,11 +345,8 @@ class Engine:
 
 
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
-    """float16 where the native kernels round keys as they append them; float32 under "float" and elsewhere.
-
-    A backend that attends to a chunk's own keys before they are rounded would depend on the chunk length.
-    """
-    return "float16" if scheme.weight_bits is not None and backend.name == "native" else "float32"
+    """What the backend that attends takes first; float32 under "float"."""
+    return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
 
 
 def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]:

@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
+from chunkrt.plugins import code_behind
 from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import fingerprint
 from chunkrt.weights.store import WeightStore
 
@@ -30,6 +32,10 @@ FORMAT = 5
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
+
+
+ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
+"""Of what exporters write beside an ONNX file: weights, a file each or all in one, settings and the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,8 @@ class NpuTarget:
 class Manifest:
     """What an engine directory says of itself.
 
-    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for.
+    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
+    which of how many processes it is for.
     """
 
     format: int
@@ -55,6 +62,7 @@ class Manifest:
     files: Mapping[str, tuple[int, str]]
     npu: Sequence[NpuTarget] = ()
     placement: Placement = field(default_factory=dict)
+    ranks: Ranks = ALONE
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -63,12 +71,18 @@ def is_engine_directory(path: Path) -> bool:
 
 
 def cached_folder(
-    cache: Path, checkpoint: Path, *, recipe: Recipe, placement: Placement, calibration: Path | None = None
+    cache: Path,
+    checkpoint: Path,
+    *,
+    recipe: Recipe,
+    placement: Placement,
+    calibration: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
 
     The name covers the checkpoint's files (path, size, time of change), the recipe, the placement, the calibration's
-    content, chunkrt's version and the format.
+    content, the ranks, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -83,20 +97,44 @@ def cached_folder(
         recipe=asdict(recipe),
         placement=list(placement.items()),
         grids=grids,
+        ranks=astuple(ranks),
     )
     return cache / f"{checkpoint.stem}-{recipe.scheme.name}-{key}"
 
 
 def cache_key(checkpoint: Path, **made_with: object) -> str:
-    """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change)."""
+    """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change).
+
+    Where a plug-in has the decoder family of a folder, its code counts as well. Those of an ONNX file are also the data
+    and settings that may be beside it.
+    """
     files = sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
+    if checkpoint.suffix == ".onnx" and checkpoint.is_file():
+        beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
+        files = sorted({checkpoint, *beside})
     stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     key = {"files": stats, "chunkrt": version("chunkrt"), **made_with}
+    if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):
+        key["family"] = code
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
+def _model_type(checkpoint: Path) -> str:
+    """Of a Hugging Face folder, as far as it can be told."""
+    try:
+        return str(json.loads((checkpoint / "config.json").read_text("utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # a file; or what is wrong is told when it is opened
+
+
 def write_manifest(
-    folder: Path, *, model: str, scheme: Scheme, npu: Sequence[NpuTarget] = (), placement: Placement | None = None
+    folder: Path,
+    *,
+    model: str,
+    scheme: Scheme,
+    npu: Sequence[NpuTarget] = (),
+    placement: Placement | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
     files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
@@ -108,6 +146,7 @@ def write_manifest(
         files=files,
         npu=tuple(npu),
         placement=dict(placement or {}),
+        ranks=ranks,
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 
@@ -126,11 +165,12 @@ def read_manifest(folder: Path) -> Manifest:
             )
         data["scheme"] = Scheme.from_dict(data["scheme"])
         data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
+        data["ranks"] = Ranks(**data.get("ranks", asdict(ALONE)))
         data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
         manifest = Manifest(**data)
         if not _is_sound(manifest):
             raise ValueError("it holds values of the wrong kind")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):
         _check_file(folder, name, manifest.files.get(name))

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.dask_cluster import run_on_dask
-from chunkrt.engine_directory import is_engine_directory, read_plan
+from chunkrt.engine_directory import is_engine_directory, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
@@ -265,6 +265,11 @@ def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progres
     if is_engine_directory(Path(name)):
         if any(placements):
             raise ConfigError(f"{name} is compiled, its modules are placed; give its checkpoint, or no placements")
+        if not (ranks := read_manifest(Path(name)).ranks).are_alone:
+            raise ConfigError(
+                f"{name} is for {ranks}, and grids are of whole decoders; run `chunkrt simulate {name} --ranks "
+                f"{ranks.size} --link 1GbE`"
+            )
         return [read_plan(Path(name))] * len(placements)
     try:
         checkpoint, _ = find_checkpoint(name, progress)

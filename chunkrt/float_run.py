@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.reference import operators
+from chunkrt.backends.reference import run_operator
 from chunkrt.graph.plan import Node, Plan, resolve
 
 Float32 = NDArray[np.float32]
@@ -49,4 +49,4 @@ def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Flo
 
 def run_node(node: Node, values: Values) -> Any:
     """One operator in float."""
-    return operators.find(node)(*(values[name] for name in node.inputs), **node.attributes)
+    return run_operator(node, [values[name] for name in node.inputs])

@@ -8,16 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkrt import catalogue
-from chunkrt.backends import qnn
 from chunkrt.engine_directory import cached_folder, is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
+from chunkrt.npu import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import DEFAULT_BUDGETS, MIXED, STATIC_SCHEMES, Recipe, Search, find_scheme
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Search, find_scheme
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.shared_folder import only_writer, remove
-
-DEFAULT_SCHEME = "w8a8-dynamic"
-DEFAULT_NPU_SCHEME = "w8a16"
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
 """Those of the options that a static scheme alone has a use for."""
@@ -28,28 +26,27 @@ Progress = Callable[[str, int, int], None]
 log = logging.getLogger(__name__)
 
 
-def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Path:
+def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks: Ranks = ALONE) -> Path:
     """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
 
     Raises:
         ConfigError, ModelError: as `chunkrt.load`.
-        BackendUnavailableError: the NPU was asked for by name, and onnxruntime-qnn is not here.
+        BackendUnavailableError: the NPU was asked for by name, and is not here.
         PartitionError: it was, with a scheme that it does not run.
     """
-    if options.npu == "qnn":
-        qnn.open_htp()  # before anything is downloaded or compiled for it
+    check_npu(options)
     path = Path(model)
     if is_engine_directory(path):
-        check_compiled(path, options)
+        check_compiled(path, options, ranks)
         return path
     checkpoint, default_scheme = find_checkpoint(model, progress)
     recipe = choose_recipe(options, default_scheme)
     scheme = recipe.scheme
     if options.calibration and not scheme.is_static:
         raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
-    if options.npu == "qnn" and not scheme.is_static:
-        static = ", ".join(STATIC_SCHEMES)
-        raise PartitionError(f"the NPU has no linears under the scheme {scheme.name!r}; use a static one: {static}")
+    npu = asked_npu(options)
+    if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
+        raise PartitionError(f"{options.npu} has no linears under the scheme {scheme.name!r}: {reason}")
     placement = options_placement(options)
     cache = catalogue.home() / "engines"
     folder = cached_folder(
@@ -58,6 +55,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
         recipe=recipe,
         placement=placement,
         calibration=options.calibration,
+        ranks=ranks,
     )
     if _is_whole(folder):
         return folder
@@ -80,6 +78,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress) -> Pat
                     folder,
                     model=model,
                     calibration=options.calibration,
+                    ranks=ranks,
                     progress=progress,
                 )
     except OSError as error:
@@ -97,20 +96,22 @@ def _is_whole(folder: Path) -> bool:
 
 
 def choose_recipe(options: EngineOptions, default: str) -> Recipe:
-    """What a checkpoint is compiled under; `default` is its own scheme, where no NPU is used.
+    """What a checkpoint is compiled under; `default` is its own scheme, where no NPU is used or the NPU has it.
 
     Raises:
         ConfigError: an option that the scheme has no use for.
     """
-    is_for_npu = wants_npu(options)
-    scheme = find_scheme(options.scheme or (DEFAULT_NPU_SCHEME if is_for_npu else default))
+    npu = asked_npu(options)
+    scheme = find_scheme(options.scheme or (default_npu_scheme(npu, default) if npu else default))
     if not scheme.is_static:
         for name in STATIC_OPTIONS:
             if _is_given(getattr(options, name)):
                 raise ConfigError(f"the scheme {scheme.name!r} is not static and has no {name}; leave it away")
         return Recipe(scheme=scheme)
-    if options.outputs == "float" or (options.outputs is None and scheme.name == "w8a8" and not is_for_npu):
-        scheme = replace(scheme, float_outputs=("*",))
+    in_float = replace(scheme, float_outputs=("*",))
+    is_w8a8_in_float = scheme.name == "w8a8" and not (npu and linear_refusal(npu, in_float))
+    if options.outputs == "float" or (options.outputs is None and is_w8a8_in_float):
+        scheme = in_float
     if options.equalisation is not None:
         scheme = replace(scheme, equalisation=None if options.equalisation == "off" else options.equalisation)
     scheme = replace(scheme, is_rotated=options.rotation)
@@ -138,19 +139,16 @@ def _is_given(option: object) -> bool:
     return option is not None and option is not False
 
 
-def wants_npu(options: EngineOptions) -> bool:
-    """Whether Qualcomm's NPU, or its emulator, shall run the static subgraphs."""
-    return options.npu == "qnn" or (options.npu == "auto" and qnn.has_npu())
-
-
-def check_compiled(folder: Path, options: EngineOptions) -> None:
+def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -> None:
     """Refuse options that a compiled model cannot follow any more.
 
     Raises:
-        ConfigError: another scheme or placement, npu "off", or any other option that says how to quantise.
+        ConfigError: other ranks, another scheme or placement, npu "off", or any other option that says how to quantise.
         ModelError: the folder is not an engine directory of this format.
     """
     manifest = read_manifest(folder)
+    if manifest.ranks != ranks:
+        raise ConfigError(f"{folder} was compiled for {manifest.ranks}, not for {ranks}; compile it again")
     if options.scheme not in (None, manifest.scheme.name):
         compiled = manifest.scheme.name
         raise ConfigError(f"{folder} was compiled under {compiled!r}, not {options.scheme!r}; compile it again")

@@ -1,31 +1,137 @@
-"""Who plays the NPU: Qualcomm's, its emulator, or nobody."""
+"""Who plays the NPU: Qualcomm's, its emulator, a plug-in, or the CPU; and what that one takes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 from chunkrt import catalogue
+from chunkrt.backends import Backend, Support, make_backend, qnn
 from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
+from chunkrt.backends.qnn.support import npu_support
 from chunkrt.engine_directory import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
-from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
+from chunkrt.graph.plan import Device, Node, Plan, Subgraph, Tensor
+from chunkrt.options import DEFAULT_CHUNK_LENGTH, NPU_CHOICES, EngineOptions
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
 
 DEFAULT_EMULATED_SOC = "SM8650"
+
+Supports = Callable[[Subgraph, Plan, Scheme], Support]
+
 log = logging.getLogger(__name__)
 
 
-def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBackend | None:
-    """The NPU's backend for an engine directory, or None where the CPU shall do its work.
+def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> tuple[Backend, Backend]:
+    """Who plays the NPU and who the CPU for an engine directory: one and the same, if it plays both.
 
     Raises:
-        BackendUnavailableError: the NPU was asked for by name, and onnxruntime-qnn is not here.
+        BackendUnavailableError: a backend that was asked for is not on this machine.
+        ConfigError: nobody knows which SoC this is; or the one that plays the CPU has no caches of that type.
+    """
+    threads = options.num_threads
+    if options.npu in ("auto", "qnn", "off"):
+        cpu = make_backend("native", threads=threads)
+        npu = open_npu(manifest, folder, options) or cpu
+    else:
+        npu = make_backend(options.npu, threads=threads)
+        cpu = npu if npu.concurrency is None else make_backend("native", threads=threads)
+        _mind_soc(options)
+    if options.cache_dtype not in (None, *cpu.cache_dtypes):
+        raise ConfigError(
+            f"{cpu.name} has no caches of {options.cache_dtype}; choose {' or '.join(cpu.cache_dtypes)}, or another npu"
+        )
+    return npu, cpu
+
+
+def asked_npu(options: EngineOptions) -> Supports | None:
+    """What tells which subgraphs the NPU beside the CPU takes; None where the CPU shall play both roles.
+
+    Raises:
+        BackendUnavailableError: the NPU was asked for by name and is not here.
+    """
+    if options.npu == "qnn" or (options.npu == "auto" and has_npu()):
+        return npu_support
+    if options.npu in NPU_CHOICES:
+        return None
+    backend = make_backend(options.npu, threads=options.num_threads)
+    return None if backend.concurrency is None else backend.supports
+
+
+def check_npu(options: EngineOptions) -> None:
+    """Open what was asked for by name, before anything is downloaded or compiled for it. Raises as `asked_npu`."""
+    if options.npu == "qnn":
+        qnn.open_htp()
+    asked_npu(options)
+
+
+def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tuple[str, Supports]]:
+    """Who plays each role for a model under a scheme, by name, and what tells what it takes. Raises as `asked_npu`."""
+    npu = asked_npu(options)
+    cpu = "native" if npu or options.npu in ("auto", "qnn", "off") else options.npu
+    on_cpu = cpu, make_backend(cpu, threads=1).supports
+    if npu is None or (options.npu == "auto" and linear_refusal(npu, scheme)):
+        return {"npu": on_cpu, "cpu": on_cpu}
+    return {"npu": ("qnn" if options.npu == "auto" else options.npu, npu), "cpu": on_cpu}
+
+
+def default_npu_scheme(npu: Supports, default: str) -> str:
+    """The first that the NPU has linears under: a model's own scheme, w8a8-dynamic, w8a16, any."""
+    names = (default, DEFAULT_SCHEME, DEFAULT_NPU_SCHEME, *SCHEMES)
+    return next((name for name in names if not linear_refusal(npu, find_scheme(name))), default)
+
+
+def linear_refusal(npu: Supports, scheme: Scheme) -> str:
+    """Why the NPU does not run a linear of usual sizes under a scheme; empty if it does, or runs no linear alone."""
+    (subgraph,) = _ONE_LINEAR.subgraphs
+    if not any(npu(subgraph, _ONE_LINEAR, each) for each in SCHEMES.values()):
+        return ""
+    return npu(subgraph, _ONE_LINEAR, scheme).reason
+
+
+def _one_linear(width: int) -> Plan:
+    x, weight, y = "x", "linear.weight", "y"
+    tensors = (
+        Tensor(name=x, dtype="float32", shape=("T", width), kind="value"),
+        Tensor(name=weight, dtype="float32", shape=(width, width), kind="weight"),
+        Tensor(name=y, dtype="float32", shape=("T", width), kind="value"),
+    )
+    subgraph = Subgraph(
+        name="linear",
+        device="npu",
+        is_static=True,
+        rows="T",
+        nodes=(Node(name="linear", op="MatMul", domain="", inputs=(x, weight), outputs=(y,), attributes={}),),
+        inputs=(x,),
+        outputs=(y,),
+        weights=(weight,),
+        state=(),
+    )
+    return Plan(
+        family="linear",
+        subgraphs=(subgraph,),
+        tensors={tensor.name: tensor for tensor in tensors},
+        inputs=(x,),
+        output=y,
+        vocab_size=width,
+        context_length=width,
+    )
+
+
+_ONE_LINEAR = _one_linear(1024)
+
+
+def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBackend | None:
+    """Qualcomm's NPU for an engine directory, or None where the CPU shall do its work.
+
+    Raises:
+        BackendUnavailableError: it was asked for by name, and onnxruntime-qnn is not here.
         ConfigError: nobody knows which SoC this is.
     """
     if options.npu not in ("auto", "qnn") or (options.npu == "auto" and not has_npu()):
-        if options.soc is not None:
-            log.warning("--soc %s has no effect: the CPU does the NPU's work; try --npu qnn", options.soc)
+        _mind_soc(options)
         return None
     if options.npu == "auto" and not manifest.scheme.is_static:
         log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme.name)
@@ -47,6 +153,12 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
     if backend.htp.is_emulated:
         _tell_of_emulation()
     return backend
+
+
+def _mind_soc(options: EngineOptions) -> None:
+    if options.soc is not None:
+        what = "another backend" if options.npu not in NPU_CHOICES else "the CPU"
+        log.warning("--soc %s has no effect: %s does the NPU's work; try --npu qnn", options.soc, what)
 
 
 def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import BackendError, ConfigError, ModelError
 
-SETTINGS_KEY = "chunkrt.export"
+SETTINGS_KEY, PLAN_KEY = "chunkrt.export", "chunkrt.plan"
 _PAST, _PRESENT = "past_key_values.", "present."
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
@@ -83,12 +83,19 @@ class OnnxSession:
         """Logits [tokens, vocabulary] of tokens that follow those so far, in the model's type.
 
         Raises:
-            ConfigError: there are no tokens; or some that need a window of one row, and there is none.
+            ConfigError: there are no tokens; or some that need a window of one row, and there is none; or, with keys
+                cached after RoPE, more than the model can tell apart.
             BackendError: ONNX Runtime failed.
         """
         tokens = np.asarray(token_ids, np.int64)
         if not len(tokens):
             raise ConfigError("there are no tokens to run")
+        end = self._position + len(tokens)
+        if self._window.num_positions is not None and end > self._window.num_positions:
+            raise ConfigError(
+                f"{end} tokens are beyond the model's context of {self._window.num_positions}; an export with --keys "
+                "pre-rope has no end"
+            )
         in_windows = len(tokens) if self._position == 0 else len(tokens) // self.window * self.window
         if in_windows < len(tokens) and self._step.size != 1:
             raise ConfigError(
@@ -152,13 +159,16 @@ class _Window:
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             raise ModelError(f"ONNX Runtime cannot load {path}: {error}") from error
         self.provider = self._session.get_providers()[0]
-        found = json.loads(self._session.get_modelmeta().custom_metadata_map.get(SETTINGS_KEY, "{}"))
+        metadata = self._session.get_modelmeta().custom_metadata_map
+        found = json.loads(metadata.get(SETTINGS_KEY, "{}"))
         if found.get("form") != "window":
             raise ModelError(
                 f"{path} is not a fixed window; expected a file that `chunkrt export` wrote without --dynamic"
             )
         self.settings: Mapping[str, Any] = found
         self.size = int(found["window"])
+        is_endless = found["keys"] == "pre-rope"
+        self.num_positions = None if is_endless else int(json.loads(metadata[PLAN_KEY])["context_length"])
         inputs = {value.name: value for value in self._session.get_inputs()}
         self._inputs = [name for name in inputs if not name.startswith(_PAST)]
         self.states = {

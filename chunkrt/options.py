@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Literal, TypeGuard, get_args
 
-from chunkrt.affinity import NO_AFFINITY, check_affinity, find_cpus
-from chunkrt.backends import BACKENDS
+from chunkrt.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
+from chunkrt.backends import BACKENDS, PLUGINS
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
+from chunkrt.backends.switches import Switches
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import find_scheme
@@ -37,11 +37,15 @@ class EngineOptions:
     """How an engine runs a model.
 
     npu: who plays the NPU: "auto" (an NPU if there is one, else "native"), "qnn" (Qualcomm's NPU, emulated where there
-        is none), "native", "onnxrt", "reference", or "off": the whole decoder is one subgraph on the CPU.
+        is none), "native", "onnxrt", "reference", a plug-in's name, or "off": the whole decoder is one subgraph on the
+        CPU.
+    ops: which operators run in the form of their backend or of a plug-in, and which in the reference's: "all", "none",
+        "+name", "-name", several with commas between or as several texts; see `backends/switches.py`. By default "all",
+        and "none" for npu "reference".
     chunk_length: tokens of a chunk, 1 to the context length; by default what an engine directory was compiled for
         (of several lengths 32, or else the longest), else 32 with an NPU and up to 128 without one.
-    scheme: how linears are quantised; by default what an engine directory was compiled with, else "w8a16" on an NPU,
-        else the catalogue's, else "w8a8-dynamic".
+    scheme: how linears are quantised; by default what an engine directory was compiled with, else the catalogue's or
+        "w8a8-dynamic"; "w8a16" on an NPU that does not have those.
     policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.
     chunks_in_flight: chunks that are under way at once, at least 1, each with buffers of its own; by default as many as
         help and fit into 64 MiB.
@@ -64,8 +68,8 @@ class EngineOptions:
         chooses by itself.
     budget: of "auto" and of scheme "mixed": the most mean KL divergence from the float model, in nats; by default
         0.015 and 0.01.
-    outputs: what static linears give: "grid", as many bits as they take, which is an NPU's rule; or "float". By default
-        "float" for scheme "w8a8" where no NPU is used, else "grid".
+    outputs: what static linears give: "grid", as many bits as they take, which is Hexagon's rule; or "float". By
+        default "float" for scheme "w8a8" where that can be run, else "grid".
     equalisation: how much of the unevenness of activations moves into the weights, 0 to 1, or "off"; by default the
         scheme's.
     rotation: whether the residual stream is rotated before static schemes quantise.
@@ -77,6 +81,7 @@ class EngineOptions:
     """
 
     npu: str = "auto"
+    ops: str | tuple[str, ...] | None = None
     chunk_length: int | None = None
     scheme: str | None = None
     policy: str = DEFAULT_POLICY
@@ -104,8 +109,8 @@ class EngineOptions:
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and name not in always)):
                 raise ConfigError(f"{name} is {value!r}, expected text")
-        if self.npu not in NPU_CHOICES:
-            raise unknown_name("NPU choice", self.npu, NPU_CHOICES)
+        if PLUGINS.find(self.npu) is None and self.npu not in NPU_CHOICES:
+            raise unknown_name("NPU choice", self.npu, npu_choices())
         if self.npu == "off" and self.placement is not None:
             raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
         for name in ("chunk_length", "chunks_in_flight", "threads", "context_length"):
@@ -137,6 +142,7 @@ class EngineOptions:
             _is_number(self.equalisation) and 0 <= self.equalisation <= 1
         ):
             raise ConfigError(f"equalisation is {self.equalisation!r}, expected 0 to 1, or 'off'")
+        Switches.parse(self.ops)
         check_affinity(self.affinity)
         find_policy(self.policy)
         if self.scheme is not None:
@@ -147,12 +153,17 @@ class EngineOptions:
     @property
     def num_threads(self) -> int:
         """The thread budget. Raises ConfigError as `find_cpus` does."""
-        return self.threads or len(find_cpus(self.affinity) or ()) or available_cores()
+        return self.threads or len(find_cpus(self.affinity) or available_cpus())
 
     @property
     def falls_back(self) -> bool:
         """Whether the CPU takes over when the NPU fails."""
         return (self.on_npu_failure or ("fallback" if self.npu == "auto" else "fail")) == "fallback"
+
+
+def npu_choices() -> tuple[str, ...]:
+    """Who can play the NPU, plug-ins too."""
+    return (*NPU_CHOICES, *PLUGINS.names)
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -161,6 +172,4 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def available_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(available_cpus())

@@ -167,7 +167,7 @@ class Session:
         if stop:
             self._engine.require_tokenizer()
         self._cancel.clear()
-        return self._generate(max_new_tokens, Sampler(sampling), StopStrings(stop))
+        return self._generate(max_new_tokens, self._engine.make_sampler(sampling), StopStrings(stop))
 
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.

@@ -18,16 +18,15 @@ from typing import Any
 from chunkrt.backends import BACKENDS, Backend, make_backend
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.errors import BackendUnavailableError, ModelError, UnsupportedModelError
-from chunkrt.graph.decoders import FAMILIES, make_decoder, match_tensors
+from chunkrt.graph.decoders import family_names, find_family, make_decoder, match_tensors
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
 from chunkrt.graph.tracing import trace
-from chunkrt.model import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME
 from chunkrt.onnx_import import import_decoder, is_onnx
-from chunkrt.quant.scheme import find_scheme
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
 from chunkrt.weights.checkpoint import open_checkpoint
 from chunkrt.weights.gguf_names import ARCHITECTURES, is_known_name
 from chunkrt.weights.source import TensorSource
@@ -166,14 +165,15 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
     source = open_checkpoint(path, refuse=refusals.append)
     metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
     if metadata is None:
-        declared, known = source.architecture, list(FAMILIES)
-        model_type = declared if declared in FAMILIES else ""
+        declared, known = source.architecture, list(family_names())
+        model_type = declared if declared in known else ""
     else:
         declared, known = str(metadata.get("general.architecture")), list(ARCHITECTURES)
         model_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
     keys = metadata or {}
     unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]
     refusals = [refusal for refusal in refusals if refusal.feature in keys or (model_type and not refusal.feature)]
+    family = find_family(model_type)
     draft = _draft(source, refusals) if model_type and source.config else None
     available, unavailable = _backends() if backends is None and draft else (backends or (), {})
     return SupportReport(
@@ -181,7 +181,7 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         format="safetensors" if metadata is None else "GGUF",
         architecture=declared,
         model_type=model_type,
-        module=FAMILIES[model_type].__module__.replace(".", "/") + ".py" if model_type else "",
+        module=family.build.__module__.replace(".", "/") + ".py" if family else "",
         known=sorted(known, key=lambda name: -SequenceMatcher(None, declared, name).ratio()),
         sizes=_sizes(source, declared, metadata),
         features=[*(_features(draft, refusals) if draft else ()), *(_refused(r, source, keys) for r in refusals)],

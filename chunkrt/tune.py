@@ -19,9 +19,9 @@ from chunkrt.errors import ConfigError
 from chunkrt.experiments import Row, experiment, plans_of
 from chunkrt.graph.placement import ALL_ON_CPU, Placement
 from chunkrt.graph.plan import Plan
-from chunkrt.model import DEFAULT_NPU_SCHEME, Progress
+from chunkrt.model import Progress
 from chunkrt.options import DEFAULT_CHUNK_LENGTH
-from chunkrt.quant.scheme import STATIC_SCHEMES, Scheme, find_scheme
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.settings import settings_text
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.graph.plan import Device, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import ALL_REDUCE_OP, Device, Node, Plan, Subgraph, Tensor, resolve
 from chunkrt.runtime.schedule import Processor
 
 Array = NDArray[Any]
@@ -31,6 +31,7 @@ WINDOW = 5
 STATE_SHAPES = {"cache": (1, "P", WIDTH - 1), "ring": (1, "W", WIDTH - 1), "recurrent": (1, WIDTH - 1)}
 HEAD_WEIGHT = (np.arange(WIDTH * VOCABULARY).reshape(WIDTH, VOCABULARY) * 7 % MODULUS).astype(np.float32)
 STATIC_KINDS = ("static", "linear", "shadow", "join")
+NUM_RANKS = 2
 TIMEOUT = 60.0
 """Seconds after which a test that waits has deadlocked."""
 
@@ -116,6 +117,23 @@ def with_second_start(plan: Plan, reader: int) -> Plan:
     return replace(plan, subgraphs=subgraphs, tensors={**plan.tensors, "hidden.again": value("hidden.again")})
 
 
+def with_links(plan: Plan) -> Plan:
+    """The plan with a sum over ranks, link.i, of what dynamic.i gives."""
+    subgraphs: list[Subgraph] = []
+    tensors = dict(plan.tensors)
+    for part in plan.subgraphs:
+        renamed = tuple(name.replace("attention.", "summed.") for name in part.inputs)
+        subgraphs.append(replace(part, inputs=renamed))
+        if part.name.startswith("dynamic."):
+            (partial,), total = part.outputs, part.outputs[0].replace("attention.", "summed.")
+            names = {"inputs": (partial, "position"), "outputs": (total,)}
+            node = Node(name=total, op=ALL_REDUCE_OP, domain="chunkrt", attributes={}, **names)
+            link = subgraph(part.name.replace("dynamic.", "link."), "link", names["inputs"], names["outputs"])
+            subgraphs.append(replace(link, nodes=(node,)))
+            tensors[total] = value(total)
+    return replace(plan, subgraphs=tuple(subgraphs), tensors=tensors)
+
+
 def _windowed(inputs: tuple[str, ...], output: str) -> Node:
     """What tells the plan its window."""
     attributes = {"window": WINDOW}
@@ -165,6 +183,8 @@ def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[st
         rows = (qkv[:, 1:] + int(inputs.get("rope_position", [start])[0]) - start) % MODULUS
         outputs[subgraph.outputs[0]][:, 1:] = update(subgraph.state[0], inputs[subgraph.state[0]], rows, start)
         outputs[subgraph.outputs[0]][:, 0] = qkv[:, 0]
+    elif kind == "link":  # every rank of the toy gives the same
+        outputs[subgraph.outputs[0]][:] = inputs[subgraph.inputs[0]] * NUM_RANKS
     elif kind == "gather":
         outputs["wanted"][:] = inputs[subgraph.inputs[0]][inputs["logit_rows"]]
     else:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chunkrt.backends.reference import operators
+from chunkrt.backends.reference import run_operator
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import resolve
@@ -53,7 +53,7 @@ class Model:
             symbols = dict.fromkeys("PW", len(tokens))
             values |= {n: np.zeros(resolve(plan.tensors[n].shape, symbols), np.float32) for n in subgraph.state}
             for node in subgraph.nodes:
-                results = operators.find(node)(*(values[name] for name in node.inputs), **node.attributes)
+                results = run_operator(node, [values[name] for name in node.inputs])
                 results = results if isinstance(results, tuple) else (results,)
                 values |= dict(zip(node.outputs, results, strict=True))
                 peaks |= {name: np.abs(values[name]).max(axis=0) for name in node.outputs}

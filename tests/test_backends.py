@@ -9,9 +9,7 @@ import pytest
 
 from chunkrt.backends import BACKENDS, Support, make_backend
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.errors import ConfigError, PartitionError
-from chunkrt.graph.plan import Node
 from chunkrt.quant.scheme import SCHEMES, find_scheme
 from chunkrt.testing import ConformanceError, check_backend
 from chunkrt.testing.decoder import random_decoder
@@ -80,6 +78,16 @@ class Nameless(OddBackend):
 @breaks("description")
 class WithoutConcurrency(OddBackend):
     concurrency = 0
+
+
+@breaks("description")
+class WithoutCaches(OddBackend):
+    cache_dtypes = ()
+
+
+@breaks("description")
+class WithUnknownCaches(OddBackend):
+    cache_dtypes = ("bfloat16",)
 
 
 @breaks("support")
@@ -487,12 +495,3 @@ def test_an_operator_that_nobody_has_is_refused_by_name(name):
 def test_an_unknown_backend_offers_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'native'"):
         make_backend("nativ", threads=1)
-
-
-def test_an_operator_is_registered_once():
-    registry = OperatorRegistry("toy")
-    registry.register("Add")(1)
-    node = Node(name="sum", op="Add", domain="", inputs=(), outputs=(), attributes={})
-    assert registry.find(node) == 1
-    with pytest.raises(ValueError, match="toy has an operator Add already"):
-        registry.register("Add")(2)

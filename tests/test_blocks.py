@@ -131,6 +131,7 @@ def test_products_are_those_of_the_values(columns, depth):
     off = np.abs(found - exact @ blocks.dequantise().T.astype(np.float64))
     assert (off <= (depth + 4) * 2.0**-24 * (np.abs(exact) @ size.T)).all()
     assert not found[2].any()
+    np.testing.assert_array_equal(BlockWeight(blocks).dequantise(), blocks.dequantise().T)
 
 
 QKV, O_PROJ, GATE_UP, DOWN = (

@@ -59,6 +59,7 @@ def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
         "model": "toy",
         "scheme": as_json(W8A8.scheme),
         "placement": {},
+        "ranks": {"rank": 0, "size": 1},
         "npu": [],
         "files": {
             name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]

@@ -112,6 +112,7 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
             {"soc": soc, "chunk_length": chunk, "library": version("onnxruntime-qnn")} for soc, chunk in COMPILED_FOR
         ],
         "placement": {},
+        "ranks": {"rank": 0, "size": 1},
     }
 
 

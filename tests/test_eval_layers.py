@@ -8,7 +8,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends.reference import BlockWeight, DynamicWeight, StaticWeight, operators
+from chunkrt.backends.reference import BlockWeight, DynamicWeight, StaticWeight, run_operator
 from chunkrt.calibrate import cached_calibration
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError
@@ -78,7 +78,7 @@ class Tiny:
                 if node.op == "MatMul" and is_rounded:
                     results = self.multiply(node.inputs[1], arguments[0])
                 else:
-                    results = operators.find(node)(*arguments, **node.attributes)
+                    results = run_operator(node, arguments)
                 values |= zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True)
         return values
 

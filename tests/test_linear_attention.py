@@ -21,7 +21,8 @@ from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.parts import CausalDecoder
 from chunkrt.graph.functions import has_expansion
 from chunkrt.graph.linear_attention import Variant, find_variant, register_variant
-from chunkrt.graph.modules import Constant, DepthwiseWeights, Embedding, Linear, Module
+from chunkrt.graph.modules import Constant, DepthwiseWeights, Embedding, Module
+from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import current_trace, trace
 from chunkrt.quant.scheme import SCHEMES
@@ -243,11 +244,11 @@ class RetentionBody(Module):
     def __init__(self):
         super().__init__()
         self.embed_tokens = Embedding(VOCAB, HIDDEN)
-        self.qkv_proj = Linear(HIDDEN, 3 * HEADS * DIM)
-        self.decay_proj = Linear(HIDDEN, HEADS)
+        self.qkv_proj = ReplicatedLinear(HIDDEN, 3 * HEADS * DIM)
+        self.decay_proj = ReplicatedLinear(HIDDEN, HEADS)
         self.minus_one = Constant(np.full(HEADS, -1, np.float32))
         self.conv = DepthwiseWeights(3 * HEADS * DIM, 2)
-        self.out_proj = Linear(HEADS * DIM, HIDDEN)
+        self.out_proj = ReplicatedLinear(HEADS * DIM, HIDDEN)
 
     def forward(self, token_ids):
         hidden = self.embed_tokens(token_ids)
@@ -296,7 +297,8 @@ def retention(tmp_path_factory):
     weights = {f"model.{name}": rng.standard_normal(s).astype(np.float32) / 2 for name, s in shapes.items()}
     save_file(weights, folder / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(decoders.FAMILIES, "retention", lambda config: CausalDecoder(config, RetentionBody()))
+        family = decoders.Family(build=lambda config: CausalDecoder(config, RetentionBody()))
+        patch.setitem(decoders.FAMILIES, "retention", family)
         yield folder, {name.removeprefix("model."): weight.astype(np.float64) for name, weight in weights.items()}
 
 

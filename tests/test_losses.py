@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_info
 
 import chunkrt
 from chunkrt import losses as losses_module
-from chunkrt.backends.reference import BlockWeight, DynamicWeight, StaticWeight, operators
+from chunkrt.backends.reference import BlockWeight, DynamicWeight, StaticWeight, run_operator
 from chunkrt.calibrate import cached_calibration
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import QuantizationError
@@ -54,10 +54,7 @@ class Tiny:
             values |= {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
             for node in subgraph.nodes:
                 arguments = [values[name] for name in node.inputs]
-                if node.op == "MatMul":
-                    results = linear(node, *arguments)
-                else:
-                    results = operators.find(node)(*arguments, **node.attributes)
+                results = linear(node, *arguments) if node.op == "MatMul" else run_operator(node, arguments)
                 values |= zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True)
         return values[self.plan.output]
 

@@ -196,3 +196,19 @@ def test_a_state_that_nothing_renews_is_refused(tmp_path):
     model.graph.output.extend(kept)
     with pytest.raises(UnsupportedModelError, match=r"input 'past_key_values\.1\.key'"):
         import_decoder(saved(model, tmp_path))
+
+
+@pytest.mark.parametrize("op", ["MatMul", "SimplifiedLayerNormalization", "Gather"])
+def test_a_node_without_its_inputs_is_one_error(tmp_path, op):
+    model = load("genai_llama_fp32")
+    node = [n for n in model.graph.node if n.op_type == op][-1]
+    del node.input[1:]
+    with pytest.raises(ModelError):
+        import_decoder(saved(model, tmp_path))
+
+
+def test_a_state_of_impossible_size_is_one_error(tmp_path):
+    model = load("genai_llama_fp32")
+    model.graph.input[2].type.tensor_type.shape.dim[1].dim_value = 10**9
+    with pytest.raises(ModelError, match="impossible shape"):
+        import_decoder(saved(model, tmp_path))

@@ -71,6 +71,13 @@ def test_generation_goes_on_beyond_the_sequence(exported):
     assert session.position == 39
 
 
+def test_keys_after_rope_end_with_the_models_context(exported):
+    session = OnnxSession(exported("llama_gqa", window=1, sequence=16, context=16, keys="post-rope"), threads=1)
+    session.run([5] * 128)
+    with pytest.raises(ConfigError, match=r"129 tokens are beyond the model's context of 128.*pre-rope"):
+        session.run([5])
+
+
 def test_states_stay_in_two_sets_of_buffers(exported):
     session = OnnxSession(exported("llama_gqa", window=1), threads=1)
     both = {value.data_ptr() for states in (session._past, session._present) for value in states.values()}

@@ -453,3 +453,16 @@ def test_emulation_is_told_once_a_process(model, caplog):
         load(model).close()
     (told,) = warnings_of(caplog, "chunkrt.npu")
     assert told.startswith("there is no Hexagon NPU here, it is emulated")
+
+
+def test_an_npu_takes_turns_with_operators_that_are_switched_off(model):
+    with load(model) as whole, load(model, ops="-rms_norm,-silu_mul") as engine:
+        expected, found = (logits_of(e, prompt(NUM_TOKENS)) for e in (whole, engine))
+        last = [e.session() for e in (whole, engine)]
+        tokens = []
+        for session in last:
+            session.prefill(prompt(NUM_TOKENS))
+            tokens.append([piece.token_id for piece in session.generate(max_new_tokens=4)])
+    off = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+    assert 0 < off < TOLERANCES["w8a16"]
+    assert tokens[0] == tokens[1]

@@ -22,7 +22,8 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import read_config
 from chunkrt.graph.decoders.llama import llama
 from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, Layer
-from chunkrt.graph.modules import Linear, RMSNorm
+from chunkrt.graph.modules import RMSNorm
+from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.tracing import current_trace
 from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
@@ -82,8 +83,8 @@ class SeparateFeedForward(FeedForward):
 
     def __init__(self, config, *, reads_up_twice):
         super().__init__(config)
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=True)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=True)
+        self.gate_proj = ReplicatedLinear(config.hidden_size, config.intermediate_size, bias=True)
+        self.up_proj = ReplicatedLinear(config.hidden_size, config.intermediate_size, bias=True)
         self.reads_up_twice = reads_up_twice
 
     def forward(self, hidden):

@@ -19,6 +19,7 @@ from chunkrt.options import EngineOptions
 from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.state import State
+from chunkrt.sampling import Sampler
 from chunkrt.session import Session
 
 ALL_KINDS = ("cache", "ring", "recurrent")
@@ -37,6 +38,7 @@ class ToyEngine(SimpleNamespace):
             chunk_length=CHUNK,
             options=EngineOptions(),
             tokenizer=None,
+            make_sampler=Sampler,
             is_closed=False,
             fails=False,
             num_run=0,

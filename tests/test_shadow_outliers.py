@@ -17,7 +17,8 @@ import chunkrt
 from chunkrt.backends import BACKENDS, make_backend
 from chunkrt.calibrate import calibrate
 from chunkrt.compiler import plan_checkpoint
-from chunkrt.graph.modules import Embedding, Linear, Module
+from chunkrt.graph.modules import Embedding, Module
+from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.partition import partition
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
@@ -40,7 +41,7 @@ class OneLinear(Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.proj = Embedding(NUM_TOKENS, DEPTH), Linear(DEPTH, COLUMNS)
+        self.embed, self.proj = Embedding(NUM_TOKENS, DEPTH), ReplicatedLinear(DEPTH, COLUMNS)
 
     def forward(self, input_ids, _):
         return self.proj(self.embed(input_ids))

@@ -206,7 +206,7 @@ def test_the_command_prints_a_row_for_every_case() -> None:
     assert set(rows[0]) == {
         "model", "device", "scheme", "policy", "prompt_length", "chunk_length", "chunks_in_flight",
         "time_to_first_token_ms", "tokens_per_s", "makespan_ms", "processors", "npu_busy", "cpu_busy", "overlap",
-        "peak_memory_bytes", "energy_joules",
+        "link", "peak_memory_bytes", "energy_joules",
     }  # fmt: skip
     assert set(rows[0]["processors"]) == {"npu", "cpu"}
     assert set(rows[0]["processors"]["npu"]) == {"busy", "idle"}

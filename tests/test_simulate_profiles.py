@@ -132,7 +132,14 @@ def test_a_measured_profile_reads_back_as_it_was_written(tmp_path: Path) -> None
         read_profile(path)
 
 
-PARAMETERS = {"qwen1.5-1.8b": 1.84e9, "gemma-2b": 2.51e9, "llama-2-7b": 6.74e9, "phi-2": 2.78e9, "mistral-7b": 7.24e9}
+PARAMETERS = {
+    "qwen1.5-1.8b": 1.84e9,
+    "qwen2.5-0.5b": 0.494e9,
+    "gemma-2b": 2.51e9,
+    "llama-2-7b": 6.74e9,
+    "phi-2": 2.78e9,
+    "mistral-7b": 7.24e9,
+}
 """As their authors count them."""
 
 

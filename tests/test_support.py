@@ -106,7 +106,8 @@ def test_fixtures_have_all_that_backends_take(name):
     path = checkpoint(name)
     report, plan = check_support(path), plan_checkpoint(path, {}).plan
     assert report.model_type == plan.family
-    assert report.module == f"chunkrt/{FAMILIES[plan.family].__module__.replace('.', '/').removeprefix('chunkrt/')}.py"
+    module = FAMILIES[plan.family].build.__module__
+    assert report.module == module.replace(".", "/") + ".py"
     assert refused(report) == {}
     tensors = report.tensors
     assert tensors.num_found >= tensors.num_needed

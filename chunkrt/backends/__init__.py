@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from chunkrt.backends.base import Backend, Executable, Support
-from chunkrt.errors import BackendUnavailableError, unknown_name
+from collections.abc import Callable
 
-__all__ = ["BACKENDS", "Backend", "Executable", "Support", "make_backend"]
+from chunkrt.backends.base import Backend, Executable, Support
+from chunkrt.errors import BackendUnavailableError, ChunkrtError, unknown_name
+from chunkrt.plugins import Plugin, PluginGroup
+
+__all__ = ["BACKENDS", "PLUGINS", "Backend", "Executable", "Support", "make_backend"]
 
 BACKENDS = ("native", "onnxrt", "reference")
 """Those on CPU threads. The NPU has `chunkrt.backends.qnn.QnnBackend`, which needs to know more to be made."""
+
+PLUGINS: PluginGroup[Callable[..., Backend]] = PluginGroup(
+    "chunkrt.backends", error=BackendUnavailableError, own=("auto", "qnn", *BACKENDS, "off")
+)
+"""Each is a function of the keyword argument `threads` that makes the backend, and may be called more than once."""
+
+_ATTRIBUTES = ("name", "concurrency", "cache_dtypes", "supports", "compile")
 
 
 def make_backend(name: str, *, threads: int) -> Backend:
     """Make a backend.
 
     Args:
-        name: "native", "onnxrt" or "reference".
+        name: "native", "onnxrt" or "reference", or a plug-in's.
         threads: the thread budget that its kernels share with the executor's workers.
 
     Raises:
         ConfigError: there is no backend of that name.
-        BackendUnavailableError: its library is not on this machine.
+        BackendUnavailableError: its library is not on this machine, or the plug-in is broken.
     """
     if name == "native":
         try:
@@ -38,4 +48,22 @@ def make_backend(name: str, *, threads: int) -> Backend:
         from chunkrt.backends.reference import ReferenceBackend
 
         return ReferenceBackend()
-    raise unknown_name("backend", name, BACKENDS)
+    if plugin := PLUGINS.find(name):
+        return _make_plugin(plugin, threads)
+    raise unknown_name("backend", name, (*BACKENDS, *PLUGINS.names))
+
+
+def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backend:
+    make = plugin.load()
+    try:
+        backend = make(threads=threads)
+    except ChunkrtError:
+        raise
+    except Exception as error:  # whatever another's code raises
+        raise BackendUnavailableError(
+            f"the {plugin} cannot make its backend: {type(error).__name__}: {error}; repair it, or choose another"
+        ) from error
+    if missing := [name for name in _ATTRIBUTES if not hasattr(backend, name)]:
+        found = f"a {type(backend).__name__} without {', '.join(missing)}"
+        raise BackendUnavailableError(f"the {plugin} made {found}; expected what chunkrt.backends.Backend has")
+    return backend

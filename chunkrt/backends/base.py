@@ -1,6 +1,7 @@
 """What a backend is: the contract between the plan and whatever computes a subgraph.
 
-A backend plays one or both roles, "npu" and "cpu". `chunkrt.testing.check_backend` is this contract as a test suite.
+A backend plays one or both roles, "npu" and "cpu"; the device "link" has one of its own (`backends/link.py`).
+`chunkrt.testing.check_backend` is this contract as a test suite.
 """
 
 from __future__ import annotations
@@ -58,7 +59,12 @@ class Backend(Protocol):
 
     name: str
     concurrency: int | None
-    """Subgraphs it can run at once: 1 for an NPU, None for a backend that runs on CPU threads."""
+    """Subgraphs it can run at once. A number, 1 for an NPU, is for one that plays the NPU's role beside the native
+    backend. None is for one that runs on the executor's threads, and plays both roles."""
+    cache_dtypes: tuple[str, ...]
+    """Of keys and values, what it takes, and first what it gets unless told otherwise: float16 only if it rounds a
+    chunk's own keys before it attends to them, or results would depend on the chunk length. None if it keeps no state.
+    """
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Tell, without compiling, whether `compile` would accept the subgraph under the scheme."""

@@ -24,6 +24,7 @@ class OnnxRuntimeBackend:
 
     name = "onnxrt"
     concurrency: int | None = None
+    cache_dtypes: tuple[str, ...] = ("float32", "float16")
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is standard ONNX or has an expansion."""

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.functions import FunctionExecutable, Operator
 from chunkrt.backends.linear_attention import linear_attention, missing_kind
-from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.errors import PartitionError
-from chunkrt.graph.plan import Attribute, Plan, Subgraph
+from chunkrt.graph.operators import use_of, uses
+from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import Scheme
@@ -24,9 +26,10 @@ from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
 from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float32 = NDArray[np.float32]
-Operator = Callable[..., Any]
-operators: OperatorRegistry[Operator] = OperatorRegistry("reference")
-"""Each entry takes the node's inputs in order and its attributes by name, and returns its output or outputs."""
+Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]
+"""x float32 [T, K] to integers of the same shape and the scale of each row [T, 1]; `quantize_rows` is ours."""
+Rope = Callable[[Float32, Float32, Float32], Float32]
+"""x [T, heads, D], cos, sin [T, rotary_dim / 2] to x rotated; `rotate_half` is ours."""
 
 
 class ReferenceBackend:
@@ -34,11 +37,14 @@ class ReferenceBackend:
 
     name = "reference"
     concurrency: int | None = None
+    cache_dtypes: tuple[str, ...] = ("float32", "float16")
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known."""
-        support = operators.supports(subgraph.nodes)
-        return support and missing_kind(subgraph.nodes)
+        for use in uses(subgraph, plan):
+            if reason := operators.missing(use, REFERENCE):
+                return Support(ok=False, node=use.node.name, reason=reason)
+        return missing_kind(subgraph.nodes)
 
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
@@ -50,36 +56,47 @@ class ReferenceBackend:
         """
         if not (support := self.supports(subgraph, plan, scheme)):
             raise PartitionError(f"reference cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
-        linears, experts = linear_weights(plan), expert_weights(plan)
-
-        def constant(name: str) -> Any:
-            if scheme.weight_bits and name in linears:
-                return _quantized_weight(name, scheme, weights)
-            if scheme.weight_bits and name in experts:
-                return _quantized_experts(name, weights)
-            return weights.array(name)
-
-        return ReferenceExecutable(subgraph, {name: constant(name) for name in subgraph.weights})
+        steps = [(use.node, own_function(use.operator)) for use in uses(subgraph, plan)]
+        return FunctionExecutable(subgraph.name, steps, constants(subgraph, plan, scheme, weights), plan.tensors)
 
 
-class ReferenceExecutable:
-    """Evaluates the nodes one after another."""
+def own_function(operator: str) -> Operator:
+    """The function of an operator that the reference has, by its canonical name."""
+    found = operators.find_own(operator, REFERENCE)
+    assert found is not None
+    return found.function
 
-    fixed_length: int | None = None
 
-    def __init__(self, subgraph: Subgraph, constants: Mapping[str, Any]) -> None:
-        self._steps = [(node, operators.find(node)) for node in subgraph.nodes]
-        self._constants = constants
+def run_operator(node: Node, inputs: Sequence[Any]) -> Any:
+    """One node by itself: its output, or a tuple of them. Raises AssertionError for an operator that is not known."""
+    use = use_of(node)
+    return own_function(use.operator)(*inputs, **use.node.attributes)
 
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """See `Executable.run`."""
-        values: dict[str, Any] = {"": None, **self._constants, **inputs}
-        for node, operator in self._steps:
-            results = operator(*(values[name] for name in node.inputs), **node.attributes)
-            results = results if isinstance(results, tuple) else (results,)
-            values.update(zip(node.outputs, results, strict=True))
-        for name, buffer in outputs.items():
-            buffer[...] = values[name]
+
+def constants(subgraph: Subgraph, plan: Plan, scheme: Scheme, weights: WeightStore) -> dict[str, Any]:
+    """The weights of a subgraph by name, as functions take them.
+
+    Under "float" all are arrays. Otherwise the weight of a linear is a `QuantizedWeight`, that of routed experts a list
+    of them.
+    """
+    linears, experts = linear_weights(plan), expert_weights(plan)
+
+    def constant(name: str) -> Any:
+        if scheme.weight_bits and name in linears:
+            return _quantized_weight(name, scheme, weights)
+        if scheme.weight_bits and name in experts:
+            return _quantized_experts(name, weights)
+        return weights.array(name)
+
+    return {name: constant(name) for name in subgraph.weights}
+
+
+@operators.register("quantize", REFERENCE)
+def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
+    """Dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
+    limit = np.abs(x).max(axis=-1, keepdims=True)
+    multiplier = np.float32(127) / np.where(limit > 0, limit, np.float32(1))
+    return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
 
 
 class DynamicWeight:
@@ -89,13 +106,17 @@ class DynamicWeight:
         self._exact = integers.astype(np.float64)  # products of int8 sum exactly in float64, and by BLAS
         self._scale = scale
 
-    def multiply(self, left: Float32) -> Float32:
-        """left float32 [T, K] @ this, float32 [T, N]."""
+    def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
+        """left float32 [T, K] @ this, float32 [T, N]; what is left of rows without their outliers is quantised."""
         outliers, rest = take_outliers(left)
-        quantized, row_scale = quantize_rows(rest)
+        quantized, row_scale = quantize(rest)
         result = (quantized.astype(np.float64) @ self._exact).astype(np.float32) * row_scale * self._scale
         taken: Float32 = ((outliers.astype(np.float64) @ self._exact) * self._scale).astype(np.float32)
         return result + taken
+
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        return (self._exact * self._scale).astype(np.float32)
 
 
 class BlockWeight:
@@ -107,10 +128,10 @@ class BlockWeight:
         self._blocks = list(zip(integers, blocks.scales.T, blocks.minima.T, strict=True))
         self._columns = columns
 
-    def multiply(self, left: Float32) -> Float32:
+    def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once together."""
         outliers, rest = take_outliers(left)
-        quantized, row_scale = quantize_rows(rest)
+        quantized, row_scale = quantize(rest)
         value = np.zeros((len(left), self._columns), np.float32)
         taken = np.zeros((len(left), self._columns))
         for index, (integers, scale, minimum) in enumerate(self._blocks):
@@ -121,6 +142,10 @@ class BlockWeight:
             taken += outliers[:, depth].astype(np.float64) @ (integers * scale + minimum)
         result: Float32 = value * row_scale + taken.astype(np.float32)
         return result
+
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        return np.concatenate([i * scale + minimum for i, scale, minimum in self._blocks]).astype(np.float32)
 
 
 class StaticWeight:
@@ -148,6 +173,10 @@ class StaticWeight:
         excess = excess_over_grid(left, self._input_step).astype(np.float64)
         return ((excess @ self._exact) * self._scale).astype(np.float32)
 
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        return (self._exact * self._scale).astype(np.float32)
+
 
 QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
 
@@ -172,54 +201,56 @@ def _quantized_experts(name: str, weights: WeightStore) -> list[DynamicWeight]:
     return [DynamicWeight(one, scale) for one, scale in zip(integers, scales, strict=True)]
 
 
-def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
-    """Dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
-    limit = np.abs(x).max(axis=-1, keepdims=True)
-    multiplier = np.float32(127) / np.where(limit > 0, limit, np.float32(1))
-    return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
+@operators.register("linear", REFERENCE, parts=("quantize",))
+@operators.register("logits", REFERENCE, parts=("quantize",))
+def _linear(left: Float32, right: Float32 | QuantizedWeight, *, quantize: Quantize = quantize_rows) -> Float32:
+    if isinstance(right, np.ndarray):
+        return left @ right
+    return right.multiply(left) if isinstance(right, StaticWeight) else right.multiply(left, quantize)
 
 
-@operators.register("MatMul")
-def _matmul(left: Float32, right: Float32 | QuantizedWeight) -> Float32:
-    return left @ right if isinstance(right, np.ndarray) else right.multiply(left)
+@operators.register("matmul", REFERENCE)
+def _matmul(left: Float32, right: Float32) -> Float32:
+    product: Float32 = left @ right
+    return product
 
 
-@operators.register("ShadowLinear", "chunkrt")
+@operators.register("shadow_linear", REFERENCE)
 def _shadow_linear(left: Float32, right: StaticWeight) -> Float32:
     return right.multiply_excess(left)
 
 
-@operators.register("Add")
+@operators.register("add", REFERENCE)
 def _add(left: Float32, right: Float32) -> Float32:
     return left + right
 
 
-@operators.register("Mul")
+@operators.register("mul", REFERENCE)
 def _mul(left: Float32, right: Float32) -> Float32:
     return left * right
 
 
-@operators.register("Sigmoid")
+@operators.register("sigmoid", REFERENCE)
 def _sigmoid(x: Float32) -> Float32:
     decay = np.exp(-np.abs(x))
     result: Float32 = np.where(x >= 0, 1 / (1 + decay), decay / (1 + decay))
     return result
 
 
-@operators.register("Softplus")
+@operators.register("softplus", REFERENCE)
 def _softplus(x: Float32) -> Float32:
     result: Float32 = np.logaddexp(x, np.float32(0))
     return result
 
 
-@operators.register("Tanh")
+@operators.register("tanh", REFERENCE)
 def _tanh(x: Float32) -> Float32:
     result: Float32 = np.tanh(x)
     return result
 
 
-@operators.register("Gelu")
-def _gelu(x: Float32, *, approximate: str) -> Float32:
+@operators.register("gelu", REFERENCE)
+def _gelu(x: Float32, *, approximate: str = "none") -> Float32:
     if approximate != "tanh":
         raise PartitionError(f"reference has Gelu approximated by tanh only, not by {approximate!r}")
     inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
@@ -227,7 +258,20 @@ def _gelu(x: Float32, *, approximate: str) -> Float32:
     return result
 
 
-@operators.register("HeadNorm", "chunkrt")
+@operators.register("silu_mul", REFERENCE)
+def _silu_mul(x: Float32) -> Float32:
+    gate, up = np.split(x, 2, axis=-1)
+    result: Float32 = gate * _sigmoid(gate) * up
+    return result
+
+
+@operators.register("gelu_mul", REFERENCE)
+def _gelu_mul(x: Float32, *, approximate: str = "none") -> Float32:
+    gate, up = np.split(x, 2, axis=-1)
+    return _gelu(gate, approximate=approximate) * up
+
+
+@operators.register("head_norm", REFERENCE)
 def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
     num_heads, head_dim = weight.shape
     heads = x.reshape(len(x), -1, head_dim).copy()
@@ -236,34 +280,35 @@ def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
     return heads.reshape(x.shape)
 
 
-operators.register("LinearAttention", "chunkrt")(linear_attention)
+operators.register("linear_attention", REFERENCE)(linear_attention)
 
 
-@operators.register("Split")
+@operators.register("split", REFERENCE)
 def _split(x: Float32, *, axis: int, num_outputs: int) -> tuple[Float32, ...]:
     return tuple(np.split(x, num_outputs, axis=axis))
 
 
-@operators.register("Gather")
+@operators.register("embedding", REFERENCE)
+@operators.register("gather_rows", REFERENCE)
 def _gather(table: Array, indices: NDArray[np.int64], *, axis: int) -> Float32:
     rows: Float32 = np.take(table, indices, axis=axis).astype(np.float32)
     return rows
 
 
-@operators.register("RMSNormalization")
+@operators.register("rms_norm", REFERENCE)
 def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float) -> Float32:
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axis, keepdims=True)
     normalised: Float32 = ((x / np.sqrt(mean_square + epsilon)) * weight).astype(np.float32)
     return normalised
 
 
-@operators.register("FloatLinear", "chunkrt")
+@operators.register("float_linear", REFERENCE)
 def _float_linear(left: Float32, weight: Float32) -> Float32:
     result: Float32 = (left.astype(np.float64) @ weight).astype(np.float32)
     return result
 
 
-@operators.register("RoutedExperts", "chunkrt")
+@operators.register("routed_experts", REFERENCE, parts=("quantize",))
 def _routed_experts(
     hidden: Float32,
     router_logits: Float32,
@@ -272,6 +317,7 @@ def _routed_experts(
     *,
     top_k: int,
     norm_topk_prob: int,
+    quantize: Quantize = quantize_rows,
 ) -> Float32:
     scores = np.exp(router_logits - router_logits.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
@@ -282,11 +328,12 @@ def _routed_experts(
     output = np.zeros_like(hidden)
     for expert in np.unique(picked):
         rows, places = np.nonzero(picked == expert)
-        gate, up = np.split(_matmul(hidden[rows], gate_up[expert]), 2, axis=-1)
-        output[rows] += weights[rows, places, None] * _matmul(gate * _sigmoid(gate) * up, down[expert])
+        gate_and_up = _linear(hidden[rows], gate_up[expert], quantize=quantize)
+        output[rows] += weights[rows, places, None] * _linear(_silu_mul(gate_and_up), down[expert], quantize=quantize)
     return output
 
 
+@operators.register("rope", REFERENCE)
 def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
     """RoPE on x [T, heads, D] by cos, sin [T, rotary_dim / 2]; dimensions past rotary_dim pass through."""
     half = cos.shape[-1]
@@ -296,7 +343,7 @@ def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
     return rotated
 
 
-@operators.register("CachedAttention", "chunkrt")
+@operators.register("cached_attention", REFERENCE, parts=("rope",))
 def _cached_attention(
     qkv: Float32,
     position: NDArray[np.int64],
@@ -305,35 +352,21 @@ def _cached_attention(
     sin: Float32,
     key_cache: Array,
     value_cache: Array,
+    *,
+    has_raw_keys: int,
+    rope: Rope = rotate_half,
     **attributes: Attribute,
 ) -> Float32:
     start, stop, table_row = int(position[0]), int(position[0]) + len(qkv), int(rope_position[0])
     q, k, v = _heads(qkv, attributes)
     here = slice(table_row, table_row + len(qkv))
-    first = _append(key_cache, value_cache, rotate_half(k, cos[here], sin[here]), v, start, attributes)
+    new_keys = k if has_raw_keys else rope(k, cos[here], sin[here])
+    first = _append(key_cache, value_cache, new_keys, v, start, attributes)
     keys, values = (_read(cache, first, stop) for cache in (key_cache, value_cache))
-    return _attend(rotate_half(q, cos[here], sin[here]), keys, values, start, first, attributes)
-
-
-@operators.register("RawKeyAttention", "chunkrt")
-def _raw_key_attention(
-    qkv: Float32,
-    position: NDArray[np.int64],
-    rope_position: NDArray[np.int64],
-    cos: Float32,
-    sin: Float32,
-    key_cache: Array,
-    value_cache: Array,
-    **attributes: Attribute,
-) -> Float32:
-    start, stop, table_row = int(position[0]), int(position[0]) + len(qkv), int(rope_position[0])
-    q, k, v = _heads(qkv, attributes)
-    first = _append(key_cache, value_cache, k, v, start, attributes)
-    keys, values = (_read(cache, first, stop) for cache in (key_cache, value_cache))
-    of_keys = slice(table_row - start + first, table_row - start + stop)
-    keys = rotate_half(keys.transpose(1, 0, 2), cos[of_keys], sin[of_keys]).transpose(1, 0, 2)
-    here = slice(table_row, table_row + len(qkv))
-    return _attend(rotate_half(q, cos[here], sin[here]), keys, values, start, first, attributes)
+    if has_raw_keys:
+        of_keys = slice(table_row - start + first, table_row - start + stop)
+        keys = rope(keys.transpose(1, 0, 2), cos[of_keys], sin[of_keys]).transpose(1, 0, 2)
+    return _attend(rope(q, cos[here], sin[here]), keys, values, start, first, attributes)
 
 
 def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float32]:

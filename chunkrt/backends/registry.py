@@ -1,52 +1,182 @@
-"""Operators by name: what each backend has for each ONNX operator.
+"""The operators: what there is for each, by canonical name and device.
 
-Looked up once, when a subgraph is compiled. An entry is whatever its backend needs: a NumPy function for
-`reference`, an emitter of instructions for `native`.
+Devices of our own are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to
+ONNX) and `link` (what sums over ranks); a plug-in adds functions for devices of its own choice, or replaces ours.
+Whatever runs is looked up once, when a subgraph is compiled (`backends/dispatch.py`); `num_lookups` counts, so that a
+test can tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from chunkrt.backends.base import Support
-from chunkrt.graph.plan import Node
+from chunkrt.errors import ConfigError
+from chunkrt.graph.operators import Use
 
-Implementation = TypeVar("Implementation")
+REFERENCE, NATIVE, NPU, LINK = "reference", "native", "npu", "link"
+OWN_DEVICES = (REFERENCE, NATIVE, NPU, LINK)
+
+OWN_PACKAGE = "chunkrt"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class OperatorRegistry(Generic[Implementation]):
-    """One backend's operators."""
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """What a device has for an operator.
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    `function`: of `reference` and of every plug-in, it takes the node's inputs in order and its attributes by name, and
+    returns its output or a tuple of outputs. `module`: where it is written. `distribution`: what was installed to bring
+    it; empty for ours. `parts`: operators that it calls and wants by keyword. `is_required`: whether the operator
+    insists on this form, so that nobody can switch it off.
+    """
+
+    operator: str
+    device: str
+    function: Callable[..., Any]
+    module: str
+    distribution: str = ""
+    parts: tuple[str, ...] = ()
+    is_required: bool = False
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether it comes from outside chunkrt."""
+        return bool(self.distribution) or self.module.partition(".")[0] != OWN_PACKAGE
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from: "chunkrt.backends.reference", "chunkrt-torch (chunkrt_torch.norms)"."""
+        return f"{self.distribution} ({self.module})" if self.distribution else self.module
+
+
+class OperatorRegistry:
+    """Implementations of operators, each name and device taken once."""
+
+    def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Implementation] = {}
+        self._own: dict[tuple[str, str], Implementation] = {}
+        self._distribution = ""
+        self.num_lookups = 0
+        """How often anybody has asked for an implementation."""
 
-    def register(self, op: str, domain: str = "") -> Callable[[Implementation], Implementation]:
-        """Decorator: make the implementation known under an operator's name. A name is taken once."""
+    def register(
+        self,
+        operator: str,
+        device: str,
+        *,
+        replaces: bool = False,
+        parts: tuple[str, ...] = (),
+        is_required: bool = False,
+    ) -> Callable[[Function], Function]:
+        """Decorator: make a callable known as what a device has for an operator.
 
-        def add(implementation: Implementation) -> Implementation:
-            if (domain, op) in self._entries:
-                raise ValueError(f"{self.backend} has an operator {qualified(domain, op)} already")
-            self._entries[domain, op] = implementation
-            return implementation
+        Args:
+            operator: its canonical name, such as "rms_norm"; `chunkrt ops MODEL` lists them.
+            device: "reference", "native", "npu", or a plug-in's own.
+            replaces: whether it takes the place of one of ours. Where a plug-in does, it is a function.
+            parts: operators that the callable wants as keyword arguments, as reference attention wants `rope`.
+            is_required: whether the operator cannot be switched off on that device.
+
+        Raises:
+            ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in did already.
+        """
+
+        def add(function: Function) -> Function:
+            implementation = Implementation(
+                operator=operator,
+                device=device,
+                function=function,
+                module=getattr(function, "__module__", None) or type(function).__module__,
+                distribution=self._distribution,
+                parts=parts,
+                is_required=is_required,
+            )
+            self._check(implementation, replaces=replaces)
+            self._entries[operator, device] = implementation
+            if not implementation.is_plugin:
+                self._own[operator, device] = implementation
+            return function
 
         return add
 
-    def find(self, node: Node) -> Implementation:
-        """The implementation of a node's operator. Raises KeyError if there is none; ask `supports` first."""
-        return self._entries[node.domain, node.op]
+    def _check(self, new: Implementation, *, replaces: bool) -> None:
+        what, old = f"{new.operator!r} on {new.device!r}", self._entries.get((new.operator, new.device))
+        if old is None and replaces:
+            raise ConfigError(f"{new.origin} replaces the operator {what}, which nobody has; leave replaces=True away")
+        if old is not None and (old.is_plugin or not replaces):
+            hint = "uninstall one of them" if old.is_plugin else "say replaces=True to replace it on purpose"
+            raise ConfigError(f"{new.origin} registers the operator {what}, which {old.origin} has already; {hint}")
 
-    def supports(self, nodes: Iterable[Node]) -> Support:
-        """Whether every node's operator is known; if not, the first that is not."""
-        for node in nodes:
-            if (node.domain, node.op) not in self._entries:
-                known = ", ".join(sorted(qualified(*key) for key in self._entries))
-                reason = f"{self.backend} has no operator {qualified(node.domain, node.op)}; it has: {known}"
-                return Support(ok=False, node=node.name, reason=reason)
-        return Support(ok=True)
+    @contextmanager
+    def from_distribution(self, name: str) -> Iterator[None]:
+        """What is registered inside is the plug-in's of that installed name: all of it, or nothing if it fails."""
+        before, self._distribution = self._entries.copy(), name
+        try:
+            yield
+        except BaseException:
+            self._entries = before
+            raise
+        finally:
+            self._distribution = ""
+
+    def copy(self) -> OperatorRegistry:
+        """Another registry of the same implementations, to which others can be added."""
+        other = OperatorRegistry()
+        other._entries, other._own = self._entries.copy(), self._own.copy()
+        return other
+
+    def find(self, operator: str, device: str) -> Implementation | None:
+        """What there is, a plug-in's if it replaced ours."""
+        self.num_lookups += 1
+        return self._entries.get((operator, device))
+
+    def find_own(self, operator: str, device: str) -> Implementation | None:
+        """What chunkrt itself has, whether or not a plug-in replaced it."""
+        self.num_lookups += 1
+        return self._own.get((operator, device))
+
+    def find_plugin(self, operator: str, device: str) -> Implementation | None:
+        """What a plug-in has for an operator that would run on `device`: in place of ours, or on a device of its own.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        self.num_lookups += 1
+        found = [
+            entry
+            for (name, where), entry in self._entries.items()
+            if name == operator and entry.is_plugin and (where == device or where not in OWN_DEVICES)
+        ]
+        if len(found) > 1:
+            several = " and ".join(f"{entry.origin} on {entry.device!r}" for entry in found)
+            raise ConfigError(f"the operator {operator!r} is there several times, of {several}; uninstall all but one")
+        return found[0] if found else None
+
+    def is_required(self, operator: str) -> bool:
+        """Whether an operator insists on a form, so that nobody can switch it off."""
+        self.num_lookups += 1
+        return any(entry.is_required for (name, _), entry in self._entries.items() if name == operator)
+
+    def names(self) -> list[str]:
+        """The canonical names of all operators that anybody has."""
+        return sorted({name for name, _ in self._entries})
+
+    def missing(self, use: Use, device: str) -> str:
+        """Why a use has no form of chunkrt's own on a device; empty if it has."""
+        if (use.operator, device) in self._own:
+            return ""
+        known = ", ".join(sorted(name for name, where in self._own if where == device))
+        return f"{device} has no operator {qualified(use.node.domain, use.node.op)}; it has: {known}"
+
+
+operators = OperatorRegistry()
+"""All that is registered: ours when their modules are imported, plug-ins' before the first dispatch."""
 
 
 def qualified(domain: str, op: str) -> str:
-    """An operator's name as people write it: "MatMul", "chunkrt::CachedAttention"."""
+    """An operator's name in ONNX as people write it: "MatMul", "chunkrt::CachedAttention"."""
     return f"{domain}::{op}" if domain else op

@@ -1,7 +1,8 @@
 """The command line: one module a command, imported when that command is called.
 
 Data goes to stdout, progress and logs to stderr. What went wrong is one line on stderr and exit status 1 (2 for a
-wrong command line, 130 after Ctrl-C); `-v` adds the traceback.
+wrong command line, 130 after Ctrl-C); `-v` adds the traceback. Of several ranks that mpiexec launched, the first runs
+the command and speaks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import traceback
 
 import click
 
+from chunkrt.engine import follow
 from chunkrt.errors import ChunkrtError
+from chunkrt.ranks.launch import connect, say
 
 COMMANDS = {
     "run": "Answer a prompt.",
@@ -24,6 +27,7 @@ COMMANDS = {
     "trace": "Tell where the time of a traced run went.",
     "support": "Tell what there is for a checkpoint, and what is missing.",
     "plan": "Show how a model is cut into subgraphs.",
+    "ops": "Show what runs each operator of a model, and why.",
     "calibrate": "Measure activation ranges on some text.",
     "eval": "Measure how good a model is, and how far from float.",
     "fit": "Tell whether a model fits a device, before it is compiled.",
@@ -72,6 +76,9 @@ def main() -> None:
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
+        if (launch := connect(sys.argv[1:])) is not None and launch.rank > 0:
+            logging.getLogger().setLevel(logging.INFO if is_verbose else logging.ERROR)
+            sys.exit(follow(launch))
         status = cli.main(prog_name="chunkrt", standalone_mode=False)
         sys.stdout.flush()
         sys.exit(status if isinstance(status, int) else 0)
@@ -97,5 +104,5 @@ def main() -> None:
 def _report(message: str, is_verbose: bool, status: int) -> None:
     if is_verbose:
         traceback.print_exc()
-    click.echo(f"chunkrt: {' '.join(message.split())}", err=True)
+    say(f"chunkrt: {' '.join(message.split())}", is_verbose=is_verbose)
     sys.exit(status)

@@ -17,10 +17,11 @@ from chunkrt.compiler import plan_checkpoint
 from chunkrt.engine_directory import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Node, Plan
-from chunkrt.model import DEFAULT_NPU_SCHEME, choose_recipe, find_checkpoint
+from chunkrt.model import choose_recipe, find_checkpoint
 from chunkrt.options import EngineOptions
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.ranges import METHODS, Method
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 from chunkrt.quant.weights import linear_nodes
 
 NUM_SHOWN = 5

@@ -8,15 +8,18 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
 
-from chunkrt import catalogue
+from chunkrt import backends, catalogue
 from chunkrt.affinity import big_cores, cpu_list
-from chunkrt.backends import qnn
+from chunkrt.backends import dispatch, qnn
 from chunkrt.cli.options import verbose_option
 from chunkrt.errors import ChunkrtError
 from chunkrt.options import available_cores
+from chunkrt.plugins import Plugin, PluginGroup
+from chunkrt.runtime import policy
 
 PARTS = {
     "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
@@ -43,7 +46,7 @@ def doctor(as_json: bool) -> None:
 
     The exit status is 1 if models cannot be run at all.
     """
-    findings = [_machine(), _big_cores(), *_kernels(), _npu(), *map(_part, PARTS), _cache()]
+    findings = [_machine(), _big_cores(), *_kernels(), _npu(), *map(_part, PARTS), *_plugins(), _cache()]
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -120,6 +123,27 @@ def _part(module: str) -> Finding:
     except Exception as error:  # whatever a broken installation raises
         return Finding(what=module, ok=False, found=f"does not import: {error}", advice=PARTS[module])
     return Finding(what=module, ok=True, found=found)
+
+
+def _plugins() -> list[Finding]:
+    dispatch.registered_operators()  # whether plug-ins can register theirs is known then
+    groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS]
+    if importlib.util.find_spec("onnx_ir"):
+        from chunkrt.graph import decoders
+
+        groups.append(decoders.PLUGINS)
+    return [_plugin(plugin) for group in groups for plugin in group.plugins]
+
+
+def _plugin(plugin: Plugin[Any]) -> Finding:
+    what, found = f"{plugin.group} {plugin.name}", f"{plugin.distribution} {plugin.version}"
+    try:
+        plugin.load()
+        if plugin.group == backends.PLUGINS.name:
+            backends.make_backend(plugin.name, threads=1)
+    except ChunkrtError as error:
+        return Finding(what=what, ok=False, found=found, advice=str(error))
+    return Finding(what=what, ok=True, found=found)
 
 
 def _cache() -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -15,14 +15,32 @@ from chunkrt.affinity import NO_AFFINITY
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine import Engine, load
 from chunkrt.errors import ConfigError
-from chunkrt.options import NPU_CHOICES, ON_NPU_FAILURE, OUTPUTS, EngineOptions
+from chunkrt.options import ON_NPU_FAILURE, OUTPUTS, EngineOptions, npu_choices
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES
-from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
+from chunkrt.runtime.policy import DEFAULT_POLICY, policy_names
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace_file import check_trace_path, write_trace
 from chunkrt.settings import read_settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class OneOf(click.ParamType[str]):
+    """One of names that plug-ins may add to, and which are therefore looked up when they are needed."""
+
+    name = "name"
+
+    def __init__(self, names: Callable[[], Sequence[str]]) -> None:
+        self._names = names
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """As `click.Choice` has it."""
+        return click.Choice(self._names()).get_metavar(param, ctx) or ""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As `click.Choice` does it."""
+        return click.Choice(self._names()).convert(value, param, ctx)
+
 
 _HTP = click.option(
     "--htp",
@@ -90,11 +108,19 @@ _QUANTISATION_OPTIONS = (
 _ENGINE_OPTIONS = (
     click.option(
         "--npu",
-        type=click.Choice(NPU_CHOICES),
+        type=OneOf(npu_choices),
         default="auto",
         show_default=True,
         help="Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
-        "off: no partition, all on the CPU.",
+        "off: no partition, all on the CPU; or a plug-in.",
+    ),
+    click.option(
+        "--ops",
+        multiple=True,
+        metavar="all|none|+NAME|-NAME",
+        callback=lambda context, parameter, value: value or None,
+        help="Operators in the form of their backend or a plug-in, the others in the reference's; several with commas "
+        "or repeated. `chunkrt ops` lists them.  [default: all; none for --npu reference]",
     ),
     click.option(
         "--chunk",
@@ -104,7 +130,7 @@ _ENGINE_OPTIONS = (
     ),
     click.option(
         "--policy",
-        type=click.Choice(list(POLICIES)),
+        type=OneOf(policy_names),
         default=DEFAULT_POLICY,
         show_default=True,
         help="Order of tasks.",

@@ -23,8 +23,9 @@ from chunkrt.quant.figures import (
     linears_by_weight_bits,
     subgraph_figures,
 )
-from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 from chunkrt.quant.weights import check_shadowed
+from chunkrt.ranks import ALONE, Ranks
 
 
 @click.command()
@@ -32,21 +33,33 @@ from chunkrt.quant.weights import check_shadowed
 @click.option("--prompt-length", type=int, default=512, show_default=True, help="Tokens, for the attention's FLOPs.")
 @click.option("--save-onnx", type=click.Path(path_type=Path, file_okay=False), help="Write each subgraph as ONNX here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
+@click.option("--ranks", "size", type=int, help="Show the share of one of so many ranks.")
+@click.option("--rank", type=int, help="Which of them, from 0. [default: 0]")
 @engine_options
-def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, **settings: Any) -> None:
+def plan(
+    model: str,
+    prompt_length: int,
+    save_onnx: Path | None,
+    as_json: bool,
+    size: int | None,
+    rank: int | None,
+    **settings: Any,
+) -> None:
     """Show the subgraphs of MODEL: device, weights, bytes across the boundary, FLOPs, state."""
     options = EngineOptions(**settings)
     if prompt_length < 1:
         raise ConfigError(f"--prompt-length is {prompt_length}, expected at least 1")
-    found, scheme, chunk_length = read_model(model, options)
+    ranks = _chosen_ranks(model, rank, size)
+    found, scheme, chunk_length = read_model(model, options, ranks)
     figures = subgraph_figures(found, scheme, chunk_length=chunk_length)
     attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
     if save_onnx:
-        _save_onnx(model, options, save_onnx)
+        _save_onnx(model, options, save_onnx, ranks)
     if as_json:
         summary = {
             "chunk": chunk_length,
             "scheme": scheme.name,
+            "ranks": asdict(ranks),
             "linears_by_weight_bits": linears_by_weight_bits(found, scheme),
             "prompt_length": prompt_length,
             "subgraphs": [asdict(f) for f in figures],
@@ -55,13 +68,22 @@ def plan(model: str, prompt_length: int, save_onnx: Path | None, as_json: bool, 
         }
         click.echo(json.dumps(summary, indent=1))
     else:
-        _print(figures, attention, chunk_length, prompt_length)
+        _print(figures, attention, ranks, chunk_length, prompt_length)
         if scheme.weight_bits == 4:
             counts = linears_by_weight_bits(found, scheme)
             click.echo(f"weights of {counts[4]} linears have 4 bits, of {counts[8]} 8 bits")
 
 
-def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
+def _chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:
+    """The ranks of the command line, or else those that an engine directory is for."""
+    if rank is not None and size is None:
+        raise ConfigError(f"--rank {rank} needs --ranks, how many there are")
+    if size is None and is_engine_directory(Path(model)):
+        return read_manifest(Path(model)).ranks
+    return Ranks(rank or 0, 1 if size is None else size)
+
+
+def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tuple[Plan, Scheme, int]:
     """A model's plan, and the scheme and the chunk length that an engine would take.
 
     No weight is read, unless a scheme has to be searched for.
@@ -70,7 +92,7 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
         ConfigError, ModelError: as `chunkrt.load`.
     """
     if is_engine_directory(Path(model)):
-        check_compiled(Path(model), options)
+        check_compiled(Path(model), options, ranks)
         manifest = read_manifest(Path(model))
         found, scheme = read_plan(Path(model)), manifest.scheme
         compiled_for = compiled_chunk_length(manifest)
@@ -81,9 +103,10 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
             checkpoint, default_scheme = find_checkpoint(model, progress)
             recipe = choose_recipe(options, default_scheme)
             scheme = recipe.scheme
+            check_scheme_of_ranks(scheme, ranks.size)
             if recipe.search:
                 scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
-        planned = plan_checkpoint(checkpoint, options_placement(options), scheme)
+        planned = plan_checkpoint(checkpoint, options_placement(options), scheme, ranks=ranks)
         found, scheme = planned.plan, planned.settle(scheme)
         check_shadowed(found, scheme)
         compiled_for = DEFAULT_CHUNK_LENGTH
@@ -93,11 +116,11 @@ def read_model(model: str, options: EngineOptions) -> tuple[Plan, Scheme, int]:
     return found, scheme, chunk_length
 
 
-def _save_onnx(model: str, options: EngineOptions, folder: Path) -> None:
+def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -> None:
     from chunkrt.quant.linears import save_subgraphs
 
     with progress_bar() as progress:
-        engine = engine_folder(model, options, progress)
+        engine = engine_folder(model, options, progress, ranks)
         scheme = read_manifest(engine).scheme
         num_files = save_subgraphs(
             read_plan(engine), scheme, open_weights(engine), folder, lambda d, t: progress("writing ONNX", d, t)
@@ -105,11 +128,17 @@ def _save_onnx(model: str, options: EngineOptions, folder: Path) -> None:
     click.echo(f"{num_files} ONNX files written to {folder}", err=True)
 
 
-def _print(figures: list[SubgraphFigures], attention: AttentionFigures, chunk_length: int, prompt_length: int) -> None:
+def _print(
+    figures: list[SubgraphFigures],
+    attention: AttentionFigures,
+    ranks: Ranks,
+    chunk_length: int,
+    prompt_length: int,
+) -> None:
     row = "{:14} {:4} {:8} {:>6} {:>12} {:>13} {:>14} {:>6}"
     click.echo(row.format("subgraph", "on", "kind", "nodes", "weights MB", "boundary KB", "linear MFLOP", "state"))
     for f in figures:
-        kind = "static" if f.is_static else "dynamic"
+        kind = "sum" if f.device == "link" else "static" if f.is_static else "dynamic"
         weights, crossing = f"{f.weight_bytes / 1e6:.2f}", f"{f.crossing_bytes / 1e3:.1f}"
         flops = f"{f.linear_flops / 1e6:.1f}"
         click.echo(row.format(f.name, f.device, kind, f.num_nodes, weights, crossing, flops, len(f.state_slots)))
@@ -119,6 +148,12 @@ def _print(figures: list[SubgraphFigures], attention: AttentionFigures, chunk_le
         click.echo(
             f"{device}: {len(mine)} subgraphs, {total_flops / 1e9:.2f} GFLOP a chunk, "
             f"weights {total_bytes / 1e6:.1f} MB"
+        )
+    if sums := [f for f in figures if f.device == "link"]:
+        link_bytes = sum(f.sum_bytes for f in sums)
+        click.echo(
+            f"link: {len(sums)} sums over {ranks.size} ranks, of {link_bytes / len(sums) / 1e3:.1f} KB each and "
+            f"{link_bytes / 1e6:.2f} MB a chunk, from every rank; this is {ranks}"
         )
     moved_bytes = sum(f.crossing_bytes for f in figures) // 2
     ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 import click
 
 from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
+from chunkrt.engine_directory import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.options import EngineOptions
-from chunkrt.quant.scheme import SCHEMES, Scheme, find_scheme
-from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
-from chunkrt.simulate import DEVICES, Simulation, find_device, find_shape, shapes
+from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
+from chunkrt.ranks import ALONE, Ranks
+from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
+from chunkrt.simulate import DEVICES, LINKS, LinkProfile, Simulation, find_device, find_link, find_shape, shapes
 from chunkrt.simulate import simulate as simulate_prompt
+from chunkrt.simulate.link import FORM
 from chunkrt.simulate.measured import MeasuredProfile
 
 DEFAULT_DEVICE_SCHEME = "w8a16"
@@ -32,10 +36,14 @@ LEAST_SHARE = 0.0005
 )
 @click.option("-p", "--prompt-lengths", default="64,256,1024", show_default=True, help="Tokens of a prompt.")
 @click.option("--chunk", "chunk_lengths", help="Tokens of a chunk.  [default: 32,128,256, or as profiled]")
-@click.option("--policy", default=DEFAULT_POLICY, show_default=True, help=f"{', '.join(POLICIES)}, or all.")
+@click.option(
+    "--policy", default=DEFAULT_POLICY, show_default=True, help=f"{', '.join(POLICIES)}, a plug-in's, or all."
+)
 @click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16, or as profiled]")
 @click.option("--threads", type=int, help="Of those profiled.  [default: the most]")
 @click.option("--in-flight", "chunks_in_flight", type=int, help="Chunks in flight.  [default: as many as an engine's]")
+@click.option("--ranks", type=int, default=1, show_default=True, help="Machines that share the model.")
+@click.option("--link", "link_name", help=f"What joins them: {', '.join(LINKS)}, a TOML file, or {FORM}.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @verbose_option
 def simulate(
@@ -47,31 +55,56 @@ def simulate(
     scheme: str | None,
     threads: int | None,
     chunks_in_flight: int | None,
+    ranks: int,
+    link_name: str | None,
     as_json: bool,
 ) -> None:
-    """Simulate the prefill of MODEL, or of a shape without weights, on a device by its profile."""
+    """Simulate the prefill of MODEL, or of a shape without weights, on a device by its profile.
+
+    With --ranks one rank is simulated, on the CPU: all have equal shares and take equally long.
+    """
     device = find_device(device_name)
-    scheme = scheme or (device.scheme if isinstance(device, MeasuredProfile) else DEFAULT_DEVICE_SCHEME)
+    link = find_link(link_name) if link_name is not None else None
+    one_of = Ranks(0, ranks)
+    if scheme is None:
+        of_device = DEFAULT_DEVICE_SCHEME if one_of.are_alone else DEFAULT_SCHEME
+        scheme = device.scheme if isinstance(device, MeasuredProfile) else of_device
     if chunk_lengths is None:
         chunk_lengths = str(device.chunk_length) if isinstance(device, MeasuredProfile) else "32,128,256"
-    policies = list(POLICIES) if policy == "all" else policy.split(",")
+    policies = [*POLICIES, *PLUGINS.load_all()] if policy == ALL else policy.split(",")
     prompts, chunks = _lengths("-p", prompt_lengths), _lengths("--chunk", chunk_lengths)
-    plan, settled = _plan(model, scheme)
-    rows = [
-        simulate_prompt(
-            plan,
-            device,
-            prompt_length=prompt,
-            chunk_length=chunk,
-            policy=name,
-            scheme=settled,
-            chunks_in_flight=chunks_in_flight,
-            threads=threads,
-        )
-        for prompt, chunk, name in product(prompts, chunks, policies)
-    ]
+    plan, settled = _plan(model, scheme, one_of)
+
+    def simulate_all(plan: Plan, ranks: int, link: LinkProfile | None) -> list[Simulation]:
+        return [
+            simulate_prompt(
+                plan,
+                device,
+                prompt_length=prompt,
+                chunk_length=chunk,
+                policy=name,
+                scheme=settled,
+                chunks_in_flight=chunks_in_flight,
+                threads=threads,
+                ranks=ranks,
+                link=link,
+            )
+            for prompt, chunk, name in product(prompts, chunks, policies)
+        ]
+
+    rows = simulate_all(plan, ranks, link)
+    speed_ups: list[float | None] = [None] * len(rows)
+    if link is not None and not is_engine_directory(Path(model)):
+        whole, settled = _plan(model, scheme, ALONE)
+        alone = simulate_all(whole.on_cpu(), 1, None)
+        speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
     if as_json:
-        click.echo(json.dumps([{"model": model} | row.to_dict() for row in rows], indent=1))
+        results = [{"model": model} | row.to_dict() for row in rows]
+        if link is not None:
+            results = [result | {"speed_up": ratio} for result, ratio in zip(results, speed_ups, strict=True)]
+        click.echo(json.dumps(results, indent=1))
+    elif link is not None:
+        _print_ranks(model, rows, link, speed_ups)
     else:
         _print(model, rows)
 
@@ -86,12 +119,12 @@ def _lengths(option: str, text: str) -> list[int]:
     return lengths
 
 
-def _plan(model: str, scheme: str) -> tuple[Plan, Scheme]:
+def _plan(model: str, scheme: str, ranks: Ranks) -> tuple[Plan, Scheme]:
     """The plan of a shape, else of a model; and the scheme as its checkpoint lets it be."""
     if model in shapes():
-        return find_shape(model).plan(), find_scheme(scheme)
+        return find_shape(model).plan(ranks=ranks), find_scheme(scheme)
     try:
-        plan, settled, _ = read_model(model, EngineOptions(scheme=scheme))
+        plan, settled, _ = read_model(model, EngineOptions(scheme=scheme), ranks)
     except ConfigError as error:
         raise ConfigError(f"{error}; shapes are: {', '.join(shapes())}") from error
     # Without an NPU here, a static scheme would be given what it does on CPUs.
@@ -110,6 +143,29 @@ def _print(model: str, rows: Sequence[Simulation]) -> None:
         memory = f"{row.peak_memory_bytes / 1e6:.0f}"
         names = (row.prompt_length, row.chunk_length, row.policy)
         click.echo(line.format(*names, *figures, *shares, memory, joules, _most_idle(row)).rstrip())
+
+
+def _print_ranks(model: str, rows: Sequence[Simulation], link: LinkProfile, speed_ups: Sequence[float | None]) -> None:
+    first = rows[0].link
+    assert first is not None
+    click.echo(f"{model} on {first.ranks} x {rows[0].device}, CPU alone, scheme {rows[0].scheme}, joined by {link}")
+    line = "{:>6} {:>5}  {:13} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>7}"
+    head = ("prompt", "chunk", "policy", "ttft ms", "tokens/s", "speed-up", "cpu busy")
+    click.echo(line.format(*head, "link ms", "busy", "hidden", "MB sent", "MB"))
+    for row, speed_up in zip(rows, speed_ups, strict=True):
+        assert row.link is not None
+        names = (row.prompt_length, row.chunk_length, row.policy)
+        figures = (
+            f"{row.time_to_first_token_ms:.1f}",
+            f"{row.tokens_per_s:.1f}",
+            f"{speed_up:.2f}x" if speed_up else "-",
+        )
+        times = (f"{row.cpu_busy:.1%}", f"{row.link.busy_ms:.1f}", f"{row.link.busy:.1%}", f"{row.link.hidden:.1%}")
+        memory = (f"{row.link.sent_bytes / 1e6:.1f}", f"{row.peak_memory_bytes / 1e6:.0f}")
+        click.echo(line.format(*names, *figures, *times, *memory))
+    click.echo(
+        "Simulated is one rank: all have equal shares. Speed-up is over one rank's CPU; sent and MB are a rank's."
+    )
 
 
 def _most_idle(row: Simulation) -> str:

@@ -12,6 +12,7 @@ import click
 
 from chunkrt.cli.options import verbose_option
 from chunkrt.runtime.idle import CAUSES, ProcessorTime, where_time_went
+from chunkrt.runtime.link_time import LinkTime, link_time
 from chunkrt.runtime.record import WORKS, RunRecord
 from chunkrt.runtime.trace_file import read_trace
 
@@ -30,6 +31,11 @@ class Group:
         return sum(record.end_ns - record.start_ns for record in self.records)
 
     @property
+    def link(self) -> LinkTime | None:
+        """Where the link's time went, if there are other ranks."""
+        return link_time(self.records)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all runs."""
         return sum(record.num_tokens for record in self.records)
@@ -43,6 +49,7 @@ class Group:
             "policy": self.records[0].pipeline.policy,
             "wall_ns": self.wall_ns,
             "processors": [asdict(time) | {"percent": shares(time)} for time in self.processors],
+            "link": None if self.link is None else asdict(self.link) | {"hidden": self.link.hidden},
         }
 
 
@@ -94,17 +101,32 @@ def _text(group: Group) -> str:
         f"{group.name}: {runs}, {group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, policy {record.pipeline.policy}, "
         f"{record.num_chunks} chunk{'s' if record.num_chunks > 1 else ''}, {record.pipeline.num_slots} ring slots"
     ]
-    columns = [shares(time) for time in group.processors]
-    heads = [f"{time.name} x {time.workers}" if time.workers > 1 else time.name for time in group.processors]
+    processors = [time for time in group.processors if time.name != "link"]
+    columns = [shares(time) for time in processors]
+    heads = [f"{time.name} x {time.workers}" if time.workers > 1 else time.name for time in processors]
+    link = group.link
+    of_link = [100 * link.busy_ns / group.wall_ns] if link and group.wall_ns else []
+    none, no_link = [0.0] * len(columns), [0.0] * len(of_link)
+    if of_link:
+        heads.append("link")
     lines.append(f"{'':36}" + "".join(f"{head:>10}" for head in heads))
-    lines.append(_line("busy", [column["busy"] for column in columns]))
+    lines.append(_line("busy", [column["busy"] for column in columns] + of_link))
     for work in WORKS:
-        parts = [100 * t.busy_ns.get(work, 0) / t.total_ns if t.total_ns else 0.0 for t in group.processors]
+        parts = [100 * t.busy_ns.get(work, 0) / t.total_ns if t.total_ns else 0.0 for t in processors]
         if any(parts):
-            lines.append(_line(f"  {'embedding and head' if work == 'embedding' else work}", parts))
+            lines.append(_line(f"  {'embedding and head' if work == 'embedding' else work}", parts + no_link))
+    if link and of_link:
+        lines.append(_line("  sums, hidden by other work", [*none, of_link[0] * link.hidden]))
+        lines.append(_line("  sums, nothing beside them", [*none, of_link[0] * (1 - link.hidden)]))
     for cause, meaning in CAUSES.items():
         if any(column[cause] for column in columns):
-            lines.append(_line(f"idle: {meaning}", [column[cause] for column in columns]))
+            lines.append(_line(f"idle: {meaning}", [column[cause] for column in columns] + no_link))
+    if link and of_link:
+        lines.append(_line("idle: no sum under way", [*none, 100 - of_link[0]]))
+        lines.append(
+            f"{link.num_sums} sums over ranks were under way for {link.busy_ns / 1e6:.1f} ms; other work hid "
+            f"{link.hidden:.1%} of that"
+        )
     return "\n".join(lines)
 
 

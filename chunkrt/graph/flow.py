@@ -26,9 +26,10 @@ class Flow:
     Args:
         reads: for every subgraph those whose outputs it reads; each comes before it.
         has_state: for every subgraph whether it owns state.
+        sums: those that are sums over ranks.
     """
 
-    def __init__(self, reads: Sequence[Collection[int]], has_state: Sequence[bool]) -> None:
+    def __init__(self, reads: Sequence[Collection[int]], has_state: Sequence[bool], sums: Collection[int] = ()) -> None:
         self.has_state = tuple(has_state)
         waits_for: list[tuple[int, ...]] = []
         ancestors: list[int] = []
@@ -49,6 +50,8 @@ class Flow:
         """Of a chunk that has rows whose logits are wanted: everything."""
         self.without_logits = self._route(state or everything & 1)
         """Of any other: what state is made of. Without state it is the first subgraph alone."""
+        self.with_sums = self._route(state | _union(ancestors[i] | 1 << i for i in sums) or everything & 1)
+        """Of a chunk whose logits another rank wants: what its sums are made of, and state."""
 
     @property
     def is_chain(self) -> bool:

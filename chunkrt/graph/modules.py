@@ -1,4 +1,4 @@
-"""The parts that decoders are built from: modules, parameters, and the linears that merge several checkpoint tensors.
+"""The parts that decoders are built from: modules, parameters, norms and tables; `graph/parallel.py` has the linears.
 
 A module knows its place in the tree (its path, which is also where its checkpoint tensors are), may be placed on a
 device with `.to`, and describes what it computes in `forward`, which `graph/tracing.py` records. A parameter knows
@@ -7,9 +7,9 @@ how to fill itself from a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph import ops
-from chunkrt.graph.plan import Device
+from chunkrt.graph.plan import Place
 from chunkrt.graph.tracing import current_trace
 from chunkrt.weights.source import BlockTensor, TensorSource
 
@@ -29,14 +29,12 @@ class Parameter:
     """A weight of the graph and the way it is loaded.
 
     `checkpoint_tensors` maps each tensor that it reads to the shape that tensor must have; `combine` makes the
-    weight, of `shape`, out of them in that order. `rows`: those of all tensors' rows that a linear's weight consists
-    of, if not all in order.
+    weight, of `shape`, out of them in that order.
     """
 
     shape: tuple[int, ...]
     checkpoint_tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Float32]
-    rows: NDArray[np.int64] | None = None
     name: str = field(default="", init=False)
 
     def load(self, source: TensorSource) -> Float32:
@@ -45,7 +43,7 @@ class Parameter:
         Raises:
             ModelError: a checkpoint tensor is missing or has another shape; the message names both.
         """
-        self._check(source)
+        self.check(source)
         weight = self.combine(*(source.read(name) for name in self.checkpoint_tensors))
         assert weight.shape == self.shape, (self.name, weight.shape, self.shape)
         return weight
@@ -57,18 +55,13 @@ class Parameter:
             ModelError: as `load` does.
             QuantizationError: as `TensorSource.read_blocks` does.
         """
-        self._check(source)
-        parts: list[BlockTensor] = []
-        for name in self.checkpoint_tensors:
-            if (part := source.read_blocks(name)) is None:
-                return None
-            parts.append(part)
-        rows = slice(None) if self.rows is None else self.rows
-        return BlockTensor(
-            integers=np.concatenate([part.integers for part in parts])[rows],
-            scales=np.concatenate([part.scales for part in parts])[rows],
-            minima=np.concatenate([part.minima for part in parts])[rows],
-        )
+        self.check(source)
+        return None
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether `load_blocks` gives a checkpoint's blocks, if its tensors have them."""
+        return False
 
     def stored_as(self, source: TensorSource) -> set[str]:
         """The types that the checkpoint has its tensors in. Raises ModelError if one is missing."""
@@ -86,7 +79,8 @@ class Parameter:
                 return f"tensor {name} is {list(found)}, expected {list(expected)}"
         return ""
 
-    def _check(self, source: TensorSource) -> None:
+    def check(self, source: TensorSource) -> None:
+        """Raise ModelError if a tensor is missing, or has another shape than it must have."""
         if misfit := self.misfit(source):
             raise ModelError(f"{source.path.name}: {misfit}")
 
@@ -100,11 +94,11 @@ class Module:
 
     def __init__(self) -> None:
         self.path = ""
-        self.device: Device | None = None
+        self.device: Place | None = None
 
-    def to(self, device: Device) -> Self:
+    def to(self, device: Place) -> Self:
         """Place this module, and everything below it that has no place of its own."""
-        if device not in ("npu", "cpu"):
+        if device not in get_args(Place):
             raise ConfigError(f"a module can be placed on 'npu' or 'cpu', not {device!r}")
         self.device = device
         return self
@@ -261,87 +255,3 @@ class Constant(Module):
 
     def forward(self) -> ir.Value:
         return self.weight.value()
-
-
-class MergedLinear(Module):
-    """One MatMul that stands for several linears over the same input, side by side in its columns.
-
-    The checkpoint holds each part as `weight` [width, in_features] (and `bias` [width]) beside this module; the
-    graph's weight is [in_features, sum of widths]; or, where `rows` picks from all parts' rows, one column a row
-    picked, in that order.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        parts: dict[str, int],
-        *,
-        bias: bool = False,
-        rows: NDArray[np.int64] | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.parts, self.has_bias, self.rows = in_features, parts, bias, rows
-
-    @property
-    def out_features(self) -> int:
-        """Columns of the graph's weight."""
-        return sum(self.parts.values()) if self.rows is None else len(self.rows)
-
-    def part_path(self, part: str) -> str:
-        """Where the checkpoint keeps one part."""
-        return self.sibling(part)
-
-    def declare(self) -> None:
-        paths = {self.part_path(part): width for part, width in self.parts.items()}
-        self.weight = Parameter(
-            shape=(self.in_features, self.out_features),
-            checkpoint_tensors={f"{path}.weight": (width, self.in_features) for path, width in paths.items()},
-            combine=lambda *tensors: self._joined(*tensors).T,
-            rows=self.rows,
-        )
-        if self.has_bias:
-            self.bias = Parameter(
-                shape=(self.out_features,),
-                checkpoint_tensors={f"{path}.bias": (width,) for path, width in paths.items()},
-                combine=self._joined,
-            )
-
-    def _joined(self, *tensors: Float32) -> Float32:
-        whole = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
-        return whole if self.rows is None else whole[self.rows]
-
-    def forward(self, hidden: ir.Value) -> ir.Value:
-        product = ops.matmul(hidden, self.weight.value(), name="product" if self.has_bias else "output")
-        return ops.add(product, self.bias.value(), name="output") if self.has_bias else product
-
-
-class Linear(MergedLinear):
-    """hidden [T, in_features] @ weight [in_features, out_features] (+ bias).
-
-    `tied_to` names another module's table [out_features, in_features] to use as the weight (a tied head).
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,
-        rows: NDArray[np.int64] | None = None,
-        tied_to: Module | None = None,
-    ) -> None:
-        super().__init__(in_features, {"": out_features}, bias=bias, rows=rows)
-        self._tied_to: Sequence[Module] = (tied_to,) if tied_to else ()
-
-    def part_path(self, part: str) -> str:
-        return self._tied_to[0].path if self._tied_to else self.path
-
-
-class QKVLinear(MergedLinear):
-    """The query, key and value projections as one linear, columns q | k | v, head after head."""
-
-    def __init__(
-        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool = False
-    ) -> None:
-        q, kv = num_heads * head_dim, num_kv_heads * head_dim
-        super().__init__(in_features, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias)

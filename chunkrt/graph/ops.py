@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from chunkrt.graph.linear_attention import find_variant
+from chunkrt.graph.plan import ALL_REDUCE_OP
 from chunkrt.graph.tracing import current_trace
 
 
@@ -200,6 +201,12 @@ def linear_attention(
     for old, new in zip(states, updated, strict=True):
         trace.update_state(old, new)
     return output
+
+
+def all_reduce(partial: ir.Value, *, name: str = "sum") -> ir.Value:
+    """The sum over ranks of what each of them has, [T, H]. A subgraph of its own, on the device "link"."""
+    inputs = [partial, current_trace().position()]
+    return _one(ALL_REDUCE_OP, inputs, shape_of(partial), name, domain="chunkrt")
 
 
 def float_linear(left: ir.Value, weight: ir.Value, *, name: str = "float_linear") -> ir.Value:

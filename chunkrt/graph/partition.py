@@ -2,7 +2,7 @@
 
 Every node has a device: its module's, where one was placed, or the rule's. Neighbours on one device melt into one
 subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and a head. A
-linear with a shadow (`graph/shadow.py`) is a subgraph of its own, and so is its shadow.
+linear with a shadow (`graph/shadow.py`) is a subgraph of its own, and so are its shadow and every sum over ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from typing import Literal, cast
 import onnx_ir as ir
 
 from chunkrt.graph.functions import DOMAIN
-from chunkrt.graph.plan import DTYPE_BYTES, EXPERTS_OP, SHADOW_OP, Attribute, Device, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import (
+    ALL_REDUCE_OP,
+    DTYPE_BYTES,
+    EXPERTS_OP,
+    SHADOW_OP,
+    Attribute,
+    Device,
+    Node,
+    Plan,
+    Subgraph,
+    Tensor,
+)
 from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY
 
 DYNAMIC_OPS = {
@@ -22,10 +33,11 @@ DYNAMIC_OPS = {
     (DOMAIN, "LinearAttention"),
     (DOMAIN, EXPERTS_OP),
     (DOMAIN, SHADOW_OP),
+    (DOMAIN, ALL_REDUCE_OP),
     ("", "Gather"),
 }
-"""What depends on position, state, run-time indices or on which values are large; without a place of its own it goes to
-the CPU."""
+"""What depends on position, state, run-time indices, other ranks or on which values are large; without a place of its
+own it goes to the CPU."""
 
 _DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.INT64: "int64"}
 
@@ -65,6 +77,8 @@ def _home(node: ir.Node) -> tuple[str, ...]:
 
 
 def _device(node: ir.Node) -> Device:
+    if node.op_type == ALL_REDUCE_OP:
+        return "link"
     placed = node.metadata_props.get(DEVICE_KEY)
     if placed:
         return cast(Device, placed)
@@ -85,7 +99,7 @@ def _is_static(nodes: Sequence[ir.Node]) -> bool:
 
 
 def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
-    """What a person would call them: embedding, static.0, dynamic.0, static.1, ..., shadow.0, ..., head."""
+    """What a person would call them: embedding, static.0, dynamic.0, static.1, ..., shadow.0, link.0, ..., head."""
     counts: dict[str, int] = {}
     names = []
     for index, group in enumerate(groups):
@@ -93,13 +107,15 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
             kind = "embedding"
         elif group[0].op_type == SHADOW_OP:
             kind = "shadow"
+        elif group[0].op_type == ALL_REDUCE_OP:
+            kind = "link"
         elif _rows(group[0]) == "R":
             kind = "head"
         else:
             kind = "static" if _is_static(group) else "dynamic"
         number = counts.get(kind, 0)
         counts[kind] = number + 1
-        names.append(f"{kind}.{number}" if kind in ("static", "dynamic", "shadow") or number else kind)
+        names.append(f"{kind}.{number}" if kind not in ("embedding", "head") or number else kind)
     return names
 
 

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Device
+from chunkrt.graph.plan import Place
 
 if TYPE_CHECKING:
     from chunkrt.graph.modules import Module
 
-Placement = Mapping[str, Device]
+Placement = Mapping[str, Place]
 """Device by pattern of module paths; the pattern "" is the whole decoder."""
 
 ALL_ON_CPU: Placement = {"": "cpu"}
@@ -53,7 +53,7 @@ def check_placement(placement: Any, where: str) -> Placement:
     if not isinstance(placement, Mapping):
         raise ConfigError(f"{where} holds {placement!r}, expected a mapping such as {{'lm_head': 'npu'}}")
     for pattern, device in placement.items():
-        if device not in ("npu", "cpu"):
+        if device not in get_args(Place):
             hint = "; write the pattern in quotes" if isinstance(device, Mapping) else ""
             raise ConfigError(f"{where}: {pattern!r} is placed on {device!r}, expected 'npu' or 'cpu'{hint}")
     return dict(placement)

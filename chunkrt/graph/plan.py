@@ -21,7 +21,10 @@ from typing import Any, Literal, get_args
 from chunkrt.errors import ModelError
 from chunkrt.graph.flow import Flow
 
-Device = Literal["npu", "cpu"]
+Device = Literal["npu", "cpu", "link"]
+"""The link is what joins ranks: its subgraphs are sums over them."""
+Place = Literal["npu", "cpu"]
+"""Devices that modules can be placed on."""
 Kind = Literal["value", "weight", "state"]
 Rows = Literal["T", "R"]
 Dimension = int | str
@@ -36,6 +39,10 @@ ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 EXPERTS_OP = "RoutedExperts"
 """Of our domain: feed-forwards of which every row takes a few; inputs hidden, router_logits, gate_up [E, H, 2 I] and
 down [E, I, H]."""
+
+ALL_REDUCE_OP = "AllReduce"
+"""Of our domain: the sum over ranks of a partial result [T, H]; inputs partial and position, which names the sum. Alone
+in its subgraph, on the device "link"."""
 
 RING_STEP = 64
 """Slots: a ring has a multiple of them, or the capacity."""
@@ -152,6 +159,12 @@ class Plan:
 
         return replace(self, subgraphs=tuple(replace(s, nodes=tuple(map(switched, s.nodes))) for s in self.subgraphs))
 
+    def on_cpu(self) -> Plan:
+        """The same subgraphs, with the CPU playing the NPU's role."""
+        return replace(
+            self, subgraphs=tuple(replace(s, device="cpu") if s.device == "npu" else s for s in self.subgraphs)
+        )
+
     def slots(self, capacity: int, chunk_length: int) -> dict[str, int]:
         """What "P" and "W" stand for in the state of a session.
 
@@ -178,7 +191,8 @@ class Plan:
         for index, subgraph in enumerate(self.subgraphs):
             reads.append({writers[name] for name in subgraph.inputs if name in writers})
             writers.update(dict.fromkeys(subgraph.outputs, index))
-        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs])
+        sums = [index for index, subgraph in enumerate(self.subgraphs) if subgraph.device == "link"]
+        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

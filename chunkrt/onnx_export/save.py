@@ -63,8 +63,8 @@ def save_model(
             size_threshold_bytes=SMALLEST_EXTERNAL,
             callback=lambda tensor, info: progress(info.index + 1, info.total),
         )
-        for name in [data, path.name] if data else [path.name]:  # the model last: with it, all is there
-            (aside / name).rename(path.with_name(name))
+        for file in sorted(aside.iterdir(), key=lambda file: file.name == path.name):  # with the model, all is there
+            file.rename(path.with_name(file.name))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     finally:

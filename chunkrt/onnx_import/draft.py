@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.modules import Float32, Parameter
+from chunkrt.graph.parallel import LinearWeight
 from chunkrt.graph.plan import Attribute
+from chunkrt.graph.shares import Share
 from chunkrt.graph.tracing import attribute
 from chunkrt.onnx_import.evaluation import Evaluator
 from chunkrt.onnx_import.signature import Signature
@@ -63,8 +65,14 @@ class Weight:
             whole = whole if self.scale == 1 else whole * np.float32(self.scale)
             return whole.T if self.layout == "linear" else whole
 
-        tensors = {name: source.info(name).shape for name in self.tensors}
-        return Parameter(shape=self.shape(source), checkpoint_tensors=tensors, combine=combine, rows=self.rows)
+        tensors, shape = {name: source.info(name).shape for name in self.tensors}, self.shape(source)
+        if self.layout != "linear":
+            return Parameter(shape=shape, checkpoint_tensors=tensors, combine=combine)
+        num_rows = sum(rows for rows, _ in tensors.values())
+        rows = Share.whole(num_rows) if self.rows is None else Share(num_rows, self.rows)
+        return LinearWeight(
+            shape=shape, checkpoint_tensors=tensors, combine=combine, rows=rows, depth=Share.whole(shape[0])
+        )
 
 
 @dataclass

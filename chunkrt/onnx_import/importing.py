@@ -53,6 +53,9 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
 UNKNOWN_CONTEXT, LONGEST_CONTEXT = 4096, 2**20
 """Positions: where no file says how many there are, and those that a file may ask for."""
 
+MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
+"""What comes of nodes without the inputs or attributes that ONNX demands: too many ways to check each."""
+
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +81,15 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
         UnsupportedModelError: it has an operator, or a use of one, that is not understood; the message names it.
     """
     file = find_model(path)
+    try:
+        return _import(file)
+    except MALFORMED as error:
+        raise ModelError(
+            f"{file} is damaged: it has a node that lacks what its operator needs ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _import(file: Path) -> tuple[OnnxSource, Module]:
     proto = read_proto(file)
     check_claims(proto, file)
     model = to_graph(proto, file)

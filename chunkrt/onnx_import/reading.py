@@ -6,6 +6,7 @@ Initializers stay in their files, memory-mapped when they are read.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path
@@ -41,9 +42,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
     if not proto.graph.node or not proto.graph.output:
         raise ModelError(f"{path} holds no ONNX graph; fetch it again, or name the .onnx file of the decoder")
     _check_names(proto.graph, path)
-    tensors = list(proto.graph.initializer)
-    tensors += [a.t for node in proto.graph.node for a in node.attribute if a.HasField("t")]
-    for tensor in tensors:
+    for tensor in _tensors(proto.graph):
         _check_tensor(tensor, path)
     if proto.graph.sparse_initializer:
         raise UnsupportedModelError(f"{path} has sparse initializers, which are not supported")
@@ -76,6 +75,17 @@ def _check_names(graph: onnx.GraphProto, path: Path) -> None:
             raise ModelError(f"{path} is damaged: node {node.name!r} reads {missing[0]!r}, which nothing writes")
     if missing := [v.name for v in graph.output if v.name not in known]:
         raise ModelError(f"{path} is damaged: its output {missing[0]!r} is written by nothing")
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """All tensors of a graph, and of the graphs that its nodes hold."""
+    yield from graph.initializer
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from _tensors(inner)
 
 
 def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:

@@ -21,8 +21,9 @@ class SubgraphFigures:
 
     `linear_flops`: of its MatMuls and of the experts that rows pick, a multiply-add counted as two. `weight_bytes`:
     under the scheme, scales included; weights that several subgraphs read count at the first of them. `crossing_bytes`:
-    values that it takes from or gives to subgraphs on the other device, once each. `converted_bytes`: what it would
-    take and give as float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static.
+    values that it takes from or gives to subgraphs on another device, once each. `converted_bytes`: what it would
+    take and give as float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `sum_bytes`: what
+    the rank gives to a sum over ranks, and what it gets; 0 unless it is on the link.
     """
 
     name: str
@@ -33,6 +34,7 @@ class SubgraphFigures:
     weight_bytes: int
     crossing_bytes: int
     converted_bytes: int
+    sum_bytes: int
     state_slots: tuple[str, ...]
 
 
@@ -73,6 +75,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
             crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
             converted_bytes=converted_bytes(plan, s, chunk_length) if s.device == "npu" and scheme.is_static else 0,
+            sum_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in s.outputs) if s.device == "link" else 0,
             state_slots=s.state,
         )
         for s in plan.subgraphs

@@ -137,6 +137,8 @@ def save_subgraphs(
 ) -> int:
     """Write every subgraph as an ONNX file with its weights, named in execution order: "03_static.1.onnx".
 
+    Sums over ranks are left out: ONNX has no word for them.
+
     Returns:
         How many files were written.
 
@@ -148,6 +150,8 @@ def save_subgraphs(
         folder.mkdir(parents=True, exist_ok=True)
         for index, subgraph in enumerate(plan.subgraphs):
             progress(index, len(plan.subgraphs))
+            if subgraph.device == "link":
+                continue
             model = to_onnx(plan, [subgraph], name=subgraph.name)
             quantize_linears(model, scheme)
             values = initializer_values(plan, scheme, weights, list(model.graph.initializers))
@@ -163,4 +167,4 @@ def save_subgraphs(
     except OSError as error:
         raise ConfigError(f"cannot write ONNX files to {folder}: {error}") from error
     progress(len(plan.subgraphs), len(plan.subgraphs))
-    return len(plan.subgraphs)
+    return sum(subgraph.device != "link" for subgraph in plan.subgraphs)

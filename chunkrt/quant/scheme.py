@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from chunkrt.errors import unknown_name
+from chunkrt.errors import ConfigError, unknown_name
 
 BLOCK_LENGTH = 32
 """Depth of a block of 4-bit weights that share a multiplier."""
@@ -144,6 +144,10 @@ shadows."""
 
 SCHEME_NAMES = (*SCHEMES, MIXED)
 
+DEFAULT_SCHEME = "w8a8-dynamic"
+DEFAULT_NPU_SCHEME = "w8a16"
+"""Of an NPU that has no linears under the other."""
+
 STATIC_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.is_static)
 """The names of those that need a calibration; an NPU runs no others."""
 
@@ -159,6 +163,15 @@ def find_scheme(name: str) -> Scheme:
     if name in SCHEMES:
         return SCHEMES[name]
     raise unknown_name("scheme", name, SCHEME_NAMES)
+
+
+def check_scheme_of_ranks(scheme: Scheme, ranks: int) -> None:
+    """Raise ConfigError for a static scheme on several ranks."""
+    if scheme.is_static and ranks > 1:
+        raise ConfigError(
+            f"the scheme {scheme.name!r} is static, but {ranks} ranks add partial sums, which have no grid; use a "
+            "dynamic scheme or 'float'"
+        )
 
 
 Search = Literal["shadow", "mixed"]

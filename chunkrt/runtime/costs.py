@@ -17,8 +17,9 @@ from chunkrt.graph.operations import attended_pairs, operations_per_pair, operat
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.runtime.events import TaskEvent
 
-FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0}
-"""The first guess: a phone's NPU on int8 linears of 64 rows (llm.npu, table 3: 600 to 1400), and its CPU cores."""
+FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0, "link": 0.03}
+"""The first guess: a phone's NPU on int8 linears of 64 rows (llm.npu, table 3: 600 to 1400), its CPU cores, and
+1 Gbit/s between ranks, which brings a float to be added every 32 ns."""
 
 MEMORY = 0.75
 """What a run's measurements still weigh after the next run; speeds change with heat."""

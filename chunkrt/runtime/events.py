@@ -24,7 +24,7 @@ class TaskEvent(NamedTuple):
 class Utilisation:
     """Shares of the time between a run's first start and last end, each from 0 to 1.
 
-    `npu_busy` and `cpu_busy`: at least one task of that role ran. `overlap`: at least two tasks ran.
+    `npu_busy` and `cpu_busy`: at least one task of that role ran. `overlap`: at least two tasks of these ran.
     """
 
     npu_busy: float
@@ -46,7 +46,8 @@ def utilisation(events: Sequence[TaskEvent], plan: Plan) -> Utilisation:
 
     if wall_ns == 0:
         return Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)
-    return Utilisation(npu_busy=share("npu"), cpu_busy=share("cpu"), overlap=covered_ns(spans, depth=2) / wall_ns)
+    computed = [span for span, event in zip(spans, events, strict=True) if device_of(event) != "link"]
+    return Utilisation(npu_busy=share("npu"), cpu_busy=share("cpu"), overlap=covered_ns(computed, depth=2) / wall_ns)
 
 
 def covered_ns(spans: Sequence[tuple[int, int]], *, depth: int) -> int:

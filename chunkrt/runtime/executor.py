@@ -6,7 +6,7 @@ schedule, the threads and the logits belong to one run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Lock
 from time import perf_counter_ns
@@ -26,7 +26,7 @@ from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.policy import Policy, Task
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.ring import ring_slots
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.schedule import Processor, Schedule, with_link
 from chunkrt.runtime.state import State
 from chunkrt.runtime.workers import Progress, Workers, run_in_caller
 
@@ -57,7 +57,8 @@ class Executor:
         plan: the decoder.
         executables: one for every subgraph, by subgraph name.
         chunk_length: C, tokens a chunk, 1 to the plan's context length.
-        processors: who runs which device role; together they cover the plan's devices.
+        processors: who runs which device role; together they cover the plan's devices but the link, whose tasks wait
+            for other ranks in threads of their own.
         policy: chooses among ready tasks.
         chunks_in_flight: ring slots, at least 1; by default as many as `ring_slots` gives.
         cpus: those that tasks run on, in whichever thread; by default what that thread may use.
@@ -87,13 +88,13 @@ class Executor:
         _check_processors(plan, processors)
         self.plan = plan
         self.chunk_length = chunk_length
-        self.processors = tuple(processors)
         self.policy = policy
         self.cpus = cpus
         self.costs = Costs(plan)
         """What tasks take, learnt from every run."""
-        num_workers = sum(processor.workers for processor in processors)
         num_slots = chunks_in_flight or ring_slots(plan, chunk_length, processors)
+        self.processors = with_link(processors, plan, num_slots)
+        num_workers = sum(processor.workers for processor in self.processors)
         layout = BufferLayout(plan, chunk_length)
         self.ring = [ChunkBuffers(layout) for _ in range(num_slots)]
         self.num_bytes = layout.num_bytes * num_slots
@@ -110,7 +111,7 @@ class Executor:
         ]
         self.is_concurrent = policy.is_concurrent and num_workers > 1
         """Whether tasks may run at once; if not, no run starts threads."""
-        self.splits_chunks = self.is_concurrent and len(processors) > 1 and not plan.flow.is_chain
+        self.splits_chunks = self.is_concurrent and len(self.processors) > 1 and not plan.flow.is_chain
         """Whether tasks of one chunk may run at once, on different processors. A lone chunk on a single one would gain
         nothing: the kernels of each task use all its threads."""
         self._pipeline = Pipeline(
@@ -121,7 +122,7 @@ class Executor:
             num_slots=num_slots,
             slot_bytes=layout.num_bytes,
         )
-        alone = tuple(replace(processor, workers=1) for processor in processors)
+        alone = tuple(replace(processor, workers=1) for processor in self.processors)
         self._pipeline_in_caller = replace(self._pipeline, processors=alone)
         self._workers: Workers | None = None
         self._one_run = Lock()
@@ -134,6 +135,8 @@ class Executor:
         logits: Logits = "last",
         cancel: Event | None = None,
         progress: Progress | None = None,
+        agree: Callable[[], object] | None = None,
+        for_others: bool = False,
     ) -> RunResult:
         """Run tokens through the decoder at the state's position, and advance it.
 
@@ -149,6 +152,8 @@ class Executor:
             logits: which rows of logits to compute.
             cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
             progress: called in this thread with (chunks done, chunks).
+            agree: called when all is computed, before the state advances; if it raises, the run has failed.
+            for_others: another rank wants the logits; here only what its sums need is computed, and no logits.
 
         Raises:
             ConfigError: the tokens, the state or an option do not fit; nothing has run.
@@ -161,10 +166,12 @@ class Executor:
             if self._workers is not None:
                 self._workers.close()  # they may run on after a second interrupt
                 self._workers = None
-            run = _Run(self, token_ids, state, logits)
+            run = _Run(self, token_ids, state, logits, for_others=for_others)
             state.begin(token_ids.size)
             try:
                 events = self._compute(run, cancel, progress)
+                if agree is not None:
+                    agree()
             except BaseException:
                 workers = self._workers
                 state.roll_back(wait=workers.close if workers is not None and workers.are_running else None)
@@ -231,7 +238,9 @@ class Executor:
 class _Run:
     """One prompt on its way: its schedule, its logits, and how a task of it is computed."""
 
-    def __init__(self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits) -> None:
+    def __init__(
+        self, executor: Executor, token_ids: NDArray[np.int64], state: State, logits: Logits, *, for_others: bool
+    ) -> None:
         self._subgraphs = executor.subgraphs
         self._waits_for = executor.plan.flow.waits_for
         self._ring = executor.ring
@@ -258,8 +267,9 @@ class _Run:
             processors=executor.processors,
             policy=executor.policy,
             durations=executor.costs.durations(self.flops) if self.is_concurrent else None,
+            for_others=for_others,
         )
-        self._num_rows = {"last": 1, "all": token_ids.size, "none": 0}[logits]
+        self._num_rows = 0 if for_others else {"last": 1, "all": token_ids.size, "none": 0}[logits]
         group = executor.subgraphs[-1].logit_group
         shape = (-(-self._num_rows // group) * group, executor.plan.vocab_size)
         self._logits = aligned_zeros(shape, np.float32)
@@ -331,10 +341,14 @@ def _check_processors(plan: Plan, processors: Sequence[Processor]) -> None:
     for processor in processors:
         if processor.workers < 1:
             raise ConfigError(f"processor {processor.name!r} has {processor.workers} workers; it needs at least 1")
-    devices = frozenset[Device]().union(*(processor.devices for processor in processors))
+        if "link" in processor.devices:
+            raise ConfigError(
+                f"processor {processor.name!r} is for the link, which has workers of its own; leave it away"
+            )
+    devices = frozenset[Device](("link",)).union(*(processor.devices for processor in processors))
     for subgraph in plan.subgraphs:
         if subgraph.device not in devices:
             raise ConfigError(
                 f"no processor runs {subgraph.device!r}, which {subgraph.name} needs; there are: "
-                f"{', '.join(sorted(devices)) or 'none'}"
+                f"{', '.join(sorted(devices - {'link'})) or 'none'}"
             )

@@ -18,13 +18,14 @@ from chunkrt.runtime.policy import Task
 from chunkrt.runtime.record import RunRecord, Work
 from chunkrt.runtime.replay import Replay, Worker
 
-Cause = Literal["start", "attention", "linears", "embedding", "order", "buffer", "copy", "drain", "overhead"]
+Cause = Literal["start", "attention", "linears", "embedding", "sums", "order", "buffer", "copy", "drain", "overhead"]
 
 CAUSES: Mapping[Cause, str] = {
     "start": "start of the pipeline",
     "attention": "waiting for attention",
     "linears": "waiting for linears",
     "embedding": "waiting for embedding or head",
+    "sums": "waiting for other ranks",
     "order": "waiting for the order of chunks",
     "buffer": "waiting for a buffer",
     "copy": "waiting for a copy",
@@ -33,11 +34,11 @@ CAUSES: Mapping[Cause, str] = {
 }
 """What each cause means.
 
-start, drain: before a worker's first task and after its last. attention, linears, embedding: the next task waits for
-such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk comes first. Of
-several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer: its
-chunk has no ring slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did not:
-the policy's choice, waking up, bookkeeping.
+start, drain: before a worker's first task and after its last. attention, linears, embedding, sums: the next task waits
+for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk comes first.
+Of several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer:
+its chunk has no ring slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did
+not: the policy's choice, waking up, bookkeeping.
 """
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from chunkrt.errors import unknown_name
+from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Device
+from chunkrt.plugins import PluginGroup
 
 if TYPE_CHECKING:
     from chunkrt.runtime.schedule import Processor
@@ -190,14 +191,37 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def _check_plugin(name: str, found: Any) -> str:
+    if not callable(getattr(found, "select", None)) or not isinstance(getattr(found, "is_concurrent", None), bool):
+        return "is no policy: expected name, is_concurrent and select"
+    return "" if getattr(found, "name", None) == name else f"is named {getattr(found, 'name', None)!r}, not {name!r}"
+
+
+ALL = "all"
+"""What stands for every policy on the command line."""
+
+PLUGINS: PluginGroup[Policy] = PluginGroup(
+    "chunkrt.policies", error=ConfigError, own=(*POLICIES, ALL), check=_check_plugin
+)
+"""Each is a policy, of the entry point's name."""
+
+
+def policy_names() -> tuple[str, ...]:
+    """Our policies, and those of plug-ins."""
+    return (*POLICIES, *PLUGINS.names)
+
+
 def find_policy(name: str) -> Policy:
-    """Look a policy up by name.
+    """Look a policy up by name, ours or a plug-in's.
 
     Raises:
-        ConfigError: there is none of that name; the message offers the nearest and lists all.
+        ConfigError: there is none of that name, and the message offers the nearest and lists all; or the plug-in is
+            broken.
     """
+    if plugin := PLUGINS.find(name):
+        return plugin.load()
     if name not in POLICIES:
-        raise unknown_name("policy", name, POLICIES)
+        raise unknown_name("policy", name, policy_names())
     return POLICIES[name]
 
 

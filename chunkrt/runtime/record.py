@@ -14,9 +14,9 @@ from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.schedule import Processor
 
-Work = Literal["linears", "attention", "embedding"]
-"""What a subgraph does: with state it is attention; on the CPU, before or after the layers, embedding or head; all else
-is linears."""
+Work = Literal["linears", "attention", "embedding", "sums"]
+"""What a subgraph does: with state it is attention; on the link a sum over ranks; on the CPU, before or after the
+layers, embedding or head; all else is linears."""
 
 WORKS: tuple[Work, ...] = get_args(Work)
 
@@ -97,6 +97,8 @@ def stages_of(plan: Plan) -> tuple[Stage, ...]:
     for subgraph, waits_for in zip(plan.subgraphs, plan.flow.waits_for, strict=True):
         is_outside_layers = subgraph.device == "cpu" and (not waits_for or subgraph.rows == "R")
         work: Work = "attention" if subgraph.state else "embedding" if is_outside_layers else "linears"
+        if subgraph.device == "link":
+            work = "sums"
         stages.append(Stage(subgraph.name, subgraph.device, work, waits_for))
     return tuple(stages)
 

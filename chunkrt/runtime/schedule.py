@@ -36,6 +36,19 @@ class Processor:
     workers: int
 
 
+def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int) -> tuple[Processor, ...]:
+    """The processors, and before them the link's workers if the plan has sums over ranks.
+
+    There is a worker for every chunk in flight, so that no sum waits for a worker while the other ranks wait for it:
+    whatever the order in which each rank takes its tasks, the earliest chunk can always go on. They come first, so that
+    what runs one task at a time finishes a chunk before it begins the next.
+    """
+    if not any(subgraph.device == "link" for subgraph in plan.subgraphs):
+        return tuple(processors)
+    link = Processor(name="link", devices=frozenset(("link",)), workers=chunks_in_flight)
+    return (link, *processors)
+
+
 class Schedule:
     """The tasks of one run and their states.
 
@@ -48,6 +61,7 @@ class Schedule:
         policy: chooses among ready tasks.
         durations: of every task as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks]. Without them
             it takes every task to last equally long.
+        for_others: the logits are another rank's; here only what its sums need is run.
     """
 
     def __init__(
@@ -60,6 +74,7 @@ class Schedule:
         processors: Sequence[Processor],
         policy: Policy,
         durations: Sequence[Sequence[int]] | None = None,
+        for_others: bool = False,
     ) -> None:
         self.num_chunks = num_chunks
         self.processors = tuple(processors)
@@ -70,6 +85,7 @@ class Schedule:
         self.is_cancelled = False
         self._plan = plan
         self._logit_chunks = logit_chunks
+        self._for_others = for_others
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
         self._durations = durations or [[1] * num_chunks] * len(plan.subgraphs)
@@ -79,7 +95,8 @@ class Schedule:
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
         flow = plan.flow
         self._has_state = flow.has_state
-        self._routes = [flow.with_logits if c in logit_chunks else flow.without_logits for c in range(num_chunks)]
+        wanted = flow.with_sums if for_others else flow.with_logits
+        self._routes = [wanted if c in logit_chunks else flow.without_logits for c in range(num_chunks)]
         self._left = [len(route.subgraphs) for route in self._routes]
         """Tasks of every chunk that have not ended."""
         self.num_tasks = sum(self._left)
@@ -139,6 +156,7 @@ class Schedule:
                 processors=self.processors,
                 policy=policy,
                 durations=self._durations,
+                for_others=self._for_others,
             )
             self._makespans[policy] = run_on_virtual_clock(fresh, fresh.duration)[-1].end_ns
         return self._makespans[policy]

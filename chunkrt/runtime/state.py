@@ -217,9 +217,8 @@ class State:
 
     def fork(self) -> State:
         """An independent copy that continues from the same prefix; of caches only the filled part is copied."""
-        self._settle()
         copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
-        copy.restore(self._snapshot(self._held(self.position), tuple(self._kept)))
+        self._copy_to(copy)
         return copy
 
     def shift(self, keep: int, drop: int) -> int:
@@ -332,6 +331,10 @@ class State:
     def _held(self, position: int) -> dict[str, Array]:
         """The tensors, of caches the part up to a position."""
         return {name: array[:, :position] if name in self._caches else array for name, array in self.tensors.items()}
+
+    def _copy_to(self, other: State) -> None:
+        self._settle()
+        State.restore(other, self._snapshot(self._held(self.position), tuple(self._kept)))
 
     def _snapshot(self, tensors: Mapping[str, Array], kept: tuple[Snapshot, ...] = ()) -> Snapshot:
         return Snapshot(

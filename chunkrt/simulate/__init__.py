@@ -13,6 +13,7 @@ simulation = simulate(
 print(simulation.tokens_per_s)
 """
 
+from chunkrt.simulate.link import LINKS, LinkProfile, find_link
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.profile import DEVICES, DeviceProfile, find_device, read_profile
 from chunkrt.simulate.shape import Shape, find_shape, shapes
@@ -20,11 +21,14 @@ from chunkrt.simulate.simulator import Simulation, simulate
 
 __all__ = [
     "DEVICES",
+    "LINKS",
     "DeviceProfile",
+    "LinkProfile",
     "MeasuredProfile",
     "Shape",
     "Simulation",
     "find_device",
+    "find_link",
     "find_shape",
     "read_profile",
     "shapes",

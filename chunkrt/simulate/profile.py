@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chunkrt.backends.qnn.socs import SOCS
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.graph.plan import Device
+from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.schedule import Processor
 from chunkrt.simulate.measured import MeasuredProfile, read_measured
 from chunkrt.simulate.tables import Source, build, read_table
@@ -89,6 +89,11 @@ class DeviceProfile:
         """The NPU beside the CPU, one task at a time on each."""
         devices: tuple[Device, ...] = ("npu", "cpu")
         return tuple(Processor(name=name, devices=frozenset((name,)), workers=1) for name in devices)
+
+    def processors_of(self, plan: Plan) -> tuple[Processor, ...]:
+        """Who runs a plan, as an engine has it: without subgraphs of the NPU's the CPU alone."""
+        has_npu = any(subgraph.device == "npu" for subgraph in plan.subgraphs)
+        return self.processors if has_npu else self.processors[-1:]
 
     def processor_cost(self, device: Device) -> ProcessorCost:
         """Of the processor that plays a role."""

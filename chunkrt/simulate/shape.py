@@ -14,6 +14,7 @@ from pathlib import Path
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.simulate.tables import build, read_table
 
 _FOLDER = Path(__file__).parent / "shapes"
@@ -40,11 +41,11 @@ class Shape:
     tie_word_embeddings: bool = False
     approximations: tuple[str, ...] = ()
 
-    def plan(self, placement: Placement | None = None) -> Plan:
-        """The plan of this decoder, with modules placed as asked.
+    def plan(self, placement: Placement | None = None, ranks: Ranks = ALONE) -> Plan:
+        """The plan of this decoder, with modules placed as asked, or of one rank's share of it.
 
         Raises:
-            ConfigError: the placement names no module.
+            ConfigError: the placement names no module, or so many ranks cannot share a linear evenly.
         """
         from chunkrt.graph.decoders.config import DecoderConfig
         from chunkrt.graph.decoders.llama import llama
@@ -64,6 +65,7 @@ class Shape:
             rms_norm_eps=1e-6,
             tie_word_embeddings=self.tie_word_embeddings,
             raw={"attention_bias": self.attention_bias},
+            ranks=ranks,
         )
         decoder = llama(config).named()
         place(decoder, placement or {})

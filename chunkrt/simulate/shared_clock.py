@@ -77,13 +77,28 @@ def run_on_shared_clock(schedule: Schedule, work_of: WorkOf, speeds: Speeds) -> 
 
 
 def memory_speeds(gb_per_s: float) -> Speeds:
-    """Speeds of tasks that share a memory: each gets what it asks for, or an equal share of what others leave.
+    """Speeds of tasks that share a memory."""
+    return _shared(gb_per_s, lambda work: work.num_bytes)
+
+
+def link_speeds(gb_per_s: float) -> Speeds:
+    """Speeds of tasks that share a link; those that send nothing over it have 1."""
+    return _shared(gb_per_s, lambda work: work.sent_bytes)
+
+
+def slowest(*parts: Speeds) -> Speeds:
+    """Each task's least speed."""
+    return lambda running: [min(speeds) for speeds in zip(*(part(running) for part in parts), strict=True)]
+
+
+def _shared(gb_per_s: float, bytes_of: Callable[[Work], float]) -> Speeds:
+    """Each task gets what it asks for, or an equal share of what others leave.
 
     Max-min fairness. A task's progress is as its share of what it would stream alone.
     """
 
     def speeds(running: Sequence[Running]) -> list[float]:
-        wanted = [r.work.num_bytes / r.work.ns if r.work.ns else 0.0 for r in running]
+        wanted = [bytes_of(r.work) / r.work.ns if r.work.ns else 0.0 for r in running]
         if sum(wanted) <= gb_per_s:
             return [1.0] * len(running)
         left, granted = gb_per_s, [0.0] * len(running)

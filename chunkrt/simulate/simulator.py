@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
-from chunkrt.quant.scheme import MIXED, Scheme, find_scheme
+from chunkrt.quant.scheme import MIXED, Scheme, check_scheme_of_ranks, find_scheme
+from chunkrt.ranks.base import MOST_RANKS
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.events import TaskEvent, utilisation
 from chunkrt.runtime.idle import Cause, where_time_went
+from chunkrt.runtime.link_time import link_time
 from chunkrt.runtime.policy import Task, find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.ring import ring_slots
-from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.schedule import Schedule, with_link
+from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile
-from chunkrt.simulate.shared_clock import Speeds, crowd_speeds, memory_speeds, run_on_shared_clock
-from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work
+from chunkrt.simulate.shared_clock import Speeds, crowd_speeds, link_speeds, memory_speeds, run_on_shared_clock, slowest
+from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work, with_sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorShares:
     """How one processor spent the makespan, in shares of its workers' time; `busy` and all of `idle` sum to 1.
 
-    idle: by its cause; see `runtime/idle.py`.
+    idle: by its cause; see `runtime/idle.py`. The link is told of apart.
     """
 
     busy: float
     idle: Mapping[Cause, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkShares:
+    """What joins the ranks, and how it spent the makespan.
+
+    name: of the link. ranks: how many it joins. sent_bytes: by each of them. busy_ms: at least one sum was under way;
+    busy: its share of the makespan. hidden: the share of busy_ms in which this rank computed something else meanwhile.
+    """
+
+    name: str
+    ranks: int
+    sent_bytes: float
+    busy_ms: float
+    busy: float
+    hidden: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +59,11 @@ class Simulation:
 
     time_to_first_token_ms: from the prompt to its last token's logits. tokens_per_s: prompt tokens over that time.
     makespan_ms: from the first task's start to the last one's end. npu_busy, cpu_busy: shares of it in which a task of
-    that role ran. overlap: in which two tasks or more ran.
+    that role ran. overlap: in which two tasks or more of these roles ran.
+    link: None for a decoder that one rank has for itself.
     peak_memory_bytes: weights, keys and values of the prompt, chunks in flight. energy_joules: None if the profile
-    does not know power. record: of every task, as the executor makes it of a run; traces are drawn from it.
+    does not know power, which none does of a link. record: of every task, as the executor makes it of a run; traces are
+    drawn from it. Of several ranks, all figures are one rank's.
     """
 
     device: str
@@ -58,6 +79,7 @@ class Simulation:
     npu_busy: float
     cpu_busy: float
     overlap: float
+    link: LinkShares | None
     peak_memory_bytes: int
     energy_joules: float | None
     record: RunRecord
@@ -65,7 +87,8 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         """All but the record, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "record"}
-        return figures | {"processors": {name: asdict(shares) for name, shares in self.processors.items()}}
+        processors = {name: asdict(shares) for name, shares in self.processors.items()}
+        return figures | {"processors": processors, "link": None if self.link is None else asdict(self.link)}
 
 
 def simulate(
@@ -78,11 +101,15 @@ def simulate(
     scheme: str | Scheme,
     chunks_in_flight: int | None = None,
     threads: int | None = None,
+    ranks: int = 1,
+    link: LinkProfile | None = None,
 ) -> Simulation:
     """Run one prompt on a virtual clock.
 
     Args:
-        plan: the decoder.
+        plan: the decoder; or one rank's share of it, which stands for all: every rank has subgraphs of the same shapes.
+            All ranks are taken to be such devices, and to begin at once. All of it runs on the CPU, since NPUs run
+            static schemes alone, which sums over ranks do not allow.
         device: what its tasks cost.
         prompt_length: tokens, 1 to the plan's context.
         chunk_length: C, tokens, 1 to the plan's context.
@@ -90,6 +117,8 @@ def simulate(
         scheme: how linears are quantised; by name, or as a checkpoint lets it be.
         chunks_in_flight: ring slots, at least 1; by default as many as the executor takes.
         threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
+        ranks: that share the decoder.
+        link: what joins them, if there are several.
 
     Raises:
         ConfigError: an argument is out of range, or does not go with the profile.
@@ -104,12 +133,15 @@ def simulate(
         node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes
     ):
         raise ConfigError("the simulator does not know what shadows and mixed schemes cost; simulate w8a8 or w8a16")
+    _check_ranks(plan, device, found_scheme, ranks, link)
+    if link is not None:
+        plan = plan.on_cpu()
     chunks = cut(prompt_length, chunk_length)
     work_of: WorkOf
     if isinstance(device, DeviceProfile):
         if threads is not None:
             raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
-        processors, prompt_us = device.processors, device.prompt_us
+        processors, prompt_us = device.processors_of(plan), device.prompt_us
         work_of = ModelledWork(plan, found_scheme, device, chunk_length=chunk_length, chunks=chunks)
         speeds = memory_speeds(device.memory.gb_per_s)
     else:
@@ -118,13 +150,17 @@ def simulate(
         costs = _measured(plan, device, budget, chunk_length, found_scheme.name)
         work_of = measured_work(plan, costs, budget, chunks)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
+    if link is not None:
+        work_of = with_sums(work_of, plan, chunks, link, ranks)
+        speeds = slowest(speeds, link_speeds(link.gb_per_s))
+    num_slots = chunks_in_flight or ring_slots(plan, chunk_length, processors)
     record = RunRecord(
         pipeline=Pipeline(
             stages=stages_of(plan),
-            processors=processors,
+            processors=with_link(processors, plan, num_slots),
             policy=policy,
             chunk_length=chunk_length,
-            num_slots=chunks_in_flight or ring_slots(plan, chunk_length, processors),
+            num_slots=num_slots,
             slot_bytes=BufferLayout(plan, chunk_length).num_bytes,
         ),
         num_tokens=prompt_length,
@@ -149,8 +185,9 @@ def simulate(
         makespan_ms=record.end_ns / 1e6,
         processors=_shares(record),
         **asdict(utilisation(events, plan)),
+        link=None if link is None else _link_shares(record, link, ranks, work_of),
         peak_memory_bytes=_memory(plan, found_scheme, record),
-        energy_joules=_energy(device, events, work_of, ttft_ns) if isinstance(device, DeviceProfile) else None,
+        energy_joules=_energy(device, record, work_of, ttft_ns) if isinstance(device, DeviceProfile) else None,
         record=record,
     )
 
@@ -170,9 +207,51 @@ def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list
     return run_on_shared_clock(schedule, work_of, speeds)
 
 
+def _check_ranks(
+    plan: Plan, device: DeviceProfile | MeasuredProfile, scheme: Scheme, ranks: int, link: LinkProfile | None
+) -> None:
+    """Raise ConfigError unless ranks, link, plan, profile and scheme go together."""
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"{ranks} ranks, expected 1 to {MOST_RANKS}")
+    if ranks > 1 and link is None:
+        raise ConfigError(f"{ranks} ranks need a link that joins them; say which (--link 1GbE)")
+    if ranks == 1 and link is not None:
+        raise ConfigError("a link joins ranks, and there is one; say how many there are (--ranks 2), or leave it away")
+    has_sums = any(subgraph.device == "link" for subgraph in plan.subgraphs)
+    if has_sums and ranks == 1:
+        raise ConfigError(
+            "the plan is one rank's share of a decoder; say how many ranks there are and what joins them "
+            "(--ranks 2 --link 1GbE)"
+        )
+    if ranks > 1:
+        if not has_sums:
+            raise ConfigError(f"the plan is that of a whole decoder, not one of {ranks} ranks' share of it")
+        if isinstance(device, MeasuredProfile):
+            raise ConfigError(
+                f"{device.name} was measured on a whole decoder and does not know what a share of it takes; simulate "
+                "ranks on a device with a cost model"
+            )
+        check_scheme_of_ranks(scheme, ranks)
+
+
+def _link_shares(record: RunRecord, link: LinkProfile, ranks: int, work_of: WorkOf) -> LinkShares:
+    time = link_time([record])
+    assert time is not None
+    return LinkShares(
+        name=link.name,
+        ranks=ranks,
+        sent_bytes=sum(work_of(event.task).sent_bytes for event in record.events),
+        busy_ms=time.busy_ns / 1e6,
+        busy=time.busy_ns / max(record.end_ns, 1),
+        hidden=time.hidden,
+    )
+
+
 def _shares(record: RunRecord) -> dict[str, ProcessorShares]:
     shares = {}
     for time in where_time_went([record]):
+        if time.name == "link":
+            continue
         total = max(1, time.total_ns)
         idle = {cause: ns / total for cause, ns in time.idle_ns.items()}
         shares[time.name] = ProcessorShares(busy=sum(time.busy_ns.values()) / total, idle=idle)
@@ -212,9 +291,11 @@ def _memory(plan: Plan, scheme: Scheme, record: RunRecord) -> int:
     return weights + record.num_tokens * record.position_bytes + fixed + ring
 
 
-def _energy(device: DeviceProfile, events: Sequence[TaskEvent], work_of: WorkOf, ttft_ns: float) -> float:
+def _energy(device: DeviceProfile, record: RunRecord, work_of: WorkOf, ttft_ns: float) -> float | None:
+    if any(stage.device == "link" for stage in record.pipeline.stages):
+        return None
     joules = device.idle_watts * ttft_ns / 1e9
-    for event in events:
+    for event in record.events:
         watts = device.npu.busy_watts if event.processor == "npu" else device.cpu.busy_watts
         joules += watts * (event.end_ns - event.start_ns) / 1e9
         joules += work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12

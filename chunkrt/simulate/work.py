@@ -14,16 +14,20 @@ from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Pla
 from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.quant.scheme import Scheme
 from chunkrt.quant.weights import linear_weights
+from chunkrt.ranks.exchange import exchange_of
 from chunkrt.runtime.policy import Task
+from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile, ProcessorCost
 
 
 class Work(NamedTuple):
-    """One task that runs alone: nanoseconds, and bytes that it moves from and to the shared memory."""
+    """One task that runs alone: nanoseconds, bytes that it moves from and to the shared memory, and bytes that it sends
+    over the link."""
 
     ns: int
     num_bytes: float
+    sent_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,21 @@ def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCos
         pairs = chunk.pairs(subgraph.window)
         us = budget.task_us + cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * pairs
         return Work(round(1000 * us), 0.0)
+
+    return work
+
+
+def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[Chunk], link: LinkProfile, ranks: int) -> WorkOf:
+    """The work of all tasks from that of those that compute: sums over ranks take what the link takes for them."""
+
+    def work(task: Task) -> Work:
+        subgraph = plan.subgraphs[task.subgraph]
+        if subgraph.device != "link":
+            return work_of(task)
+        (total,) = subgraph.outputs
+        num_bytes = plan.tensors[total].num_bytes(T=chunks[task.chunk].num_tokens)
+        ns = round(1000 * link.sum_us(num_bytes, ranks))
+        return Work(ns, 0.0, exchange_of(num_bytes, ranks).sent_bytes)
 
     return work
 

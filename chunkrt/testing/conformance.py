@@ -15,6 +15,7 @@ from chunkrt.graph.modules import Module
 from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Subgraph
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.quant.weights import linear_nodes
+from chunkrt.runtime.state import CACHE_DTYPES
 from chunkrt.testing.calls import Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.error import ConformanceError
@@ -57,7 +58,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         chunk_length: an NPU's compiler decides anew for every length; check it with those that it is used with.
 
     Clauses:
-        description: `name` is text, `concurrency` None or at least 1.
+        description: `name` is text, `concurrency` None or at least 1; with None it has one of `cache_dtypes` at least.
         support: at least one subgraph is supported; one that is supported compiles.
         refusal: one that is not is refused by `supports` with a node of it and a reason, and by `compile` with
             PartitionError or CompileError; an operator that nobody has is refused so.
@@ -146,6 +147,9 @@ class _Suite:
             self._break("description", f"name is {name!r}, expected text")
         if concurrency is not None and concurrency < 1:
             self._break("description", f"concurrency is {concurrency}, expected None or at least 1")
+        dtypes = self.backend.cache_dtypes
+        if not set(dtypes) <= set(CACHE_DTYPES) or (concurrency is None and not dtypes):
+            self._break("description", f"cache_dtypes is {dtypes!r}, expected some of {', '.join(CACHE_DTYPES)}")
 
     def _compile_all(self, scheme: Scheme) -> list[CompiledSubgraph]:
         plan, weights = self.decoder.plans[scheme.name], self.decoder.weights[scheme.name]

@@ -1,6 +1,7 @@
 """What a timeline shows, whoever draws it: rows of bars.
 
-Three panels. The workers: what each runs, and why it is idle. The chunks: the same tasks by chunk, which shows how
+Three panels. The workers: what each runs, and why it is idle; the link's are one row, since all that they do is wait
+for sums. The chunks: the same tasks by chunk, which shows how
 chunks overtake; those of one chunk that run at once share its row's height. The shares: each processor's time, added
 up.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chunkrt.runtime.idle import CAUSES, idle_gaps, where_time_went
+from chunkrt.runtime.link_time import link_time
 from chunkrt.runtime.record import WORKS, RunRecord, track_name
 
 IDLE = "idle: "
@@ -20,11 +22,14 @@ COLOURS: Mapping[str, str] = {
     "linears": "#0072b2",
     "attention": "#e69f00",
     "embedding": "#009e73",
+    "sums": "#56b4e9",
+    "bare sums": "#882255",
     "copy": "#7a4b2a",
     "idle: start": "#d9d9d9",
     "idle: attention": "#ffe2a8",
     "idle: linears": "#b9dcf2",
     "idle: embedding": "#b8e6d5",
+    "idle: sums": "#d6d2f0",
     "idle: order": "#cc79a7",
     "idle: buffer": "#f0e442",
     "idle: copy": "#d55e00",
@@ -37,6 +42,8 @@ LABELS: Mapping[str, str] = {
     "linears": "linears",
     "attention": "attention",
     "embedding": "embedding, head",
+    "sums": "sums over ranks",
+    "bare sums": "sums with nothing beside them",
     "copy": "copy",
     **{IDLE + cause: IDLE + meaning for cause, meaning in CAUSES.items()},
 }
@@ -110,7 +117,14 @@ def make_picture(record: RunRecord) -> Picture:
         bar(c.start_ns, c.end_ns, "copy", f"copy for {pipeline.stages[c.task.subgraph].name} chunk {c.task.chunk}")
         for c in record.copies
     ]
-    rows = [Row(track_name(processors[name], worker), sorted(bars)) for (name, worker), bars in workers.items()]
+    sums = [bar for (name, _), bars in workers.items() if name == "link" for bar in bars if bar.kind == "sums"]
+    rows = [
+        Row(track_name(processors[name], worker), sorted(bars))
+        for (name, worker), bars in workers.items()
+        if name != "link"
+    ]
+    if sums:
+        rows.append(Row("LINK", in_lanes(sums)))
     milliseconds = (record.end_ns - record.start_ns) / 1e6
     return Picture(
         title=f"{record.name}: {milliseconds:.1f} ms, policy {pipeline.policy}, chunks of {pipeline.chunk_length}",
@@ -146,6 +160,8 @@ def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
 def _shares(record: RunRecord) -> list[Row]:
     rows = []
     for time in where_time_went([record]):
+        if time.name == "link":
+            continue
         parts: dict[str, int] = {work: time.busy_ns.get(work, 0) for work in WORKS}
         parts.update((IDLE + cause, time.idle_ns.get(cause, 0)) for cause in CAUSES)
         bars, start = [], 0.0
@@ -155,6 +171,14 @@ def _shares(record: RunRecord) -> list[Row]:
                 bars.append(Bar(start, start + share, kind, f"{LABELS[kind]} {share:.1f} %"))
             start += share
         rows.append(Row(time.name.upper(), bars))
+    if link := link_time([record]):
+        wall_ns = max(record.end_ns - record.start_ns, 1)
+        hidden, busy = (100 * part / wall_ns for part in (link.hidden_ns, link.busy_ns))
+        link_bars = [
+            Bar(0.0, hidden, "sums", f"sums hidden by other work {hidden:.1f} %"),
+            Bar(hidden, busy, "bare sums", f"{LABELS['bare sums']} {busy - hidden:.1f} %"),
+        ]
+        rows.append(Row("LINK", [bar for bar in link_bars if bar.end > bar.start]))
     return rows
 
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from chunkrt._native import Program, ThreadPool
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.native.fusion import fuse
-from chunkrt.backends.native.operators import Lowering, check_node, operators
+from chunkrt.backends.native.operators import Lowering, check_node
+from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.cpu import selected_kernels
 from chunkrt.errors import BackendError, ConfigError, PartitionError
+from chunkrt.graph.operators import use_of
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import WeightStore
@@ -28,6 +30,7 @@ class NativeBackend:
 
     name = "native"
     concurrency: int | None = None
+    cache_dtypes: tuple[str, ...] = ("float16", "float32", "int8")
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
@@ -37,10 +40,9 @@ class NativeBackend:
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known and every linear has int8 weights."""
-        support = operators.supports(subgraph.nodes)
-        if not support:
-            return support
         for node in subgraph.nodes:
+            if reason := operators.missing(use_of(node), NATIVE):
+                return Support(ok=False, node=node.name, reason=reason)
             if reason := check_node(node, plan, scheme):
                 return Support(ok=False, node=node.name, reason=reason)
         return Support(ok=True)

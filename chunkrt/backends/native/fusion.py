@@ -1,8 +1,8 @@
 """Fusion: node sequences that the kernels compute in one go become one node.
 
-    MatMul -> Add(bias) -> Add(residual)                   Linear(x, weight, bias, residual)
-    Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
-    Split -> Gelu(gate) -> Mul(., up)                      GeluMul(x)
+    MatMul -> Add(bias) -> Add(residual)    Linear(x, weight, bias, residual)
+
+and the products of a gate that are one operator by name (`graph/operators.py`).
 
 Requires: nodes in execution order. Ensures: the same bits as without fusion, except in rows of a linear's input
 that have outliers: the products of these are added after bias and residual, without fusion before them, which rounds in
@@ -13,6 +13,7 @@ part stood: its operands are all there then.
 
 from __future__ import annotations
 
+from chunkrt.graph.operators import gated_products
 from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 
@@ -34,7 +35,7 @@ def fuse(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> list[Node]:
 
 class _Matcher:
     def __init__(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> None:
-        self._nodes = subgraph.nodes
+        self._subgraph = subgraph
         self._outputs = set(subgraph.outputs)
         self._tensors = plan.tensors
         self._is_static = scheme.is_static
@@ -44,9 +45,11 @@ class _Matcher:
                 self._users.setdefault(name, []).append(node)
 
     def matches(self) -> list[Match]:
-        patterns = {"Split": self._gated} if self._is_static else {"MatMul": self._linear, "Split": self._gated}
-        found = [patterns[node.op](node) for node in self._nodes if node.op in patterns]
-        return [match for match in found if match]
+        gated = [(list(use.nodes), use.node) for use in gated_products(self._subgraph)]
+        if self._is_static:
+            return gated
+        linears = (self._linear(node) for node in self._subgraph.nodes if node.op == "MatMul")
+        return [*gated, *(match for match in linears if match)]
 
     def _linear(self, matmul: Node) -> Match | None:
         parts, operands = [matmul], {"bias": "", "residual": ""}
@@ -58,26 +61,7 @@ class _Matcher:
                 parts.append(add)
         if len(parts) == 1:
             return None
-        return parts, _fused("Linear", parts, (*matmul.inputs, operands["bias"], operands["residual"]))
-
-    def _gated(self, split: Node) -> Match | None:
-        if len(split.outputs) != 2:
-            return None
-        gate, up = split.outputs
-        gelu = self._only_user(gate, "Gelu")
-        op, parts = ("GeluMul", [gelu]) if gelu else ("SiluMul", self._silu(gate))
-        last = self._only_user(parts[-1].outputs[0], "Mul") if parts else None
-        if last is None or self._only_user(up, "Mul") is not last:
-            return None
-        parts = [split, *parts, last]
-        return parts, _fused(op, parts, split.inputs)
-
-    def _silu(self, gate: str) -> list[Node]:
-        users = {user.op: user for user in self._users.get(gate, [])}
-        if set(users) != {"Sigmoid", "Mul"} or len(self._users[gate]) != 2 or gate in self._outputs:
-            return []
-        sigmoid, silu = users["Sigmoid"], users["Mul"]
-        return [sigmoid, silu] if self._only_user(sigmoid.outputs[0], "Mul") is silu else []
+        return parts, _fused(parts, (*matmul.inputs, operands["bias"], operands["residual"]))
 
     def _only_user(self, name: str, op: str) -> Node | None:
         users = self._users.get(name, [])
@@ -98,6 +82,6 @@ def _other_input(add: Node, name: str) -> str:
     return right if left == name else left
 
 
-def _fused(op: str, parts: list[Node], inputs: tuple[str, ...]) -> Node:
+def _fused(parts: list[Node], inputs: tuple[str, ...]) -> Node:
     last = parts[-1]
-    return Node(name=last.name, op=op, domain=DOMAIN, inputs=inputs, outputs=last.outputs, attributes={})
+    return Node(name=last.name, op="Linear", domain=DOMAIN, inputs=inputs, outputs=last.outputs, attributes={})

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
-from chunkrt.backends.native.fusion import DOMAIN
-from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.backends.registry import NATIVE, operators
+from chunkrt.graph.operators import use_of
 from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph
 from chunkrt.quant.scheme import LEVELS, Scheme
 from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Emitter = Callable[["Lowering", Node], list[int]]
-operators: OperatorRegistry[Emitter] = OperatorRegistry("native")
-"""Each entry appends a node's instructions to the program and returns its outputs' values."""
+"""Appends a node's instructions to the program and returns its outputs' values."""
+
 linear_attentions: dict[str, Emitter] = {}
 """The same for LinearAttention, by `attn_type`."""
 
@@ -44,7 +44,9 @@ class Lowering:
 
     def lower(self, node: Node) -> None:
         """Append one node. Raises ValueError if its operands do not fit."""
-        self._values.update(zip(node.outputs, operators.find(node)(self, node), strict=False))
+        emitter = operators.find_own(use_of(node).operator, NATIVE)
+        assert emitter is not None
+        self._values.update(zip(node.outputs, emitter.function(self, node), strict=False))
 
     def value(self, name: str) -> int:
         """The builder's value of a tensor; a weight becomes a constant when it is first asked for."""
@@ -101,35 +103,29 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
     return ""
 
 
-@operators.register("Gather")
+@operators.register("embedding", NATIVE)
+@operators.register("gather_rows", NATIVE)
 def _gather(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.gather(*lowering.values(node))]
 
 
-@operators.register("RMSNormalization")
+@operators.register("rms_norm", NATIVE)
 def _rms_normalization(lowering: Lowering, node: Node) -> list[int]:
     value, weight = lowering.values(node)
     return [lowering.builder.rms_norm(value, weight, _number(node.attributes.get("epsilon", 1e-5)))]
 
 
-@operators.register("HeadNorm", "chunkrt")
+@operators.register("head_norm", NATIVE)
 def _head_norm(lowering: Lowering, node: Node) -> list[int]:
     value, weight = lowering.values(node)
     return [lowering.builder.head_norm(value, weight, _number(node.attributes["epsilon"]))]
 
 
-@operators.register("MatMul")
-def _matmul(lowering: Lowering, node: Node) -> list[int]:
-    return _emit_linear(lowering, *node.inputs, bias="", residual="")
-
-
-@operators.register("Linear", DOMAIN)
+@operators.register("linear", NATIVE)
+@operators.register("logits", NATIVE)
 def _linear(lowering: Lowering, node: Node) -> list[int]:
-    left, weight, bias, residual = node.inputs
-    return _emit_linear(lowering, left, weight, bias=bias, residual=residual)
-
-
-def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, residual: str) -> list[int]:
+    left, weight, *added = node.inputs
+    bias, residual = added or ("", "")
     builder, scheme = lowering.builder, lowering.scheme
     if scheme.has_blocks(weight):
         packed, scales = (builder.constant(array) for array in lowering.weights.packed_blocks(weight))
@@ -147,7 +143,7 @@ def _emit_linear(lowering: Lowering, left: str, weight: str, *, bias: str, resid
     return [builder.round_to_grid(result, output_step, LEVELS[scheme.activation_bits_of(weight)])]
 
 
-@operators.register("ShadowLinear", "chunkrt")
+@operators.register("shadow_linear", NATIVE)
 def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     left, weight = node.inputs
     builder, weights = lowering.builder, lowering.weights
@@ -157,12 +153,12 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     return [builder.shadow_linear(lowering.value(left), packed, scales, input_step, hot_channels)]
 
 
-@operators.register("FloatLinear", "chunkrt")
+@operators.register("float_linear", NATIVE)
 def _float_linear(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.float_linear(*lowering.values(node))]
 
 
-@operators.register(EXPERTS_OP, "chunkrt")
+@operators.register("routed_experts", NATIVE)
 def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
     hidden, router_logits, *experts = node.inputs
     weights = (lowering.builder.constant(array) for name in experts for array in lowering.weights.packed_linear(name))
@@ -176,37 +172,37 @@ def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
     return [value]
 
 
-@operators.register("Add")
+@operators.register("add", NATIVE)
 def _add(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.add(*lowering.values(node))]
 
 
-@operators.register("Mul")
+@operators.register("mul", NATIVE)
 def _mul(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.mul(*lowering.values(node))]
 
 
-@operators.register("Sigmoid")
+@operators.register("sigmoid", NATIVE)
 def _sigmoid(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.sigmoid(*lowering.values(node))]
 
 
-@operators.register("Gelu")
+@operators.register("gelu", NATIVE)
 def _gelu(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.gelu(*lowering.values(node))]
 
 
-@operators.register("Softplus")
+@operators.register("softplus", NATIVE)
 def _softplus(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.softplus(*lowering.values(node))]
 
 
-@operators.register("Tanh")
+@operators.register("tanh", NATIVE)
 def _tanh(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.tanh(*lowering.values(node))]
 
 
-@operators.register("Split")
+@operators.register("split", NATIVE)
 def _split(lowering: Lowering, node: Node) -> list[int]:
     source, begin, parts = lowering.value(node.inputs[0]), 0, []
     for name in node.outputs:
@@ -215,18 +211,17 @@ def _split(lowering: Lowering, node: Node) -> list[int]:
     return parts
 
 
-@operators.register("SiluMul", DOMAIN)
+@operators.register("silu_mul", NATIVE)
 def _silu_mul(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.silu_mul(lowering.value(node.inputs[0]))]
 
 
-@operators.register("GeluMul", DOMAIN)
+@operators.register("gelu_mul", NATIVE)
 def _gelu_mul(lowering: Lowering, node: Node) -> list[int]:
     return [lowering.builder.gelu_mul(lowering.value(node.inputs[0]))]
 
 
-@operators.register("CachedAttention", "chunkrt")
-@operators.register("RawKeyAttention", "chunkrt")
+@operators.register("cached_attention", NATIVE)
 def _attention(lowering: Lowering, node: Node) -> list[int]:
     num_heads, num_kv_heads, head_dim, window = (
         int(_number(node.attributes[name])) for name in ("num_heads", "num_kv_heads", "head_dim", "window")
@@ -243,7 +238,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
     return [value]
 
 
-@operators.register("LinearAttention", "chunkrt")
+@operators.register("linear_attention", NATIVE)
 def _linear_attention(lowering: Lowering, node: Node) -> list[int]:
     kind = node.attributes["attn_type"]
     assert isinstance(kind, str)

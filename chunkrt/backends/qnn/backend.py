@@ -36,6 +36,7 @@ class QnnBackend:
 
     name = "qnn"
     concurrency: int | None = 1
+    cache_dtypes: tuple[str, ...] = ()
 
     def __init__(
         self, soc: Soc, *, contexts: Path, compiled: Path | None = None, options: HtpOptions | None = None

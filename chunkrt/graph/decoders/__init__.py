@@ -4,49 +4,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
+from chunkrt.plugins import PluginGroup
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.weights.source import TensorSource
 
-FAMILIES: dict[str, Callable[[DecoderConfig], Module]] = {
-    "gemma3_text": gemma3.gemma3,
-    "lfm2": lfm2.lfm2,
-    "llama": llama.llama,
-    "mistral": llama.mistral,
-    "phi3": phi3.phi3,
-    "qwen2": qwen2.qwen2,
-    "qwen3": qwen3.qwen3,
-    "qwen3_5_text": qwen3_next.qwen3_5,
-    "qwen3_next": qwen3_next.qwen3_next,
+Builder = Callable[[DecoderConfig], Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How one model_type becomes a module tree.
+
+    defaults: what Transformers takes for keys that a config leaves out, where most families have no value or another.
+    """
+
+    build: Builder
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "gemma3_text": Family(build=gemma3.gemma3, defaults=gemma3.DEFAULTS),
+    "lfm2": Family(build=lfm2.lfm2, defaults=lfm2.DEFAULTS),
+    "llama": Family(build=llama.llama),
+    "mistral": Family(build=llama.mistral, defaults=llama.MISTRAL_DEFAULTS),
+    "phi3": Family(build=phi3.phi3, defaults=phi3.DEFAULTS),
+    "qwen2": Family(build=qwen2.qwen2, defaults=qwen2.DEFAULTS),
+    "qwen3": Family(build=qwen3.qwen3, defaults=qwen3.DEFAULTS),
+    "qwen3_5_text": Family(build=qwen3_next.qwen3_5, defaults=qwen3_next.DEFAULTS),
+    "qwen3_next": Family(build=qwen3_next.qwen3_next, defaults=qwen3_next.DEFAULTS),
 }
-DEFAULTS: dict[str, Mapping[str, Any]] = {
-    "gemma3_text": gemma3.DEFAULTS,
-    "lfm2": lfm2.DEFAULTS,
-    "mistral": llama.MISTRAL_DEFAULTS,
-    "phi3": phi3.DEFAULTS,
-    "qwen2": qwen2.DEFAULTS,
-    "qwen3": qwen3.DEFAULTS,
-    "qwen3_5_text": qwen3_next.DEFAULTS,
-    "qwen3_next": qwen3_next.DEFAULTS,
-}
-"""What Transformers takes for keys that a config leaves out, where most families have no value or another."""
+
+PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
+"""Each is a builder, named by its model_type; the family's defaults are its attribute `defaults`, if it has one."""
 
 UNUSED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|^lm_head\.weight$")
 """Buffers that old exports carry although the config determines them; and the copy that some make for a tied head."""
 
 
-def build_decoder(source: TensorSource) -> Module:
+def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
     """The module tree of a checkpoint, every parameter named and matched with the checkpoint's tensors.
+
+    Args:
+        ranks: which of how many processes it is for.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
         ModelError: a tensor is missing, or one is left that nothing reads.
+        ConfigError: so many ranks cannot share a linear evenly.
     """
-    decoder, _ = make_decoder(source)
+    decoder, _ = make_decoder(source, ranks)
     missing, unread = match_tensors(decoder, source)
     if missing:
         name, parameter = next(iter(missing.items()))
@@ -62,20 +75,38 @@ def build_decoder(source: TensorSource) -> Module:
     return decoder
 
 
-def make_decoder(source: TensorSource) -> tuple[Module, DecoderConfig]:
+def family_names() -> tuple[str, ...]:
+    """Every model_type that is known, plug-ins' too."""
+    return (*FAMILIES, *PLUGINS.names)
+
+
+def find_family(model_type: str) -> Family | None:
+    """The family of a model_type, ours or a plug-in's; None if there is none.
+
+    Raises:
+        UnsupportedModelError: the plug-in is broken.
+    """
+    if plugin := PLUGINS.find(model_type):
+        build = plugin.load()
+        return Family(build=build, defaults=getattr(build, "defaults", {}))
+    return FAMILIES.get(model_type)
+
+
+def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, DecoderConfig]:
     """The module tree that a checkpoint's config asks for, whatever tensors there are; and the config as it was read.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
         ModelError: the config contradicts itself.
+        ConfigError: so many ranks cannot share a linear evenly.
     """
-    if source.architecture not in FAMILIES:
+    if (family := find_family(source.architecture)) is None:
         raise UnsupportedModelError(
             f"{source.path.name}: architecture {source.architecture!r} is not supported; "
-            f"supported are: {', '.join(sorted(FAMILIES))}"
+            f"supported are: {', '.join(sorted(family_names()))}"
         )
-    config = read_config(source, DEFAULTS.get(source.architecture))
-    return FAMILIES[source.architecture](config).named(), config
+    config = replace(read_config(source, family.defaults), ranks=ranks)
+    return family.build(config).named(), config
 
 
 def match_tensors(decoder: Module, source: TensorSource) -> tuple[dict[str, str], list[str]]:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.rope import inverse_frequencies
+from chunkrt.graph.shares import HeadShare, share_heads
+from chunkrt.ranks import ALONE, Ranks
 from chunkrt.weights.source import TensorSource
 
 LONGEST_CONTEXT = 2**24
@@ -33,6 +35,7 @@ class DecoderConfig:
     none, or as many as the context has. `norm_offset`: what norms add to their weights; 1 in families that multiply by
     1 + w, unless the checkpoint holds that sum. `raw`: all of the config, of which a family reads what only it has by
     `count`, `number`, `flag` and `layer_types`. `where`: the checkpoint's name, for messages.
+    `ranks`: which of how many processes this decoder is for; sizes and counts are of all of them together.
     """
 
     hidden_size: int
@@ -51,6 +54,12 @@ class DecoderConfig:
     rope_divisor: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+    ranks: Ranks = ALONE
+
+    @cached_property
+    def heads(self) -> HeadShare:
+        """The rank's heads of attention."""
+        return share_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.ranks)
 
     @cached_property
     def inverse_frequencies(self) -> NDArray[np.float64]:

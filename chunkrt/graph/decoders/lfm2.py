@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward
-from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Linear, MergedLinear, Module, RMSNorm
+from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, output_projection
+from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Module, RMSNorm
+from chunkrt.graph.parallel import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "num_key_value_heads": 8, "tie_word_embeddings": True}
@@ -44,14 +45,14 @@ def _feed_forward_size(config: DecoderConfig) -> int:
 
 
 class ShortConvolution(Module):
-    """out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj."""
+    """out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj. Every rank has all of it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         has_bias = config.flag("conv_bias")
-        self.in_proj = Linear(config.hidden_size, 3 * config.hidden_size, bias=has_bias)
+        self.in_proj = ReplicatedLinear(config.hidden_size, 3 * config.hidden_size, bias=has_bias)
         self.conv = DepthwiseWeights(config.hidden_size, config.count("conv_L_cache", 3), bias=has_bias)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=has_bias)
+        self.out_proj = ReplicatedLinear(config.hidden_size, config.hidden_size, bias=has_bias)
         self._width = config.hidden_size
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -76,14 +77,15 @@ class Layer(Module):
     def __init__(self, config: DecoderConfig, rope: RotaryTables, kind: str) -> None:
         super().__init__()
         hidden, inner, epsilon = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        gate_up = MergedColumnParallelLinear(hidden, {"w1": inner, "w3": inner}, config.ranks)
+        down = RowParallelLinear(inner, {"w2": hidden}, config.ranks)
         self.operator_norm = RMSNorm(hidden, epsilon)
         if kind == "conv":
             self.conv = ShortConvolution(config)
         else:
             self.self_attn = _attention(config, rope)
         self.ffn_norm = RMSNorm(hidden, epsilon)
-        self.feed_forward = FeedForward(config, gate_up=MergedLinear(hidden, {"w1": inner, "w3": inner}))
-        self.feed_forward.down_proj = MergedLinear(inner, {"w2": hidden})
+        self.feed_forward = FeedForward(config, gate_up=gate_up, down=down)
         self._is_convolution = kind == "conv"
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -93,10 +95,9 @@ class Layer(Module):
 
 
 def _attention(config: DecoderConfig, rope: RotaryTables) -> Attention:
-    heads = {"q_layernorm": config.num_heads, "k_layernorm": config.num_kv_heads}
-    attention = Attention(config, rope, norm=HeadNorm(heads, config.head_dim, config.rms_norm_eps))
-    attention.o_proj = MergedLinear(config.num_heads * config.head_dim, {"out_proj": config.hidden_size})
-    return attention
+    heads = {"q_layernorm": config.heads.num_heads, "k_layernorm": config.heads.num_kv_heads}
+    norm = HeadNorm(heads, config.head_dim, config.rms_norm_eps)
+    return Attention(config, rope, norm=norm, output=output_projection(config, "out_proj"))
 
 
 class Body(Module):

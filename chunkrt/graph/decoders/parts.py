@@ -8,18 +8,26 @@ import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.modules import Embedding, HeadNorm, Linear, MergedLinear, Module, QKVLinear, RMSNorm
+from chunkrt.graph.modules import Embedding, HeadNorm, Module, RMSNorm
+from chunkrt.graph.parallel import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.graph.tracing import current_trace
 
 
 class Attention(Module):
-    """Grouped-query self-attention with RoPE.
+    """Grouped-query self-attention with RoPE, over a rank's heads.
 
     Args:
         rotary: tables of another module, shared by layers.
         qkv: the projection to q | k | v; by default that of the checkpoint's q_proj, k_proj and v_proj.
         norm: of single heads of q and k before RoPE.
+        output: the projection of the heads' results; by default the checkpoint's o_proj.
         scale: of the scores; by default head_dim^-1/2.
         window: how many keys a row sees, its own among them; 0 for all before it.
     """
@@ -29,31 +37,32 @@ class Attention(Module):
         config: DecoderConfig,
         rotary: RotaryTables,
         *,
-        qkv: MergedLinear | None = None,
+        qkv: LinearBase | None = None,
         norm: HeadNorm | None = None,
+        output: LinearBase | None = None,
         bias: tuple[bool, bool] = (False, False),
         scale: float | None = None,
         window: int = 0,
     ) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = qkv or QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias[0])
+        heads = config.heads
+        self.qkv_proj = qkv or QKVParallelLinear(config.hidden_size, heads, bias=bias[0])
         self.qk_norm = norm
-        self.o_proj: MergedLinear = Linear(heads * head_dim, config.hidden_size, bias=bias[1])
-        self._config, self._rotary = config, (rotary,)
-        self._scale, self._window = head_dim**-0.5 if scale is None else scale, window
+        self.o_proj = output or output_projection(config, bias=bias[1])
+        self._heads, self._rotary = heads, (rotary,)
+        self._scale, self._window = config.head_dim**-0.5 if scale is None else scale, window
 
     def attend(self, hidden: ir.Value) -> ir.Value:
         """The heads' results, before the output projection."""
-        config, (rotary,) = self._config, self._rotary
+        heads, (rotary,) = self._heads, self._rotary
         qkv = self.qkv_proj(hidden)
         return ops.cached_attention(
             qkv if self.qk_norm is None else self.qk_norm(qkv),
             rotary.cos.value(),
             rotary.sin.value(),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
             scale=self._scale,
             window=self._window,
             long_context_from=rotary.long_context_from,
@@ -64,20 +73,33 @@ class Attention(Module):
 
 
 class FeedForward(Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), over a rank's columns of gate and up."""
 
-    def __init__(self, config: DecoderConfig, *, gate_up: MergedLinear | None = None, bias: bool = False) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        gate_up: LinearBase | None = None,
+        down: LinearBase | None = None,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        width = config.intermediate_size
+        hidden, width, ranks = config.hidden_size, config.intermediate_size, config.ranks
         parts = {"gate_proj": width, "up_proj": width}
-        self.gate_up_proj = gate_up or MergedLinear(config.hidden_size, parts, bias=bias)
-        self.down_proj: MergedLinear = Linear(width, config.hidden_size, bias=bias)
+        self.gate_up_proj = gate_up or MergedColumnParallelLinear(hidden, parts, ranks, bias=bias)
+        self.down_proj = down or RowParallelLinear(width, hidden, ranks, bias=bias)
         self._activation = config.activation
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         gate, up = ops.split_columns(self.gate_up_proj(hidden), names=["gate", "up"])
         active = ops.gelu_tanh(gate) if self._activation == "gelu_tanh" else ops.silu(gate)
         return self.down_proj(ops.mul(active, up, name="gated"))
+
+
+def output_projection(config: DecoderConfig, name: str = "", *, bias: bool = False) -> RowParallelLinear:
+    """From the results of a rank's heads. `name`: the checkpoint's, if it is not the module's own."""
+    columns, hidden = config.heads.q_columns, config.hidden_size
+    return RowParallelLinear(columns.size, {name: hidden} if name else hidden, config.ranks, depth=columns, bias=bias)
 
 
 def norm(config: DecoderConfig) -> RMSNorm:
@@ -87,7 +109,7 @@ def norm(config: DecoderConfig) -> RMSNorm:
 
 def head_norm(config: DecoderConfig) -> HeadNorm:
     """The norm of single heads that many families have: the checkpoint's q_norm and k_norm."""
-    parts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+    parts = {"q_norm": config.heads.num_heads, "k_norm": config.heads.num_kv_heads}
     return HeadNorm(parts, config.head_dim, config.rms_norm_eps, offset=config.norm_offset)
 
 
@@ -145,7 +167,7 @@ class CausalDecoder(Module):
         (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
         self._context_length = config.context_length
         tied_to = embedding if config.tie_word_embeddings else None
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
+        self.lm_head = ReplicatedLinear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
 
     def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
         current_trace().set_context(self._context_length, None)

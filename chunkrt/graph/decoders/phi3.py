@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer
-from chunkrt.graph.modules import MergedLinear, Module
+from chunkrt.graph.modules import Module
+from chunkrt.graph.parallel import MergedColumnParallelLinear, QKVParallelLinear
 from chunkrt.graph.rope import RotaryTables, longrope_tables, rope_parameters
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
@@ -19,11 +20,12 @@ LONGROPE = ("longrope", "su", "yarn")
 def phi3(config: DecoderConfig) -> Module:
     """Every layer sees a window, if the config names one."""
     rope = _tables(config)
-    num_heads = config.num_heads + 2 * config.num_kv_heads
+    hidden, inner = config.hidden_size, config.intermediate_size
 
     def layer() -> Layer:
-        qkv = MergedLinear(config.hidden_size, {"qkv_proj": num_heads * config.head_dim})
-        gate_up = MergedLinear(config.hidden_size, {"gate_up_proj": 2 * config.intermediate_size})
+        qkv = QKVParallelLinear(hidden, config.heads, stored_in="qkv_proj")
+        parts = {"gate_proj": inner, "up_proj": inner}
+        gate_up = MergedColumnParallelLinear(hidden, parts, config.ranks, stored_in="gate_up_proj")
         attention = Attention(config, rope, qkv=qkv, window=config.sliding_window)
         return Layer(config, attention, FeedForward(config, gate_up=gate_up))
 

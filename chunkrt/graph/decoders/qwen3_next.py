@@ -7,7 +7,7 @@ Source: Yang et al., Gated Delta Networks (2024); Hugging Face's `Qwen3NextForCa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -18,8 +18,10 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import SparseMixture
 from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
-from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Linear, MergedLinear, Module, Parameter
+from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
+from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.rope import RotaryTables
+from chunkrt.ranks import ALONE
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
 
@@ -98,7 +100,7 @@ class DeltaSizes:
 
 
 class GatedDeltaRule(Module):
-    """The gated delta rule with its projections, its gates, and the norm of its heads' results.
+    """The gated delta rule with its projections, its gates, and the norm of its heads' results; whole on every rank.
 
     Args:
         is_grouped: whether the checkpoint has the rows of q, k, v and z by key head in one tensor (unless its config
@@ -113,21 +115,21 @@ class GatedDeltaRule(Module):
             widths = [sizes.k_dim, sizes.k_dim, share * sizes.v_dim, share * sizes.v_dim]
             *qkv, z = _by_kind(sizes.k_heads, widths)
             qkvz = {"in_proj_qkvz": 2 * all_k + 2 * all_v}
-            self.qkv_proj = MergedLinear(hidden, qkvz, rows=np.concatenate(qkv))
-            self.z_proj = MergedLinear(hidden, qkvz, rows=z)
+            self.qkv_proj = ReplicatedLinear(hidden, qkvz, rows=np.concatenate(qkv))
+            self.z_proj = ReplicatedLinear(hidden, qkvz, rows=z)
         else:
-            self.qkv_proj = MergedLinear(hidden, {"in_proj_qkv": 2 * all_k + all_v})
-            self.z_proj = MergedLinear(hidden, {"in_proj_z": all_v})
+            self.qkv_proj = ReplicatedLinear(hidden, {"in_proj_qkv": 2 * all_k + all_v})
+            self.z_proj = ReplicatedLinear(hidden, {"in_proj_z": all_v})
         if is_grouped:
             rows = np.concatenate(_by_kind(sizes.k_heads, [share, share]))
-            self.ba_proj = MergedLinear(hidden, {"in_proj_ba": 2 * v_heads}, rows=rows)
+            self.ba_proj = ReplicatedLinear(hidden, {"in_proj_ba": 2 * v_heads}, rows=rows)
         else:
-            self.ba_proj = MergedLinear(hidden, {"in_proj_b": v_heads, "in_proj_a": v_heads})
+            self.ba_proj = ReplicatedLinear(hidden, {"in_proj_b": v_heads, "in_proj_a": v_heads})
         self.step = Step()
         self.decay = Decay(v_heads)
         self.conv1d = DepthwiseWeights(2 * all_k + all_v, sizes.taps)
         self.head_norm = HeadNorm({"norm": v_heads}, sizes.v_dim, config.rms_norm_eps)
-        self.out_proj = Linear(all_v, hidden)
+        self.out_proj = ReplicatedLinear(all_v, hidden)
         self._sizes = sizes
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -184,18 +186,22 @@ class Step(Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose results are multiplied by the sigmoid of a gate. q_proj yields it too, head by head q | gate."""
+    """Attention whose results are multiplied by the sigmoid of a gate. q_proj yields it too, head by head q | gate.
+
+    Every rank has all heads of it.
+    """
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
+        config = replace(config, ranks=ALONE)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_and_gate = {"q_proj": 2 * heads * dim}
         parts = {**q_and_gate, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         q_rows, gate_rows = _by_kind(heads, [dim, dim])
         kv_rows = np.arange(2 * heads * dim, sum(parts.values()))
         has_bias = config.flag("attention_bias")
-        qkv = MergedLinear(config.hidden_size, parts, bias=has_bias, rows=np.concatenate([q_rows, kv_rows]))
+        qkv = ReplicatedLinear(config.hidden_size, parts, bias=has_bias, rows=np.concatenate([q_rows, kv_rows]))
         super().__init__(config, rope, qkv=qkv, norm=head_norm(config), bias=(has_bias, has_bias))
-        self.gate_proj = MergedLinear(config.hidden_size, q_and_gate, bias=has_bias, rows=gate_rows)
+        self.gate_proj = ReplicatedLinear(config.hidden_size, q_and_gate, bias=has_bias, rows=gate_rows)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         gate = self.gate_proj(hidden)

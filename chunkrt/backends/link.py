@@ -1,0 +1,69 @@
+"""The backend of the device "link": sums over ranks, by a communicator; `chunkrt::AllReduce` and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.registry import LINK, operators
+from chunkrt.errors import PartitionError
+from chunkrt.graph.plan import ALL_REDUCE_OP, Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.ranks import Communicator
+from chunkrt.weights.store import WeightStore
+
+
+class LinkBackend:
+    """Compiles the subgraphs on the device "link" for one rank.
+
+    Args:
+        communicator: reaches the other ranks, which run plans of the same subgraphs.
+    """
+
+    name = LINK
+    concurrency: int | None = None
+    cache_dtypes: tuple[str, ...] = ()
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
+        """Yes, if it is one sum over ranks."""
+        for node in subgraph.nodes:
+            if (node.domain, node.op) != ("chunkrt", ALL_REDUCE_OP) or len(subgraph.nodes) > 1:
+                return Support(ok=False, node=node.name, reason=f"the link runs one chunkrt::{ALL_REDUCE_OP} at a time")
+        return Support(ok=True)
+
+    def compile(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
+    ) -> Executable:
+        """Bind the subgraph to the communicator, for any number of rows.
+
+        Raises:
+            PartitionError: see `supports`.
+        """
+        if not (support := self.supports(subgraph, plan, scheme)):
+            raise PartitionError(f"link cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        return LinkExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
+
+
+@operators.register("all_reduce", LINK, is_required=True)
+class LinkExecutable:
+    """One sum over ranks. The key is the subgraph's index and the position of row 0."""
+
+    fixed_length: int | None = None
+
+    def __init__(self, subgraph: Subgraph, index: int, communicator: Communicator) -> None:
+        (node,) = subgraph.nodes
+        self._partial, self._position = node.inputs
+        (self._sum,) = node.outputs
+        self._index, self._communicator = index, communicator
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `Executable.run`; it waits until all ranks have given their part.
+
+        Raises:
+            DeviceLostError, BackendError: see `Communicator.all_reduce`.
+        """
+        key = self._index, int(inputs[self._position][0])
+        self._communicator.all_reduce(inputs[self._partial], outputs[self._sum], key=key)

@@ -1,0 +1,92 @@
+"""`chunkrt ops`: what runs each operator of a model, where it comes from, and why it was chosen."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from chunkrt.backends.dispatch import Choice, Dispatcher, check_switches, default_base, registered_operators
+from chunkrt.backends.switches import Switches
+from chunkrt.cli.options import engine_options
+from chunkrt.cli.plan import read_model
+from chunkrt.npu import supports_by_role
+from chunkrt.options import EngineOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """An operator on a role, "npu", "cpu" or "session", and what `Choice` says of it."""
+
+    operator: str
+    role: str
+    runs_on: str
+    origin: str
+    reason: str
+
+
+@click.command()
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@engine_options
+def ops(model: str, as_json: bool, **settings: Any) -> None:
+    """Show every operator of MODEL: how often it is used, what runs it, where that comes from and why it was chosen.
+
+    No weight is read. What the CPU does in place of an NPU, as it does for single tokens, is not shown.
+    """
+    options = EngineOptions(**settings)
+    switches, registry = Switches.parse(options.ops), registered_operators()
+    check_switches(switches, registry)
+    plan, scheme, _ = read_model(model, options)
+    dispatcher = Dispatcher(plan, scheme, registry, switches, default=default_base(options.npu))
+    players = supports_by_role(options, scheme)
+    supports, roles = dict(players.values()), {device: name for device, (name, _) in players.items()}
+    counts: Counter[Row] = Counter()
+    for subgraph in plan.subgraphs:
+        backend = roles.get(subgraph.device, subgraph.device)
+        for segment in dispatcher.segments(subgraph, backend):
+            if backend in supports:
+                dispatcher.check(segment, backend, supports[backend])
+            for _, choice in segment.choices:
+                counts.update(_rows(choice, subgraph.device, dispatcher))
+    counts[_row(dispatcher.sampler(), "session")] = 1
+    rows = sorted(counts, key=lambda row: (row.operator, row.role, row.runs_on))
+    if as_json:
+        found = [{**asdict(row), "uses": counts[row]} for row in rows]
+        click.echo(json.dumps({"model": model, "scheme": scheme.name, **roles, "operators": found}, indent=1))
+    else:
+        _print([("operator", "uses", "role", "runs on", "from", "why"), *(_cells(row, counts[row]) for row in rows)])
+
+
+def _rows(choice: Choice, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
+    """The operator, and its parts: called by it, or melted into it."""
+    yield _row(choice, role)
+    for part in dispatcher.part_names(choice.operator):
+        if part in choice.parts:
+            yield _row(choice.parts[part], role)
+        else:
+            yield Row(
+                operator=part,
+                role=role,
+                runs_on=choice.runs_on,
+                origin=choice.origin,
+                reason=f"a part of {choice.operator}",
+            )
+
+
+def _row(choice: Choice, role: str) -> Row:
+    return Row(operator=choice.operator, role=role, runs_on=choice.runs_on, origin=choice.origin, reason=choice.reason)
+
+
+def _cells(row: Row, num_uses: int) -> tuple[str, ...]:
+    return row.operator, str(num_uses), row.role, row.runs_on, row.origin, row.reason
+
+
+def _print(table: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())

@@ -1,0 +1,238 @@
+"""The linears of decoders, each whole or cut over ranks.
+
+    y = x @ W      columns cut: every rank has some columns of y, from all of x
+                   rows cut:    every rank has some columns of x, and the sum over ranks of their products is y
+
+A column-parallel linear feeds a row-parallel one, so that one sum is made for the two. Each linear's parameters know
+what to take of the checkpoint's tensors, in floats or in blocks of 4 bits. On one rank all are the same linear.
+Source: Shoeybi et al., Megatron-LM (2019), section 3; the classes have the names that they have in vLLM.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph import ops
+from chunkrt.graph.modules import Module, Parameter
+from chunkrt.graph.shares import HeadShare, Number, Share
+from chunkrt.ranks import ALONE, Ranks
+from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor, TensorSource
+
+Outputs = int | Mapping[str, int]
+"""Columns, of one tensor at the module's own path; or of each of several tensors beside the module, by their names."""
+
+
+@dataclass(kw_only=True)
+class LinearWeight(Parameter):
+    """A linear's weight [K, N]: of all checkpoint tensors' rows `rows`, which are N, and of their columns `depth`."""
+
+    rows: Share
+    depth: Share
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """See `Parameter.keeps_blocks`: none is cut."""
+        return self._blocks() is not None
+
+    def load_blocks(self, source: TensorSource) -> BlockTensor | None:
+        """See `Parameter.load_blocks`."""
+        self.check(source)
+        blocks, parts = self._blocks(), [source.read_blocks(name) for name in self.checkpoint_tensors]
+        if blocks is None or any(part is None for part in parts):
+            return None
+        whole = [part for part in parts if part is not None]
+        return BlockTensor(
+            integers=self.depth.take(self.rows.take(_stacked([p.integers for p in whole])), axis=1),
+            scales=blocks.take(self.rows.take(_stacked([p.scales for p in whole])), axis=1),
+            minima=blocks.take(self.rows.take(_stacked([p.minima for p in whole])), axis=1),
+        )
+
+    def _blocks(self) -> Share | None:
+        return self.depth.in_blocks(BLOCK_DEPTH)
+
+
+class LinearBase(Module, ABC):
+    """hidden [T, K] @ weight [K, N] (+ bias [N]). Subclasses say by `share` what of the checkpoint's tensors these are.
+
+    The checkpoint holds each output as `weight` [columns, in_features] (and `bias` [columns]).
+
+    Args:
+        in_features: of the whole linear.
+        outputs: of the whole linear.
+        stored_in: the checkpoint has the outputs one after another in one tensor of this name, beside the module.
+        tied_to: another module, whose table [columns, in_features] is the weight (a tied head).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Outputs,
+        *,
+        bias: bool = False,
+        stored_in: str = "",
+        tied_to: Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.has_bias = in_features, bias
+        self.outputs: Mapping[str, int] = {"": outputs} if isinstance(outputs, int) else outputs
+        self._stored_in = stored_in
+        self._tied_to: Sequence[Module] = (tied_to,) if tied_to else ()
+
+    @abstractmethod
+    def share(self) -> tuple[Share, Share]:
+        """What this rank has: of all outputs' columns together, and of the input's."""
+
+    def tensors(self) -> dict[str, int]:
+        """The checkpoint's tensors, less their ".weight" and ".bias", with their rows."""
+        if self._stored_in:
+            return {self.sibling(self._stored_in): sum(self.outputs.values())}
+        if self._tied_to:
+            return {self._tied_to[0].path: sum(self.outputs.values())}
+        return {self.sibling(name) if name else self.path: columns for name, columns in self.outputs.items()}
+
+    def declare(self) -> None:
+        tensors, (rows, depth) = self.tensors(), self.share()
+        self.weight = LinearWeight(
+            shape=(depth.length, rows.length),
+            checkpoint_tensors={f"{path}.weight": (columns, self.in_features) for path, columns in tensors.items()},
+            combine=lambda *parts: depth.take(rows.take(_stacked(parts)), axis=1).T,
+            rows=rows,
+            depth=depth,
+        )
+        if self.has_bias:
+            self.bias = Parameter(
+                shape=(rows.length,),
+                checkpoint_tensors={f"{path}.bias": (columns,) for path, columns in tensors.items()},
+                combine=lambda *parts: rows.take(_stacked(parts)),
+            )
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        product = ops.matmul(hidden, self.weight.value(), name="product" if self.has_bias else "output")
+        return self.with_bias(product)
+
+    def with_bias(self, product: ir.Value) -> ir.Value:
+        """The bias added, if there is one."""
+        return ops.add(product, self.bias.value(), name="output") if self.has_bias else product
+
+    def even(self, sizes: Mapping[str, int], ranks: Ranks) -> list[Share]:
+        """A rank's slices of axes of some sizes. Raises ConfigError, which names those that cannot be shared evenly."""
+        shares = {name: Share.even(size, ranks) for name, size in sizes.items()}
+        if odd := [f"{name} {sizes[name]}" for name, share in shares.items() if share is None]:
+            raise ConfigError(
+                f"{ranks.size} ranks cannot share {', '.join(odd)} evenly; take a number of ranks that divides them"
+            )
+        return [share for share in shares.values() if share is not None]
+
+
+class ReplicatedLinear(LinearBase):
+    """Whole on every rank.
+
+    Args:
+        rows: of the outputs one after another, those that are the linear's columns; by default all.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Outputs,
+        *,
+        bias: bool = False,
+        rows: NDArray[np.int64] | None = None,
+        tied_to: Module | None = None,
+    ) -> None:
+        super().__init__(in_features, outputs, bias=bias, tied_to=tied_to)
+        self._rows = rows
+
+    def share(self) -> tuple[Share, Share]:
+        num_rows = sum(self.outputs.values())
+        rows = Share.whole(num_rows) if self._rows is None else Share(num_rows, self._rows)
+        return rows, Share.whole(self.in_features)
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several linears over the same input, side by side. Each of them is cut by its columns, and a rank has its slice
+    of each; they need not be equally wide.
+
+    Raises:
+        ConfigError: an output cannot be shared evenly; all such are named (when the module is named).
+    """
+
+    def __init__(
+        self, in_features: int, outputs: Outputs, ranks: Ranks = ALONE, *, bias: bool = False, stored_in: str = ""
+    ) -> None:
+        super().__init__(in_features, outputs, bias=bias, stored_in=stored_in)
+        self._ranks = ranks
+
+    def share(self) -> tuple[Share, Share]:
+        sizes = {self.sibling(name) if name else self.path: columns for name, columns in self.outputs.items()}
+        return Share.joined(self.even(sizes, self._ranks)), Share.whole(self.in_features)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One linear, cut by its columns: a rank has a slice of them, with their bias."""
+
+    def __init__(self, in_features: int, out_features: int, ranks: Ranks = ALONE, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, ranks, bias=bias)
+
+
+class QKVParallelLinear(LinearBase):
+    """The query, key and value projections as one linear, columns q | k | v, head after head, cut by heads.
+
+    Args:
+        heads: a rank's; see `graph/shares.py` for what is copied and padded.
+    """
+
+    def __init__(self, in_features: int, heads: HeadShare, *, bias: bool = False, stored_in: str = "") -> None:
+        q, kv = heads.q_columns, heads.kv_columns
+        outputs = {"q_proj": q.size, "k_proj": kv.size, "v_proj": kv.size}
+        super().__init__(in_features, outputs, bias=bias, stored_in=stored_in)
+        self._rows = Share.joined([q, kv, kv])
+
+    def share(self) -> tuple[Share, Share]:
+        return self._rows, Share.whole(self.in_features)
+
+
+class RowParallelLinear(LinearBase):
+    """One linear, cut by its rows: a rank multiplies its slice of the input, and the products are summed over ranks.
+    The bias is added to the sum, once.
+
+    Args:
+        outputs: the columns; or with the name of the checkpoint's tensor, beside this module, if it is not this one's.
+        depth: what of the input a rank has, if not an even slice.
+
+    Raises:
+        ConfigError: the input cannot be shared evenly (when the module is named).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Outputs,
+        ranks: Ranks = ALONE,
+        *,
+        depth: Share | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(in_features, outputs, bias=bias)
+        self._ranks, self._depth = ranks, depth
+
+    def share(self) -> tuple[Share, Share]:
+        depth = self._depth or self.even({f"the input of {self.path}": self.in_features}, self._ranks)[0]
+        return Share.whole(sum(self.outputs.values())), depth
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        if self._ranks.are_alone:
+            return super().forward(hidden)
+        partial = ops.matmul(hidden, self.weight.value(), name="partial")
+        return self.with_bias(ops.all_reduce(partial, name="product" if self.has_bias else "output"))
+
+
+def _stacked(parts: Sequence[NDArray[Number]]) -> NDArray[Number]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,134 @@
+"""Shares: which part of an axis a rank has, and which heads of attention.
+
+Heads are given out in groups, a key/value head with the query heads that read it. All ranks have equally many:
+
+- Where ranks divide the groups, each has its groups.
+- Where groups divide the ranks (fewer groups than ranks), each group is copied to so many ranks, which share out its
+  query heads. A group's own query heads are padded with zeros if they cannot be shared evenly.
+- Else the groups are padded with groups of zeros up to the next multiple of the ranks. So 3 groups on 2 ranks are 2 on
+  each, one of them of zeros. Padding costs the time of the largest share, which some rank would take in any case.
+
+A head of zeros has rows of zeros in q, k and v and columns of zeros in the output projection: it adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.ranks import Ranks
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Some elements of an axis of `size`: their `indices`, in order. The index `size` stands for a zero, which pads."""
+
+    size: int
+    indices: NDArray[np.int64]
+
+    @staticmethod
+    def whole(size: int) -> Share:
+        """All of the axis."""
+        return Share(size, np.arange(size))
+
+    @staticmethod
+    def even(size: int, ranks: Ranks) -> Share | None:
+        """A rank's slice, as long as all others'; None if there are none."""
+        length, rest = divmod(size, ranks.size)
+        return None if rest else Share(size, np.arange(ranks.rank * length, (ranks.rank + 1) * length))
+
+    @staticmethod
+    def joined(shares: Sequence[Share]) -> Share:
+        """Of axes that lie one after another."""
+        size = sum(share.size for share in shares)
+        starts = np.cumsum([0, *(share.size for share in shares)])
+        parts = [
+            np.where(share.indices == share.size, size, share.indices + start)
+            for share, start in zip(shares, starts, strict=False)
+        ]
+        return Share(size, np.concatenate(parts))
+
+    def spread(self, width: int) -> Share:
+        """The same where every element is `width` of them."""
+        return Share(self.size * width, self._spread(width))
+
+    def _spread(self, width: int) -> NDArray[np.int64]:
+        columns: NDArray[np.int64] = (self.indices[:, None] * width + np.arange(width)).ravel()
+        return np.minimum(columns, self.size * width)
+
+    @property
+    def length(self) -> int:
+        """Elements, padding included."""
+        return len(self.indices)
+
+    def take(self, array: NDArray[Number], axis: int = 0) -> NDArray[Number]:
+        """This part of an array along one of its axes, which has `size`."""
+        if np.array_equal(self.indices, np.arange(self.size)):
+            return array
+        if self.size in self.indices:
+            shape: tuple[int, ...] = tuple(1 if i == axis else n for i, n in enumerate(array.shape))
+            array = np.concatenate([array, np.zeros(shape, array.dtype)], axis=axis)
+        taken: NDArray[Any] = np.take(array, self.indices, axis=axis)
+        return taken
+
+    def in_blocks(self, length: int) -> Share | None:
+        """The same part of an axis of blocks of `length` neighbours; None if it takes a piece of a block."""
+        if self.size % length or self.length % length:
+            return None
+        blocks = Share(self.size // length, self.indices[::length] // length)
+        return blocks if np.array_equal(blocks._spread(length), self.indices) else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadShare:
+    """A rank's heads of attention: of `query` heads and of `key` heads, whose values go with them."""
+
+    query: Share
+    key: Share
+    head_dim: int
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the rank."""
+        return self.query.length
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of the rank."""
+        return self.key.length
+
+    @property
+    def q_columns(self) -> Share:
+        """Of all query heads' columns."""
+        return self.query.spread(self.head_dim)
+
+    @property
+    def kv_columns(self) -> Share:
+        """Of all key heads' columns, or of all value heads'."""
+        return self.key.spread(self.head_dim)
+
+
+def share_heads(num_heads: int, num_kv_heads: int, head_dim: int, ranks: Ranks) -> HeadShare:
+    """A rank's heads; see above.
+
+    Args:
+        num_heads: a multiple of `num_kv_heads`.
+    """
+    group = num_heads // num_kv_heads
+    if num_kv_heads < ranks.size and ranks.size % num_kv_heads == 0:
+        copies = ranks.size // num_kv_heads
+        key, part = divmod(ranks.rank, copies)
+        keys, length = np.array([key]), -(-group // copies)
+        members = part * length + np.arange(length)
+        queries = np.where(members < group, key * group + members, num_heads)
+    else:
+        length = -(-num_kv_heads // ranks.size)
+        keys = np.minimum(ranks.rank * length + np.arange(length), num_kv_heads)
+        queries = Share(num_kv_heads, keys).spread(group).indices
+    return HeadShare(query=Share(num_heads, queries), key=Share(num_kv_heads, keys), head_dim=head_dim)

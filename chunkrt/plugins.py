@@ -1,0 +1,168 @@
+"""Plug-ins: operators, backends, decoder families and policies of other distributions, found by their entry points.
+
+What is installed is read once a process, when a name is first looked up; a plug-in is imported when it is used, once.
+One that is broken harms only who asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from chunkrt.errors import ChunkrtError
+
+Provided = TypeVar("Provided")
+
+log = logging.getLogger(__name__)
+
+
+class Plugin(Generic[Provided]):
+    """One entry point of a group.
+
+    `distribution`, `version`: of what it was installed with. `conflict`: why its name is not used; empty if it is.
+    """
+
+    def __init__(self, group: PluginGroup[Provided], entry_point: EntryPoint, conflict: str) -> None:
+        self.group = group.name
+        self.name = entry_point.name
+        self.distribution = entry_point.dist.name if entry_point.dist else "?"
+        self.version = entry_point.dist.version if entry_point.dist else "?"
+        self.conflict = conflict
+        self._entry_point = entry_point
+        self._check, self._error = group.check, group.error
+        self._failure: Exception | None = None
+        self._is_told = False
+
+    def __str__(self) -> str:
+        return f"plug-in {self.name!r} of {self.distribution} {self.version} ({self.group})"
+
+    def load(self) -> Provided:
+        """What the entry point stands for; imported once, and a failure is kept.
+
+        Raises:
+            The group's error: it does not import, is not what the group expects, or its name is not its own.
+        """
+        if self.conflict:
+            raise self._error(f"the {self} is not used: {self.conflict}")
+        if self._failure is None:
+            try:
+                return self._provided
+            except Exception as error:  # whatever another's code raises
+                self._failure = error
+        cause = self._failure
+        raise self._error(
+            f"the {self} is broken: {type(cause).__name__}: {cause}; repair it, or uninstall {self.distribution}"
+        ) from cause
+
+    def load_or_tell(self) -> Provided | None:
+        """As `load`; a plug-in that fails is told in one warning, and is None."""
+        try:
+            return self.load()
+        except ChunkrtError as error:
+            self._tell(error)
+            return None
+
+    def fail(self, cause: Exception) -> None:
+        """What was provided failed when it was put to use: told in one warning, and what `load` raises from now on."""
+        self._failure = cause
+        self.load_or_tell()
+
+    def _tell(self, error: ChunkrtError) -> None:
+        if not (self._is_told or self.conflict):  # a conflict is told when it is found
+            self._is_told = True
+            log.warning("%s; it is left out", error)
+
+    @cached_property
+    def _provided(self) -> Provided:
+        found = self._entry_point.load()
+        if reason := self._check(self.name, found):
+            raise TypeError(f"{self._entry_point.value} {reason}")
+        provided: Provided = found
+        return provided
+
+
+class PluginGroup(Generic[Provided]):
+    """The plug-ins of one kind.
+
+    Args:
+        name: of the entry points' group.
+        error: what is raised for a plug-in that was asked for and does not work.
+        own: the names that chunkrt has itself; no plug-in takes their place.
+        check: tells of (name, object) why the object will not do; "" if it will.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        error: type[ChunkrtError],
+        own: Collection[str] = (),
+        check: Callable[[str, Any], str] = lambda name, found: "" if callable(found) else "cannot be called",
+    ) -> None:
+        self.name = name
+        self.error = error
+        self.check = check
+        self._own = own
+
+    @cached_property
+    def plugins(self) -> Sequence[Plugin[Provided]]:
+        """All that are installed, by name; a conflict of names is told in one warning."""
+        found = sorted(_installed(self.name), key=lambda entry_point: entry_point.name)
+        counts = Counter(entry_point.name for entry_point in found)
+        plugins = [Plugin(self, entry_point, self._conflict(entry_point, counts)) for entry_point in found]
+        for plugin in plugins:
+            if plugin.conflict:
+                log.warning("the %s is not used: %s", plugin, plugin.conflict)
+        return plugins
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that can be asked for; whether they work is not known before they are."""
+        return tuple(plugin.name for plugin in self.plugins if not plugin.conflict)
+
+    def find(self, name: str) -> Plugin[Provided] | None:
+        """The plug-in of a name; None if there is none, or the name is chunkrt's own."""
+        return next((plugin for plugin in self.plugins if plugin.name == name and name not in self._own), None)
+
+    def load_all(self) -> dict[str, Provided]:
+        """Every plug-in that works, by name; the others are told in one warning each."""
+        loaded = {plugin.name: plugin.load_or_tell() for plugin in self.plugins}
+        return {name: provided for name, provided in loaded.items() if provided is not None}
+
+    def _conflict(self, entry_point: EntryPoint, counts: Counter[str]) -> str:
+        if entry_point.name in self._own:
+            return f"chunkrt has {entry_point.name!r} itself"
+        if counts[entry_point.name] > 1:
+            return f"{counts[entry_point.name]} entry points have that name; uninstall all but one"
+        return ""
+
+
+def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
+    """What a plug-in consists of, to tell whether it has changed: versions, and its package's files with their times.
+
+    Empty if there is none of that name. Nothing is imported.
+    """
+    found: list[tuple[str, str, int]] = []
+    for entry_point in _installed(group):
+        if entry_point.name == name:
+            distribution = (entry_point.dist.name, entry_point.dist.version) if entry_point.dist else ("?", "?")
+            found.append((*distribution, 0))
+            spec = find_spec(entry_point.module.partition(".")[0])
+            for folder in (spec and spec.submodule_search_locations) or ():
+                files = sorted(Path(folder).rglob("*.py"))
+                found += [(str(path), "", path.stat().st_mtime_ns) for path in files]
+    return found
+
+
+def _installed(group: str) -> Sequence[EntryPoint]:
+    try:
+        return tuple(entry_points(group=group))
+    except Exception as error:  # importlib.metadata trusts every distribution's files
+        log.warning("no %s are used: what is installed cannot be read (%s: %s)", group, type(error).__name__, error)
+        return ()

@@ -1,0 +1,248 @@
+"""The thread that makes all calls to MPI: messages out and in, beats, and what happens when a rank is lost.
+
+MPI's own waiting would keep a core busy, so this thread only asks whether something has come, and sleeps between: for a
+twentieth of the time that nothing has come, so that a message waits little longer than it had to.
+
+A rank is lost when its process is gone, where that can be seen, or when nothing has come from it for `LOST_S`; each
+sends a beat every second. MPI cannot go on without one, so the launch ends: whoever waits for a message gets
+DeviceLostError. A process in which nobody notices, or that goes on after the leader has ended, is ended here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Event, Lock, Thread
+from typing import Any, NoReturn
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from chunkrt.errors import ChunkrtError, ClosedError, ConfigError, DeviceLostError
+from chunkrt.ranks.base import Ranks
+from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
+
+CONNECT_S = 60.0
+"""All ranks have to come within it."""
+LOOK_S = 0.1
+"""How often it is looked whether they have."""
+BEAT_S = 1.0
+LOST_S = 5.0
+GRACE_S = 2.0
+"""How long somebody has to notice that the launch is over, before the process is ended."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 5e-3
+HEADER_BYTES = 64
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """What a rank tells the others of itself when they meet.
+
+    `machine`: equal for those that see each other's process ids. `arguments`: what it was started with.
+    """
+
+    pid: int
+    machine: Sequence[str]
+    cpus: frozenset[int]
+    version: str
+    arguments: Sequence[str]
+
+
+class MpiTransport:
+    """Carries messages between mailboxes. It lives as long as the process.
+
+    Args:
+        ranks: what mpiexec said; at least 2.
+        me: told to all others.
+        mailbox: where messages and failures go.
+        end: ends the process; told why.
+    """
+
+    def __init__(self, ranks: Ranks, me: Peer, mailbox: Mailbox, end: Callable[[str], NoReturn]) -> None:
+        self._ranks = ranks
+        self._others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        self._me = me
+        self._mailbox = mailbox
+        self._end = end
+        self._outbox: deque[tuple[int, Bytes]] = deque()
+        self._wake = Condition(Lock())
+        self._is_closing = False
+        self._is_check_due = False
+        self._is_over = False
+        self._heard: dict[int, float] = {}
+        """When something last came from each."""
+        self._met = Event()
+        self._thread = Thread(target=self._work, name="chunkrt-mpi", daemon=True)
+        self.peers: Sequence[Peer] = ()
+        """By rank, once connected."""
+
+    def connect(self) -> None:
+        """Start, and wait for the other ranks.
+
+        Raises:
+            ConfigError: MPI cannot be loaded, or is another than mpiexec's.
+            DeviceLostError: a rank did not come.
+        """
+        self._thread.start()
+        latest = time.monotonic() + CONNECT_S
+        while not self._met.wait(LOOK_S):
+            if self._is_check_due:
+                self._mailbox.fail(DeviceLostError("a rank ended before all were there; start all ranks again"))
+                break
+            if time.monotonic() > latest:
+                self._mailbox.fail(
+                    DeviceLostError(f"not all {self._ranks.size} ranks were there after {CONNECT_S:.0f} s; start again")
+                )
+                break
+        if self._mailbox.failure is not None:
+            raise self._mailbox.failure
+
+    def send(self, envelope: Envelope, payload: Bytes, to: Sequence[int]) -> None:
+        """Send a copy of a payload; returns at once."""
+        message = np.zeros(HEADER_BYTES + payload.size, np.uint8)
+        message[: 8 * len(envelope)] = np.array(envelope, np.int64).view(np.uint8)
+        message[HEADER_BYTES:] = payload
+        with self._wake:
+            self._outbox.extend((rank, message) for rank in to)
+            self._wake.notify()
+
+    def check(self) -> None:
+        """Look soon whether all ranks live. For a signal's handler: it takes no lock."""
+        self._is_check_due = True
+
+    def close(self) -> None:
+        """Send what is to be sent, and leave MPI; wait for it a few seconds at most."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join(LOST_S)
+
+    def _work(self) -> None:
+        try:
+            mpi, library = self._initialize()
+        except Exception as error:
+            self._mailbox.fail(error if isinstance(error, ChunkrtError) else ConfigError(f"MPI failed: {error}"))
+            return
+        finally:
+            self._met.set()
+        try:
+            self._carry(mpi, mpi.COMM_WORLD.Dup())
+        except Exception as error:
+            self._look_for_lost()  # which is why MPI fails, mostly
+            self._lose(f"MPI failed: {error}")
+        with self._wake:
+            self._wake.wait_for(lambda: self._is_closing, GRACE_S)
+        if not isinstance(self._mailbox.failure, DeviceLostError):
+            library.MPI_Finalize()
+        if not (self._is_closing or self._mailbox.was_failure_told):
+            self._end(str(self._mailbox.failure))
+
+    def _initialize(self) -> tuple[Any, Any]:
+        """Load MPI and meet the others. Through ctypes, for mpi4py would keep the GIL while it waits for them."""
+        try:
+            import mpi4py
+
+            mpi4py.rc.initialize = mpi4py.rc.finalize = False
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(
+                f"mpiexec started {self._ranks.size} ranks, but MPI cannot be loaded ({error}); "
+                "pip install 'chunkrt[mpi]', or start without mpiexec"
+            ) from error
+        library = ctypes.CDLL(MPI.__file__)
+        library.MPI_Init_thread(None, None, MPI.THREAD_FUNNELED, ctypes.byref(ctypes.c_int()))
+        world = MPI.COMM_WORLD
+        if (world.rank, world.size) != (self._ranks.rank, self._ranks.size):
+            raise ConfigError(
+                f"mpiexec started {self._ranks}, but for MPI it is {Ranks(world.rank, world.size)}; "
+                f"use the mpiexec of {MPI.Get_library_version().splitlines()[0]}"
+            )
+        self.peers = [pickle.loads(peer) for peer in world.allgather(pickle.dumps(self._me))]
+        return MPI, library
+
+    def _carry(self, mpi: Any, world: Any) -> None:
+        """Carry messages until this rank or the leader leaves, or a rank is lost."""
+        status = mpi.Status()
+        sending: list[tuple[Any, Bytes]] = []
+        receiving: list[tuple[Any, int, Bytes]] = []
+        now = time.monotonic()
+        last_message = last_beat = last_round = now
+        self._heard = dict.fromkeys(self._others, now)
+        while not (self._is_over or (self._is_closing and not sending and not self._outbox)):
+            has_news = False
+            while self._outbox:
+                rank, message = self._outbox.popleft()
+                sending.append((world.Isend([message, mpi.BYTE], dest=rank), message))
+                has_news = True
+            while (found := world.Improbe(status=status)) is not None:
+                data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
+                receiving.append((found.Irecv([data, mpi.BYTE]), status.Get_source(), data))
+            now = time.monotonic()
+            if now - last_round > BEAT_S:  # this process was stopped, or the machine slept; so perhaps did the others
+                self._heard = dict.fromkeys(self._others, now)
+            last_round = now
+            sending = [(request, message) for request, message in sending if not request.Test()]
+            arrived = [request.Test() for request, _, _ in receiving]
+            for (_, source, data), is_here in zip(receiving, arrived, strict=True):
+                if is_here:
+                    self._heard[source] = now
+                    has_news |= self._deliver(source, data)
+            receiving = [message for message, is_here in zip(receiving, arrived, strict=True) if not is_here]
+            if now - last_beat >= BEAT_S or self._is_check_due:
+                last_beat, self._is_check_due = now, False
+                self.send(Envelope(Channel.BEAT), np.empty(0, np.uint8), self._others)
+                self._look_for_lost()
+            last_message = now if has_news else last_message
+            pause = min(max((now - last_message) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
+            with self._wake:
+                if not (self._outbox or self._is_closing):
+                    self._wake.wait(pause)
+
+    def _deliver(self, source: int, data: Bytes) -> bool:
+        """Put a message where it belongs. Returns whether more may follow soon."""
+        channel, *about = data[: 8 * len(Envelope._fields)].view(np.int64).tolist()
+        envelope, payload = Envelope(Channel(channel), *about), data[HEADER_BYTES:].data
+        if envelope.channel == Channel.END:
+            self._mailbox.fail(ClosedError("the leader has ended"))
+            self._is_over = True
+        elif envelope.channel == Channel.LOST:
+            self._lose(bytes(payload).decode())
+        elif envelope.channel == Channel.ABORT:
+            self._mailbox.abort(envelope.number, bytes(payload).decode())
+        elif envelope.channel != Channel.BEAT:
+            self._mailbox.deliver(envelope, source, payload)
+        return envelope.channel != Channel.BEAT
+
+    def _look_for_lost(self) -> None:
+        now = time.monotonic()
+        for rank in self._others:
+            peer = self.peers[rank]
+            is_near = peer.machine == self._me.machine
+            if is_near and not _lives(peer.pid):
+                self._lose(f"rank {rank} was lost: its process {peer.pid} has ended")
+            elif now - self._heard.get(rank, now) > LOST_S:
+                self._lose(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s")
+                if is_near:  # mpiexec would wait for it
+                    with contextlib.suppress(psutil.Error):
+                        psutil.Process(peer.pid).kill()
+
+    def _lose(self, why: str) -> None:
+        self._mailbox.fail(DeviceLostError(f"{why}; start all ranks again"))
+        self._is_over = True
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True

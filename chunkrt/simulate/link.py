@@ -1,0 +1,101 @@
+"""Link profiles: what joins the ranks of one decoder, and what a sum over ranks takes on it.
+
+Those in `links/` say of every number where it comes from, as device profiles do (`profile.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+
+from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.ranks.exchange import exchange_of
+from chunkrt.simulate.tables import Source, build, read_table
+
+_FOLDER = Path(__file__).parent / "links"
+LINKS = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+"""The profiles that come with chunkrt."""
+
+_GIVEN = ("gb_per_s", "latency_us")
+FORM = "gb_per_s=1.25,latency_us=50"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkProfile:
+    """One link, which every rank has to itself: it sends and receives at once, through a switch that slows nobody.
+
+    nominal_gbit_per_s: what is printed on the box; nothing is computed from it. gb_per_s: what TCP carries of a
+    program's bytes, one way. latency_us: of a message, one way, from one program to the other. sources: of every
+    number, by its name.
+    """
+
+    name: str
+    nominal_gbit_per_s: float
+    gb_per_s: float
+    latency_us: float
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def sum_us(self, num_bytes: int, ranks: int) -> float:
+        """What a sum of so many bytes over so many ranks takes, if all begin it at once and nothing else is sent."""
+        steps, sent_bytes = exchange_of(num_bytes, ranks)
+        return steps * self.latency_us + sent_bytes / (1000 * self.gb_per_s)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.gb_per_s:g} GB/s, {self.latency_us:g} us)"
+
+
+def find_link(text: str) -> LinkProfile:
+    """A link by the name of one that comes with chunkrt, by the path of a TOML file, or by its two numbers as in FORM.
+
+    Raises:
+        ConfigError: there is none of that name, the file is wrong, or a number is missing or makes no sense.
+    """
+    if text in LINKS:
+        return read_link(_FOLDER / f"{text}.toml")
+    if text.endswith(".toml"):
+        return read_link(Path(text))
+    if "=" in text:
+        return _given(text)
+    raise unknown_name("link", text, LINKS, hint=f"there are: {', '.join(LINKS)}, a TOML file, or numbers as in {FORM}")
+
+
+def read_link(path: Path) -> LinkProfile:
+    """Read a profile.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown, missing or makes no sense.
+    """
+    sources: dict[str, Source] = {}
+    link = build(LinkProfile, read_table(path), str(path), sources)
+    if link.gb_per_s == 0:
+        raise ConfigError(f"{path}: gb_per_s is 0, expected a speed above 0")
+    return replace(link, sources=sources)
+
+
+def _given(text: str) -> LinkProfile:
+    """A link from "gb_per_s=NUMBER,latency_us=NUMBER", in any order."""
+    numbers: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in _GIVEN:
+            raise unknown_name("number of a link", name, _GIVEN, hint=f"write both, as in {FORM}")
+        if name in numbers:
+            raise ConfigError(f"the link {text!r} gives {name} twice")
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            numbers[name] = -1.0
+        least = "above 0" if name == "gb_per_s" else "of at least 0"
+        if not isfinite(numbers[name]) or numbers[name] < 0 or (name == "gb_per_s" and not numbers[name]):
+            raise ConfigError(f"the link {text!r} has {name} {value!r}, expected a number {least}")
+    if missing := [name for name in _GIVEN if name not in numbers]:
+        raise ConfigError(f"the link {text!r} lacks {missing[0]}; write both numbers, as in {FORM}")
+    source = Source(text="given", is_guess=False)
+    return LinkProfile(
+        name="link as given",
+        nominal_gbit_per_s=8 * numbers["gb_per_s"],
+        **numbers,
+        sources=dict.fromkeys(_GIVEN, source),
+    )

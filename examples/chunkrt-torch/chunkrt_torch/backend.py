@@ -1,0 +1,120 @@
+"""The backend: which subgraphs PyTorch runs, and how they are run.
+
+It plays the NPU's role: static subgraphs run here, one at a time, while the native backend attends on the CPU. PyTorch
+releases the GIL while it computes and while it waits for the GPU, so the two overlap.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from chunkrt.backends import Support
+from chunkrt.backends.base import Array
+from chunkrt.errors import BackendError, CompileError, PartitionError
+from chunkrt.graph.plan import Node, Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.weights.store import WeightStore
+from chunkrt_torch.linears import Linear, make_linear
+from chunkrt_torch.operators import OPERATORS
+from chunkrt_torch.products import multiplies_exactly
+
+log = logging.getLogger(__name__)
+
+
+class TorchBackend:
+    """Static subgraphs on one device of PyTorch, under every scheme of int8 products."""
+
+    name = "torch"
+    concurrency = 1
+    cache_dtypes = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._has_int8_products = multiplies_exactly(device)
+        if not self._has_int8_products:
+            log.info("PyTorch has no exact int8 products on this %s: float64 multiplies, more slowly", device)
+
+    def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
+        """Yes, if every operator is known and every linear is a product of int8."""
+        for node in subgraph.nodes:
+            if reason := _refusal(node, plan, scheme):
+                return Support(ok=False, node=node.name, reason=reason)
+        return Support(ok=True)
+
+    def compile(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
+    ) -> TorchExecutable:
+        """Bring the weights to the device, and look the operators up.
+
+        Raises:
+            PartitionError: see `supports`.
+            CompileError: the device has no memory left for the weights.
+        """
+        if not (support := self.supports(subgraph, plan, scheme)):
+            raise PartitionError(f"torch cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        linears = {node.inputs[1] for node in subgraph.nodes if node.op == "MatMul"}
+        try:
+            constants = {
+                name: make_linear(name, scheme, weights, self.device, self._has_int8_products)
+                if name in linears
+                else torch.tensor(weights.array(name), device=self.device)
+                for name in subgraph.weights
+            }
+        except RuntimeError as error:
+            raise CompileError(f"torch cannot bring {subgraph.name} to {self.device}: {error}") from error
+        return TorchExecutable(subgraph, constants, self.device)
+
+
+class TorchExecutable:
+    """Runs the nodes one after another."""
+
+    fixed_length: int | None = None
+
+    def __init__(
+        self, subgraph: Subgraph, constants: Mapping[str, torch.Tensor | Linear], device: torch.device
+    ) -> None:
+        self._name = subgraph.name
+        self._inputs = subgraph.inputs
+        self._steps = [(node, OPERATORS[node.op]) for node in subgraph.nodes]
+        self._constants = constants
+        self._device = device
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `chunkrt.backends.Executable.run`."""
+        try:
+            with torch.inference_mode():
+                values: dict[str, Any] = dict(self._constants)
+                values |= {name: torch.from_numpy(_writable(inputs[name])).to(self._device) for name in self._inputs}
+                for node, operator in self._steps:
+                    results = operator(*(values[name] for name in node.inputs), **node.attributes)
+                    values |= zip(node.outputs, results, strict=True)
+                for name, buffer in outputs.items():
+                    torch.from_numpy(buffer).copy_(values[name])  # waits for the device
+        except RuntimeError as error:
+            raise BackendError(f"torch, {self._name} on {self._device}: {error}") from error
+
+
+def _writable(array: Array) -> Array:
+    """PyTorch warns of arrays that it must not write, although nothing here does."""
+    return array if array.flags.writeable else np.array(array)
+
+
+def _refusal(node: Node, plan: Plan, scheme: Scheme) -> str:
+    if node.domain or node.op not in OPERATORS:
+        return f"torch has no operator {node.op}; it has: {', '.join(sorted(OPERATORS))}"
+    for name in (*node.inputs, *node.outputs):
+        if plan.tensors[name].dtype != "float32":
+            return f"{node.op} has the {plan.tensors[name].dtype} operand {name!r}, torch takes float32"
+    if node.op != "MatMul":
+        return ""
+    weight = plan.tensors[node.inputs[1]]
+    if weight.kind != "weight":
+        return f"MatMul by {weight.name!r}, which is computed: torch multiplies by weights alone"
+    if scheme.weight_bits is None or scheme.has_blocks(weight.name):
+        return f"MatMul under the scheme {scheme.name!r} is no product of int8; use w8a8-dynamic or a static scheme"
+    return ""

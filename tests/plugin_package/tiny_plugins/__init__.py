@@ -1,0 +1,1 @@
+"""One plug-in of each kind, and one that is broken."""

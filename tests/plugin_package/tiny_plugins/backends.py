@@ -1,0 +1,41 @@
+"""Two backends: one that plays both roles, and one that plays the NPU's beside the native backend."""
+
+from chunkrt.backends import Support
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.errors import PartitionError
+
+
+class TinyBackend(ReferenceBackend):
+    """What the reference runs, on the executor's threads."""
+
+    name = "tiny"
+
+
+class TinyNpu(ReferenceBackend):
+    """Static subgraphs alone, one at a time, and under static schemes."""
+
+    name = "tiny_npu"
+    concurrency = 1
+    cache_dtypes = ()
+
+    def supports(self, subgraph, plan, scheme):
+        """Yes, for what is the same for every chunk."""
+        if not (subgraph.is_static and scheme.is_static):
+            return Support(ok=False, node=subgraph.nodes[0].name, reason="tiny_npu needs grids; use a static scheme")
+        return super().supports(subgraph, plan, scheme)
+
+    def compile(self, subgraph, plan, chunk_length, scheme, weights):
+        """As the reference does it."""
+        if not (support := self.supports(subgraph, plan, scheme)):
+            raise PartitionError(f"tiny_npu cannot run {subgraph.name}: {support.reason}")
+        return super().compile(subgraph, plan, chunk_length, scheme, weights)
+
+
+def make(*, threads):
+    """The backend `tiny`; its executables bring no threads of their own."""
+    return TinyBackend()
+
+
+def make_npu(*, threads):
+    """The backend `tiny_npu`."""
+    return TinyNpu()

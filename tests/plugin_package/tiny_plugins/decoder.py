@@ -1,0 +1,11 @@
+"""A decoder family: Llama under another name, whose configs leave out what all its checkpoints share."""
+
+from chunkrt.graph.decoders.llama import llama
+
+
+def tiny_llama(config):
+    """The module tree of a checkpoint."""
+    return llama(config)
+
+
+tiny_llama.defaults = {"rms_norm_eps": 1e-5}

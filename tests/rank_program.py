@@ -1,0 +1,140 @@
+"""What tests have several ranks do: `mpiexec -n 2 python rank_program.py WHAT ARGUMENTS`."""
+
+import json
+import os
+import signal
+import sys
+from threading import Event, Timer
+
+import numpy as np
+import psutil
+
+import chunkrt
+from chunkrt.cli import main
+from chunkrt.errors import ChunkrtError
+from chunkrt.ranks.mpi import MpiCommunicator
+
+FLOAT = {"scheme": "float", "npu": "reference", "chunk_length": 8}
+PROMPT = list(range(3, 34))
+
+
+def on_sum(rank, position, act):
+    """Have a rank do something, once, before its first sum of a chunk at `position` or later."""
+    sums, is_done = MpiCommunicator.all_reduce, Event()
+
+    def all_reduce(self, partial, out, *, key):
+        if key[1] >= position and self.rank == rank and not is_done.is_set():
+            is_done.set()
+            act()
+        sums(self, partial, out, key=key)
+
+    MpiCommunicator.all_reduce = all_reduce
+
+
+def greedy(session, count):
+    """So many tokens."""
+    return [piece.token_id for piece in session.generate(max_new_tokens=count)]
+
+
+def sessions(model, state_file):
+    """Everything that a session and its state can do; prints tokens, and logits at the end."""
+    tokens = []
+    with chunkrt.load(model, **FLOAT) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        tokens.append(greedy(session, 6))
+        session.rewind(len(PROMPT) - 3)
+        session.prefill(PROMPT[-3:])
+        tokens.append(greedy(session, 4))
+        fork = session.fork()
+        fork.prefill(PROMPT[:5])
+        tokens += [greedy(fork, 4), greedy(session, 4)]
+        state, four = session._state, np.array(PROMPT[:4])
+        snapshot = state.snapshot()
+        first = engine.run(four, state, logits="last").logits
+        state.restore(snapshot)
+        assert np.array_equal(first, engine.run(four, state, logits="last").logits)
+        del snapshot, fork
+        other = engine.session()._state
+        state.save(state_file)
+        other.load(state_file)
+        assert np.array_equal(*(engine.run(four, each, logits="last").logits for each in (state, other)))
+        state.reset()
+        logits = engine.run(np.array(PROMPT), state, logits="all").logits
+    print(json.dumps({"tokens": tokens, "logits": logits.tolist()}))
+
+
+def shifting(model):
+    """A context that shifts; prints tokens."""
+    with chunkrt.load(model, **FLOAT, context_length=40, context_shift=True) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        print(json.dumps({"tokens": greedy(session, 30)}))
+
+
+def failing(model):
+    """Runs that fail on a rank, are cancelled and interrupted; all states then are what they were."""
+
+    def fail():
+        raise ValueError("made to fail")
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    after = len(PROMPT) + 8
+    on_sum(1, after, fail)
+    with chunkrt.load(model, **FLOAT) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        expected = greedy(session, 4)
+        session.rewind(len(PROMPT))
+        for act in (None, fail, session.cancel, interrupt):
+            if act is not None:
+                on_sum(0, after, act)
+            try:
+                session.prefill(PROMPT[:20])
+            except (ChunkrtError, KeyboardInterrupt) as error:
+                print(type(error).__name__, error)
+            print(session.position == len(PROMPT))
+        try:
+            session._state.load("nowhere.npz")
+        except ChunkrtError as error:
+            print(type(error).__name__, error)
+        print(greedy(session, 4) == expected)
+
+
+def signalled(name, *arguments):
+    """`chunkrt` with arguments; rank 1 sends itself a signal in the middle of a prompt."""
+    on_sum(1, 24, lambda: os.kill(os.getpid(), signal.Signals[name]))
+    command(*arguments)
+
+
+def interrupted(*arguments):
+    """`chunkrt` with arguments; mpiexec gets Ctrl-C in the middle of a prompt."""
+    on_sum(1, 24, lambda: psutil.Process().parent().parent().send_signal(signal.SIGINT))
+    command(*arguments)
+
+
+def command(*arguments):
+    """`chunkrt` with arguments."""
+    sys.argv = ["chunkrt", *arguments]
+    main()
+
+
+def waiting(model):
+    """Rank 1 dies while rank 0 waits for something else."""
+    if os.environ["PMI_RANK"] == "1":
+        load = chunkrt.engine._load_part
+
+        def load_and_die(*arguments):
+            engine = load(*arguments)
+            Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return engine
+
+        chunkrt.engine._load_part = load_and_die
+    with chunkrt.load(model, **FLOAT):
+        Event().wait()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

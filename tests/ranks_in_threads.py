@@ -1,0 +1,34 @@
+"""Ranks that are threads of the test's process."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from chunkrt.errors import DeviceLostError
+from chunkrt.ranks import Communicator
+from chunkrt.ranks.local import local_communicators
+
+Result = TypeVar("Result")
+TIMEOUT = 60.0
+"""Seconds after which ranks that wait for each other have deadlocked."""
+
+
+def on_ranks(size: int, work: Callable[[Communicator], Result]) -> list[Result]:
+    """What every rank's `work` returns. An error of a rank ends the others and comes through; so does a deadlock."""
+    communicators = local_communicators(size)
+
+    def guarded(communicator: Communicator) -> Result:
+        try:
+            return work(communicator)
+        except BaseException:
+            communicator.close()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(guarded, communicator) for communicator in communicators]
+        if wait(futures, TIMEOUT).not_done:
+            communicators[0].close()
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, DeviceLostError)):
+        raise error
+    return [future.result() for future in futures]

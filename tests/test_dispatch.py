@@ -1,0 +1,377 @@
+"""Dispatch: what runs each operator under which switches and plug-ins, and that the parts make up the whole."""
+
+import logging
+import threading
+from itertools import product
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, expected_logits, input_ids
+
+import chunkrt
+from chunkrt.backends import make_backend
+from chunkrt.backends.dispatch import Dispatcher, registered_operators
+from chunkrt.backends.functions import FunctionExecutable
+from chunkrt.backends.native.backend import NativeExecutable
+from chunkrt.backends.reference import quantize_rows, rotate_half
+from chunkrt.backends.registry import OWN_DEVICES
+from chunkrt.backends.segments import SegmentedExecutable
+from chunkrt.backends.switches import Switches
+from chunkrt.errors import BackendError, ConfigError, PartitionError
+from chunkrt.graph.operators import uses
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.sampling import Sampler
+from chunkrt.testing.decoder import random_decoder
+from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
+
+DYNAMIC, FLOAT = SCHEMES["w8a8-dynamic"], SCHEMES["float"]
+FAMILIES = {"llama": "llama_gqa", "gemma3": "gemma3_window_5", "lfm2": "lfm2", "qwen3_next": "qwen3_next_experts"}
+PARTS = {"cached_attention": "rope", "linear": "quantize", "logits": "quantize", "routed_experts": "quantize"}
+DEVICES = {"native": "native", "reference": "reference", "onnxrt": "npu", "qnn": "npu"}
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """Every kind of layer there is."""
+    return random_decoder([DYNAMIC, FLOAT], HYBRID_CONFIG, hybrid)
+
+
+@pytest.fixture
+def registry():
+    return registered_operators().copy()
+
+
+def add_plugin(registry, operator, device, function):
+    """What an installed plug-in does: on a device of its own, or in place of one of ours."""
+    with registry.from_distribution("acme-ops"):
+        registry.register(operator, device, replaces=device in OWN_DEVICES)(function)
+
+
+def dispatcher(decoder, registry, ops=None, *, scheme=DYNAMIC, **options):
+    return Dispatcher(decoder.plan, scheme, registry, Switches.parse(ops), **options)
+
+
+def all_choices(decoder, found, backend):
+    return [choice for subgraph in decoder.plan.subgraphs for _, choice in found.choices(subgraph, backend)]
+
+
+def expected_place(operator, backend, ops, plugged):
+    """The rule, written again: where an operator runs that all switches and plug-ins are about."""
+    is_off = ops == "none" or ops == f"-{operator}"
+    if is_off:
+        return "reference"
+    if plugged == "toy":
+        return "toy"
+    if plugged is not None and plugged == DEVICES[backend]:
+        return "plug-in"
+    return backend
+
+
+@pytest.mark.parametrize("plugged", [None, "toy", "native", "reference", "npu"])
+@pytest.mark.parametrize("backend", DEVICES)
+def test_the_matrix_of_operators_devices_switches_and_plugins(decoder, backend, plugged):
+    operators = {use.operator for subgraph in decoder.plan.subgraphs for use in uses(subgraph, decoder.plan)}
+    assert len(operators) > 12
+    for operator, switch in product(sorted(operators), (None, "all", "none", "-{}", "none,+{}", "none,-{}")):
+        registry = registered_operators().copy()
+        if plugged:
+            add_plugin(registry, operator, plugged, lambda *inputs: inputs[0])
+        ops = switch and switch.format(operator)
+        simple = "none" if ops and ops.startswith("none,-") else "all" if ops and ops.startswith("none,+") else ops
+        found = all_choices(decoder, dispatcher(decoder, registry, ops), backend)
+        mine = [choice for choice in found if choice.operator == operator]
+        places = {choice.runs_on for choice in mine}
+        assert places == {expected_place(operator, backend, simple, plugged)}, (operator, ops)
+        is_called = places != {backend}
+        assert all((choice.function is not None) == is_called for choice in mine)
+        assert all(choice.reason and choice.origin for choice in mine)
+        others = {choice.runs_on for choice in found if choice.operator != operator}
+        assert others == {"reference" if ops and ops.startswith("none") else backend}, (operator, ops)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "onnxrt"])
+@pytest.mark.parametrize("operator", PARTS)
+def test_parts_are_melted_called_or_replaced(decoder, backend, operator):
+    part, own = PARTS[operator], {"rope": rotate_half, "quantize": quantize_rows}[PARTS[operator]]
+
+    def theirs(*inputs):
+        return own(*inputs)
+
+    def choice(ops, *, is_plugged):
+        registry = registered_operators().copy()
+        if is_plugged:
+            add_plugin(registry, part, "toy", theirs)
+        found = all_choices(decoder, dispatcher(decoder, registry, ops), backend)
+        return next(choice for choice in found if choice.operator == operator)
+
+    assert choice("all", is_plugged=False).runs_on == backend
+    assert choice(f"none,+{operator}", is_plugged=False).runs_on == backend  # a part goes with its operator
+    for ops, is_plugged, called in [
+        (f"-{part}", False, own),
+        (f"-{part}", True, own),
+        ("all", True, theirs),
+        (f"none,+{operator}", True, theirs),
+        (f"none,+{part}", True, theirs),
+        (f"-{operator},+{part}", True, theirs),
+        ("none", True, own),
+    ]:
+        found = choice(ops, is_plugged=is_plugged)
+        assert found.runs_on == "reference", ops
+        if found.function is None:
+            assert (backend, called) == ("reference", own), ops
+        else:
+            assert found.function.keywords[part] is called, ops
+            assert found.parts[part].is_plugin == (called is theirs)
+
+
+def test_reasons_are_told(decoder, registry):
+    add_plugin(registry, "rope", "toy", rotate_half)
+    add_plugin(registry, "rms_norm", "toy", lambda *inputs: inputs[0])
+    found = dispatcher(decoder, registry, "-add")
+    reasons = {choice.operator: choice.reason for choice in all_choices(decoder, found, "native")}
+    assert reasons["add"] == "switched off by --ops -add"
+    assert reasons["rms_norm"] == "plug-in acme-ops has it"
+    assert reasons["cached_attention"] == "plug-in acme-ops has its part rope"
+    assert reasons["linear"] == "native form"
+
+
+def test_what_all_runs_on_the_backend_is_the_backends_executable(decoder, registry):
+    backend, weights = make_backend("native", threads=1), decoder.weights[DYNAMIC.name]
+    plan = decoder.plan
+    kinds = {
+        ops: {type(dispatcher(decoder, registry, ops).compile(s, backend, 4, weights)) for s in plan.static_subgraphs}
+        for ops in ("all", "none", "-rms_norm")
+    }
+    assert kinds == {
+        "all": {NativeExecutable},
+        "none": {FunctionExecutable},
+        "-rms_norm": {SegmentedExecutable},
+    }
+
+
+def test_an_operator_that_a_backend_lacks_goes_to_the_reference_with_one_warning(decoder, registry, caplog):
+    for entries in (registry._entries, registry._own):
+        del entries["rms_norm", "native"]
+    found = dispatcher(decoder, registry)
+    with caplog.at_level(logging.WARNING):
+        choices = all_choices(decoder, found, "native")
+    mine = [choice for choice in choices if choice.operator == "rms_norm"]
+    assert len(mine) > 2
+    assert {choice.runs_on for choice in mine} == {"reference"}
+    (record,) = caplog.records
+    assert "the reference runs the operator rms_norm, slowly: native has none: native has no" in record.getMessage()
+
+
+def test_what_nobody_has_is_refused_by_node(decoder, registry):
+    for entries in (registry._entries, registry._own):
+        del entries["rms_norm", "native"], entries["rms_norm", "reference"]
+    found = dispatcher(decoder, registry)
+    with pytest.raises(
+        PartitionError, match=r"nothing is left to run RMSNormalization: native has none: .* 'rms_norm'"
+    ):
+        all_choices(decoder, found, "native")
+
+
+def test_native_still_refuses_float_linears(decoder, registry):
+    backend, weights = make_backend("native", threads=1), decoder.weights["float"]
+    found = dispatcher(decoder, registry, scheme=FLOAT)
+    with pytest.raises(PartitionError, match=r"native cannot run subgraph .* under scheme float .*'w8a8-dynamic'"):
+        found.compile(decoder.plan.static_subgraphs[0], backend, 4, weights)
+
+
+def test_a_required_operator_stays_on(decoder, registry):
+    for entries in (registry._entries, registry._own):
+        del entries["rms_norm", "native"]
+    function = registry.find("rms_norm", "reference").function
+    registry.register("rms_norm", "native", is_required=True)(function)
+    choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
+    assert {choice.runs_on for choice in choices if choice.operator == "rms_norm"} == {"native"}
+    with pytest.raises(ConfigError, match="'rms_norm' insists"):
+        dispatcher(decoder, registry, "-rms_norm")
+
+
+def test_two_plugins_for_one_operator_are_refused(decoder, registry):
+    add_plugin(registry, "add", "toy", np.add)
+    add_plugin(registry, "add", "other", np.add)
+    with pytest.raises(ConfigError, match="'add' is there several times"):
+        all_choices(decoder, dispatcher(decoder, registry), "native")
+
+
+def run_model(name, ops, *, npu="native", scheme="w8a8-dynamic", tokens=5, **options):
+    """Logits of a prompt in chunks of 5, the tokens that follow, and how many look-ups that took."""
+    path, registry = checkpoint(name), registered_operators()
+    with chunkrt.load(path, npu=npu, scheme=scheme, ops=ops, chunk_length=5, threads=2, **options) as engine:
+        session, before = engine.session(), registry.num_lookups
+        logits = session.prefill(input_ids(name), logits="all").logits
+        generated = [piece.token_id for piece in session.generate(max_new_tokens=tokens)]
+        operators = {use.operator for subgraph in engine.plan.subgraphs for use in uses(subgraph, engine.plan)}
+        num_nodes = sum(len(subgraph.nodes) for subgraph in engine.plan.subgraphs)
+        return logits, generated, registry.num_lookups - before, operators, num_nodes
+
+
+def rms(values):
+    return np.sqrt(np.mean(values**2))
+
+
+def quantisation_error(name, logits):
+    """How far off the logits are that Transformers computes in float."""
+    return rms(logits - expected_logits(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
+def test_in_float_each_operator_alone_can_be_switched_off(name):
+    """ONNX Runtime and the reference in turns; each operator rounds sums of up to 64 products otherwise."""
+    whole, generated, _, operators, num_nodes = run_model(name, "all", npu="onnxrt", scheme="float")
+    tolerance = num_nodes * 64 * 2.0**-24 * np.abs(whole).max()
+    for operator in (*sorted(operators), "rope"):
+        found, its_tokens, *_ = run_model(name, f"-{operator}", npu="onnxrt", scheme="float")
+        np.testing.assert_allclose(found, whole, rtol=0, atol=tolerance, err_msg=operator)
+        assert its_tokens == generated, operator
+
+
+@pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
+def test_native_takes_turns_with_each_operator_of_the_reference(name):
+    """Values between linears differ by their rounding alone. A row of which one falls to another step, or is an outlier
+    no more, is quantised anew: that moves logits less than quantising all rows does."""
+    whole, generated, _, operators, _ = run_model(name, "all")
+    tolerance = quantisation_error(name, whole)
+    for operator in (*sorted(operators), "rope", "quantize", "none"):
+        ops = operator if operator == "none" else f"-{operator}"
+        found, its_tokens, *_ = run_model(name, ops)
+        assert rms(found - whole) < tolerance, operator
+        assert its_tokens == generated, operator
+
+
+@pytest.mark.parametrize("ops", ["all", "none", "-rms_norm"])
+def test_nothing_is_looked_up_while_running(ops):
+    _, generated, num_lookups, *_ = run_model("llama_gqa", ops)
+    assert (len(generated), num_lookups) == (5, 0)
+
+
+def test_shifted_contexts_and_no_npu_take_switches():
+    for options in ({"npu": "off"}, {"context_shift": True}, {"cache_dtype": "float32"}):
+        whole, tokens, *_ = run_model("llama_gqa", "all", **options)
+        found, its_tokens, *_ = run_model("llama_gqa", "-rope,-silu_mul", **options)
+        assert rms(found - whole) < quantisation_error("llama_gqa", whole)
+        assert its_tokens == tokens
+
+
+def test_caches_of_int8_are_the_native_attentions_alone():
+    run_model("llama_gqa", "-rms_norm", cache_dtype="int8")
+    for ops in ("none", "-cached_attention", "-rope"):
+        with pytest.raises(ConfigError, match=r"caches of int8 are .* and reference runs cached_attention"):
+            run_model("llama_gqa", ops, cache_dtype="int8")
+
+
+def test_several_threads_call_one_executable_in_segments(decoder, registry):
+    backend, weights, plan = make_backend("native", threads=2), decoder.weights[DYNAMIC.name], decoder.plan
+    subgraph = next(s for s in plan.static_subgraphs if len(s.nodes) > 8)
+    executable = dispatcher(decoder, registry, "-rms_norm,-add").compile(subgraph, backend, 8, weights)
+    random = np.random.default_rng(0)
+
+    def call(num_rows, seed):
+        random = np.random.default_rng(seed)
+        inputs = {
+            n: random.standard_normal((num_rows, *plan.tensors[n].shape[1:]), np.float32) for n in subgraph.inputs
+        }
+        outputs = {n: np.empty((num_rows, *plan.tensors[n].shape[1:]), np.float32) for n in subgraph.outputs}
+        executable.run(inputs, outputs)
+        return outputs
+
+    cases = [(int(random.integers(1, 9)), seed) for seed in range(24)]
+    alone, together = [call(*case) for case in cases], {}
+    threads = [threading.Thread(target=lambda c=case: together.update({c: call(*c)})) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for case, expected in zip(cases, alone, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(together[case][name], value)
+
+
+@pytest.fixture
+def plugged(registry, monkeypatch):
+    """A function that makes engines see a plug-in."""
+    monkeypatch.setattr("chunkrt.engine.registered_operators", lambda: registry)
+
+    def add(operator, device, function):
+        add_plugin(registry, operator, device, function)
+
+    return add
+
+
+def test_a_plugins_operator_runs_and_can_be_switched_off(plugged):
+    calls = []
+
+    def rms_norm(x, weight, *, axis, epsilon):
+        calls.append(x.shape)
+        return x / np.sqrt(np.mean(x**2, axis=axis, keepdims=True) + epsilon) * weight
+
+    plugged("rms_norm", "toy", rms_norm)
+    whole, *_ = run_model("llama_gqa", "-rms_norm", npu="onnxrt", scheme="float")
+    assert not calls
+    found, *_, num_nodes = run_model("llama_gqa", "all", npu="onnxrt", scheme="float")
+    assert calls
+    np.testing.assert_allclose(found, whole, rtol=0, atol=num_nodes * 64 * 2.0**-24 * np.abs(whole).max())
+
+
+def test_a_plugins_rope_is_used_by_the_attention(plugged):
+    calls = []
+
+    def rope(x, cos, sin):
+        calls.append(x.shape)
+        return rotate_half(x, cos, sin)
+
+    plugged("rope", "toy", rope)
+    run_model("llama_gqa", "-rope")
+    assert not calls
+    run_model("llama_gqa", None)
+    assert calls
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic", "w8a16"])
+def test_a_plugins_linear_may_take_weights_in_float(plugged, scheme):
+    """Activations are not rounded then, which is less of an error than rounding them."""
+    name = "llama_biased_gguf"
+    whole, *_ = run_model(name, "-linear", scheme=scheme)
+    plugged("linear", "toy", lambda left, right: left @ right.dequantise())
+    found, *_ = run_model(name, "all", scheme=scheme)
+    assert rms(found - expected_logits(name)) < 2 * quantisation_error(name, whole)
+
+
+def test_a_plugins_sampler_chooses_the_tokens(plugged):
+    class Last:
+        def __init__(self, options):
+            self.options = options
+
+        def next(self, logits, history=()):
+            return len(logits) - 1
+
+    plugged("sampler", "toy", Last)
+    with chunkrt.load(checkpoint("llama_gqa")) as engine, engine.session() as session:
+        vocab_size = engine.plan.vocab_size
+        session.prefill([1, 2, 3])
+        assert [piece.token_id for piece in session.generate(max_new_tokens=3)] == [vocab_size - 1] * 3
+    with chunkrt.load(checkpoint("llama_gqa"), ops="-sampler") as engine:
+        assert engine.make_sampler is Sampler
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, weight, **_: 1 / 0, "RMSNormalization by .*lambda.* failed: ZeroDivisionError: division by zero"),
+        (lambda x, weight: x, "failed: TypeError: .* unexpected keyword argument 'axis'"),
+        (lambda x, weight, **_: x[:, :-1], r"gave '.*' of shape \[3, 47\], expected \['T', 48\]"),
+        (lambda x, weight, **_: (x, x), "failed: ValueError: zip"),
+    ],
+)
+def test_what_a_plugins_function_does_wrong_is_told_with_its_name(plugged, function, message):
+    plugged("rms_norm", "toy", function)
+    with chunkrt.load(checkpoint("llama_gqa")) as engine, pytest.raises(BackendError, match=message):
+        engine.session().prefill([1, 2, 3])
+
+
+def test_unknown_operators_are_refused_before_anything_is_compiled(tmp_path):
+    with pytest.raises(ConfigError, match="unknown operator 'rmsnorm'; did you mean 'rms_norm'"):
+        chunkrt.load(tmp_path / "nowhere", ops="-rmsnorm")

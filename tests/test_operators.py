@@ -1,0 +1,214 @@
+"""Canonical names of operators, and the registry of what there is for each."""
+
+import pytest
+from fixture_checkpoints import NAMES, checkpoint
+
+from chunkrt.backends.dispatch import registered_operators
+from chunkrt.backends.lowering import FUNCTIONS, STANDARD
+from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.compiler import plan_checkpoint
+from chunkrt.errors import ConfigError
+from chunkrt.graph.functions import has_expansion
+from chunkrt.graph.operators import canonical_name, use_of, uses
+from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
+
+OPS = {
+    "add": {"Add"},
+    "cached_attention": {"CachedAttention", "RawKeyAttention"},
+    "embedding": {"Gather"},
+    "float_linear": {"FloatLinear"},
+    "gather_rows": {"Gather"},
+    "gelu_mul": {"GeluMul"},
+    "head_norm": {"HeadNorm"},
+    "linear": {"MatMul"},
+    "linear_attention": {"LinearAttention"},
+    "logits": {"MatMul"},
+    "mul": {"Mul"},
+    "rms_norm": {"RMSNormalization"},
+    "routed_experts": {"RoutedExperts"},
+    "sigmoid": {"Sigmoid"},
+    "silu_mul": {"SiluMul"},
+    "softplus": {"Softplus"},
+    "split": {"Split"},
+    "tanh": {"Tanh"},
+}
+"""What the uses of a name are in ONNX; both products of a gate stand for several nodes."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_node_of_a_decoder_is_in_one_use_of_a_known_operator(name):
+    plan = plan_checkpoint(checkpoint(name), {}).plan
+    for whole in (plan, plan.with_raw_keys()):
+        for subgraph in whole.subgraphs:
+            found = uses(subgraph, whole)
+            assert sorted(n.name for use in found for n in use.nodes) == sorted(n.name for n in subgraph.nodes)
+            known = {*subgraph.inputs, *subgraph.weights, *subgraph.state, ""}
+            for use in found:  # what it reads is there when its turn comes
+                assert use.node.op in OPS[use.operator] | {"CachedAttention"}
+                assert known.issuperset(use.node.inputs)
+                known.update(use.node.outputs)
+    everywhere = [use.operator for subgraph in plan.subgraphs for use in uses(subgraph, plan)]
+    assert [everywhere.count(name) for name in ("embedding", "gather_rows", "logits")] == [1, 1, 1]
+
+
+def test_attention_over_raw_keys_is_told_by_an_attribute():
+    node = Node(name="a", op="RawKeyAttention", domain="chunkrt", inputs=(), outputs=(), attributes={"window": 0})
+    use = use_of(node)
+    assert (use.operator, use.node.op, use.nodes) == ("cached_attention", "CachedAttention", (node,))
+    assert use.node.attributes == {"window": 0, "has_raw_keys": 1}
+
+
+@pytest.mark.parametrize(
+    ("domain", "op", "name"),
+    [
+        ("", "RMSNormalization", "rms_norm"),
+        ("", "LayerNormalization", "layer_normalization"),
+        ("chunkrt", "AllReduce", "all_reduce"),
+        ("chunkrt", "HeadNorm", "head_norm"),
+        ("chunkrt.native", "Linear", "linear"),
+        ("acme", "MatMul", "acme_mat_mul"),
+        ("acme.layers", "FastMixer2", "acme_layers_fast_mixer2"),
+    ],
+)
+def test_names(domain, op, name):
+    assert canonical_name(domain, op) == name
+
+
+def tensor(name, kind="value"):
+    return Tensor(name=name, dtype="float32", shape=(8, 8) if kind == "weight" else ("T", 8), kind=kind)
+
+
+def gated(*, outputs):
+    """x -> Split -> Sigmoid, Mul, Mul -> y -> MatMul by a computed value and by a weight."""
+    steps = [
+        ("Split", ("x",), ("gate", "up")),
+        ("Sigmoid", ("gate",), ("sig",)),
+        ("Tanh", ("x",), ("other",)),
+        ("Mul", ("gate", "sig"), ("silu",)),
+        ("Mul", ("silu", "up"), ("y",)),
+        ("MatMul", ("y", "other"), ("z",)),
+        ("MatMul", ("z", "w"), ("hidden",)),
+    ]
+    nodes = tuple(
+        Node(name=made[0], op=op, domain="", inputs=read, outputs=made, attributes={}) for op, read, made in steps
+    )
+    subgraph = Subgraph(
+        name="static.0",
+        device="npu",
+        is_static=True,
+        rows="T",
+        nodes=nodes,
+        inputs=("x",),
+        outputs=outputs,
+        weights=("w",),
+        state=(),
+    )
+    names = {name for node in nodes for name in (*node.inputs, *node.outputs)}
+    plan = Plan(
+        family="toy",
+        subgraphs=(subgraph,),
+        tensors={name: tensor(name, "weight" if name == "w" else "value") for name in names},
+        inputs=("x",),
+        output="logits",
+        vocab_size=8,
+        context_length=8,
+    )
+    return subgraph, plan
+
+
+def test_a_gate_is_one_operator_that_stands_where_its_last_node_stood():
+    found = uses(*gated(outputs=("hidden",)))
+    assert [use.operator for use in found] == ["tanh", "silu_mul", "matmul", "linear"]
+    silu = found[1]
+    assert [node.name for node in silu.nodes] == ["gate", "sig", "silu", "y"]
+    assert (silu.node.inputs, silu.node.outputs) == (("x",), ("y",))
+
+
+@pytest.mark.parametrize("inner", ["gate", "up", "sig", "silu"])
+def test_a_gate_whose_inner_result_is_wanted_stays_in_pieces(inner):
+    found = [use.operator for use in uses(*gated(outputs=("hidden", inner)))]
+    assert found == ["split", "sigmoid", "tanh", "mul", "mul", "matmul", "linear"]
+
+
+def make(registry, operator="add", device="reference", **options):
+    def function(*inputs):
+        return inputs
+
+    function.__module__ = options.pop("module", "chunkrt.toy")
+    registry.register(operator, device, **options)(function)
+    return function
+
+
+def test_an_operator_is_registered_once():
+    registry = OperatorRegistry()
+    function = make(registry)
+    assert registry.find("add", "reference").function is function
+    assert registry.find("add", "native") is None
+    with pytest.raises(
+        ConfigError, match=r"registers the operator 'add' on 'reference', which chunkrt.toy has already"
+    ):
+        make(registry, module="acme.ops")
+    assert registry.find("add", "reference").function is function
+
+
+def test_a_plugin_replaces_on_purpose_and_ours_is_still_to_be_had():
+    registry = OperatorRegistry()
+    ours = make(registry)
+    with registry.from_distribution("acme-ops"):
+        theirs = make(registry, module="acme.ops", replaces=True)
+    found = registry.find("add", "reference")
+    assert (found.function, found.is_plugin, found.origin) == (theirs, True, "acme-ops (acme.ops)")
+    assert registry.find_own("add", "reference").function is ours
+    assert registry.find_plugin("add", "reference") is found
+    assert registry.find_plugin("add", "native") is None
+    with pytest.raises(ConfigError, match=r"which acme-ops \(acme.ops\) has already; uninstall one of them"):
+        make(registry, module="other.ops", replaces=True)
+
+
+def test_there_must_be_something_to_replace():
+    with pytest.raises(ConfigError, match="replaces the operator 'ad' on 'reference', which nobody has"):
+        make(OperatorRegistry(), "ad", replaces=True)
+
+
+def test_a_plugins_own_device_goes_before_every_backend():
+    registry = OperatorRegistry()
+    make(registry)
+    function = make(registry, device="torch", module="acme.ops")
+    assert [registry.find_plugin("add", device).function for device in ("native", "reference", "npu")] == [function] * 3
+    make(registry, device="cuda", module="other.ops")
+    with pytest.raises(
+        ConfigError, match=r"'add' is there several times, of acme.ops on 'torch' and other.ops on 'cuda'"
+    ):
+        registry.find_plugin("add", "native")
+
+
+def test_a_plugin_that_fails_leaves_nothing_behind():
+    registry = OperatorRegistry()
+    make(registry)
+
+    def install():
+        with registry.from_distribution("acme-ops"):
+            make(registry, "mul", "torch")
+            make(registry)
+
+    with pytest.raises(ConfigError, match="has already"):
+        install()
+    assert registry.names() == ["add"]
+    assert make(registry, "mul", "torch").__module__ == "chunkrt.toy"
+    assert not registry.find("mul", "torch").is_plugin
+
+
+def test_every_native_and_npu_form_has_a_reference():
+    registry = registered_operators()
+    for device in ("native", "npu"):
+        own = [name for name in registry.names() if registry.find_own(name, device)]
+        assert len(own) > 15
+        assert all(registry.find_own(name, "reference") for name in own)
+
+
+def test_lowerings_are_standard_or_functions():
+    """A function's name in ONNX is the canonical one in capitals."""
+    as_op = {name: "".join(word.capitalize() for word in name.split("_")) for name in (*STANDARD, *FUNCTIONS)}
+    kinds = {"linear_attention": "short_conv"}
+    assert all(has_expansion("chunkrt", as_op[name], kinds.get(name, "")) for name in FUNCTIONS)
+    assert not any(has_expansion("chunkrt", as_op[name]) for name in STANDARD)

@@ -1,0 +1,414 @@
+"""Plug-ins: one of each kind, out of a package that pip installs beside chunkrt; and what becomes of broken ones."""
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import Distribution, EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, expected_logits, input_ids
+
+import chunkrt
+from chunkrt import plugins
+from chunkrt.backends import Support
+from chunkrt.backends.qnn.support import npu_support
+from chunkrt.engine_directory import cache_key
+from chunkrt.errors import ConfigError
+from chunkrt.npu import default_npu_scheme, linear_refusal
+from chunkrt.plugins import PluginGroup
+from chunkrt.quant.scheme import SCHEMES
+
+PACKAGE = Path(__file__).parent / "plugin_package"
+DISTRIBUTION = "chunkrt-tiny-plugins 0.3"
+GGUF = checkpoint("llama_biased_gguf")
+FAMILY = "llama_gqa"
+WARNING = "the plug-in 'broken' of chunkrt-tiny-plugins 0.3 (chunkrt.operators) is broken: ModuleNotFoundError"
+TAKEN = (
+    "the plug-in 'in_order' of chunkrt-tiny-plugins 0.3 (chunkrt.policies) is not used: chunkrt has 'in_order' itself"
+)
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory):
+    """The folder that the package is installed into."""
+    for needed in ("pip", "setuptools"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed: the plug-ins cannot be, without the network")
+    source, target = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site-packages")
+    shutil.copytree(PACKAGE, source)  # it is built where it lies
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--target", target]
+    install = [sys.executable, "-m", "pip", "install", *options, source]
+    finished = subprocess.run(install, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    return target
+
+
+@pytest.fixture(scope="session")
+def python(installed):
+    """A function that runs Python with the package installed: its exit status, stdout and stderr."""
+    path = [str(installed), str(Path(chunkrt.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
+
+    def run(*arguments):
+        command = [sys.executable, *map(str, arguments)]
+        finished = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
+        return finished.returncode, finished.stdout, finished.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def cli(python):
+    """The same for the command line."""
+    return lambda *arguments: python("-m", "chunkrt", *arguments)
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory):
+    """A checkpoint of the plug-in's family, without the key that it has a default for."""
+    folder = tmp_path_factory.mktemp("tiny_llama") / "checkpoint"
+    shutil.copytree(checkpoint(FAMILY), folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("rms_norm_eps") == 1e-5
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "tiny_llama"}))
+    return folder
+
+
+def run_answer(finished):
+    status, out, err = finished
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_doctor_lists_them_and_says_what_is_wrong(cli):
+    status, out, err = cli("doctor", "--json")
+    assert status == 0, err
+    found = {f["what"]: f for f in json.loads(out) if f["what"].startswith("chunkrt.")}
+    assert {what: f["ok"] for what, f in found.items()} == {
+        "chunkrt.operators broken": False,
+        "chunkrt.operators tiny": True,
+        "chunkrt.backends broken": False,
+        "chunkrt.backends tiny": True,
+        "chunkrt.backends tiny_npu": True,
+        "chunkrt.decoders broken_llama": False,
+        "chunkrt.decoders tiny_llama": True,
+        "chunkrt.policies broken": False,
+        "chunkrt.policies in_order": False,
+        "chunkrt.policies latest_chunk": True,
+        "chunkrt.policies misnamed": False,
+    }
+    assert {f["found"] for f in found.values()} == {DISTRIBUTION}
+    assert not any(f["advice"] for f in found.values() if f["ok"])
+    cause = "ModuleNotFoundError: No module named 'library_that_nobody_has'"
+    assert all(cause in f["advice"] for what, f in found.items() if "broken" in what)
+    assert "is named 'latest_chunk', not 'misnamed'" in found["chunkrt.policies misnamed"]["advice"]
+    assert "chunkrt has 'in_order' itself" in found["chunkrt.policies in_order"]["advice"]
+
+
+def test_a_backend_is_a_choice_of_npu(cli):
+    options = ("-p", "a b c d e f g h i j k l m n", "-n", "6", "--json", "--chunk", "4")
+    expected = run_answer(cli("run", GGUF, *options, "--npu", "reference"))
+    finished = cli("run", GGUF, *options, "--npu", "tiny")
+    assert run_answer(finished)["text"] == expected["text"]
+    assert [line for line in finished[2].splitlines() if "broken" in line] == [
+        f"chunkrt.plugins: {WARNING}: No module named 'library_that_nobody_has'; repair it, or uninstall "
+        "chunkrt-tiny-plugins; it is left out"
+    ]
+    assert finished[2].count(TAKEN) == 1
+    _, shown, _ = cli("run", "--help")
+    assert "tiny_npu" in shown
+    assert "latest_chunk" in shown
+
+
+def test_an_operator_takes_the_place_of_ours_and_is_switched_off(cli):
+    def norm(*switches):
+        report = run_answer(cli("ops", GGUF, "--npu", "native", "--json", *switches))
+        (row,) = {(r["runs_on"], r["origin"]) for r in report["operators"] if r["operator"] == "rms_norm"}
+        return row
+
+    assert norm() == ("plug-in", "chunkrt-tiny-plugins (tiny_plugins.operators)")
+    runs_on, origin = norm("--ops", "-rms_norm")
+    assert (runs_on, origin) == ("reference", "chunkrt.backends.reference")
+
+
+OPERATOR_RUNS = """
+import sys
+import chunkrt, numpy as np
+from tiny_plugins import operators
+calls, logits = [], []
+for ops in (None, "-rms_norm", "none"):
+    operators.num_calls = 0
+    with chunkrt.load(sys.argv[1], npu="native", chunk_length=8, ops=ops) as engine:
+        logits.append(engine.session().prefill(range(3, 20), logits="all").logits)
+    calls.append(operators.num_calls)
+norms = 2 * 2 + 1
+assert calls == [3 * norms, 0, 0], calls
+np.testing.assert_array_equal(logits[0], logits[1])
+"""
+
+
+def test_an_operator_runs_once_a_chunk_where_it_is_switched_on(python):
+    status, _, err = python("-c", OPERATOR_RUNS, checkpoint("llama_mha"))
+    assert status == 0, err
+
+
+BACKENDS_CONFORM = """
+from chunkrt.backends import make_backend
+from chunkrt.testing import check_backend
+for name in ("tiny", "tiny_npu"):
+    check_backend(make_backend(name, threads=1))
+"""
+
+
+def test_backends_conform(python):
+    status, _, err = python("-c", BACKENDS_CONFORM)
+    assert status == 0, err
+
+
+ROLES = """
+import sys
+import chunkrt, numpy as np
+from chunkrt.engine import default_cache_dtype
+from chunkrt.errors import ConfigError
+with chunkrt.load(sys.argv[1], npu="tiny", chunk_length=8) as engine:
+    assert engine.npu_backend is engine.cpu_backend and engine.npu_backend.name == "tiny"
+    assert engine.scheme.name == "w8a8-dynamic" and default_cache_dtype(engine.scheme, engine.cpu_backend) == "float32"
+    both = engine.session().prefill(range(3, 30)).logits
+with chunkrt.load(sys.argv[1], npu="tiny_npu", chunk_length=8) as engine:
+    assert (engine.npu_backend.name, engine.cpu_backend.name) == ("tiny_npu", "native")
+    assert engine.scheme.name == "w8a16" and default_cache_dtype(engine.scheme, engine.cpu_backend) == "float16"
+    session = engine.session()
+    prefill = session.prefill(range(3, 30))
+    beside = prefill.logits
+    device = [s.device for s in engine.plan.subgraphs]
+    assert {(device[e.task.subgraph], e.processor) for e in prefill.events} == {("npu", "npu"), ("cpu", "cpu")}
+    assert {e.processor for e in session.prefill([5]).events} == {"cpu"}
+with chunkrt.load(sys.argv[1], npu="reference", chunk_length=8) as engine:
+    np.testing.assert_array_equal(engine.session().prefill(range(3, 30)).logits, both)
+with chunkrt.load(sys.argv[1], npu="native", scheme="w8a16", chunk_length=8) as engine:
+    native = engine.session().prefill(range(3, 30)).logits
+assert np.abs(native - beside).max() < 1e-2 * np.abs(native).max()
+try:
+    chunkrt.load(sys.argv[1], npu="tiny", cache_dtype="int8")
+except ConfigError as error:
+    assert str(error) == "tiny has no caches of int8; choose float32 or float16, or another npu", error
+else:
+    raise AssertionError("int8 caches that no backend has")
+"""
+
+
+def test_a_backend_plays_both_roles_or_the_npus_alone(python):
+    status, _, err = python("-c", ROLES, checkpoint("llama_biased_gguf"))
+    assert status == 0, err
+
+
+DECODER = """
+import sys
+import chunkrt, numpy as np
+logits = []
+for model in sys.argv[2:]:
+    with chunkrt.load(model, npu="reference", scheme="float", chunk_length=8) as engine:
+        assert engine.plan.family in model, (engine.plan.family, model)
+        logits.append(engine.session().prefill(np.load(sys.argv[1]), logits="all").logits)
+np.testing.assert_array_equal(*logits)
+np.save(sys.argv[1], logits[0])
+"""
+
+
+def test_a_decoder_family_gives_what_llama_gives(python, cli, family, tmp_path):
+    path = tmp_path / "logits.npy"
+    np.save(path, np.array(input_ids(FAMILY)))
+    status, _, err = python("-c", DECODER, path, family, checkpoint(FAMILY))
+    assert status == 0, err
+    np.testing.assert_allclose(np.load(path), expected_logits(FAMILY), atol=1e-4, rtol=1e-3)
+    report = run_answer(cli("plan", family, "--npu", "tiny_npu", "--json"))
+    assert (report["plan"]["family"], report["scheme"]) == ("tiny_llama", "w8a16")
+    status, out, err = cli("support", family)
+    assert status == 0, out + err
+    assert "tiny_llama, tiny_plugins/decoder.py" in out
+
+
+POLICY = """
+import sys
+import chunkrt, numpy as np
+logits, orders = [], []
+for policy in ("in_order", "latest_chunk"):
+    with chunkrt.load(sys.argv[1], npu="native", chunk_length=4, threads=1, policy=policy) as engine:
+        result = engine.session().prefill(range(3, 40))
+        logits.append(result.logits)
+        orders.append([e.task for e in sorted(result.events, key=lambda e: e.start_ns)])
+np.testing.assert_array_equal(*logits)
+assert orders[0] != orders[1]
+assert sorted(orders[0]) == sorted(orders[1])
+"""
+
+
+def test_a_policy_changes_the_order_and_no_bit(python, cli):
+    status, _, err = python("-c", POLICY, GGUF)
+    assert status == 0, err
+    status, out, err = cli("simulate", "gemma-2b", "--device", "sd8gen3", "-p", "64", "--policy", "latest_chunk")
+    assert status == 0, err
+    assert "latest_chunk" in out
+
+
+def test_what_is_asked_for_and_broken_is_an_error(cli, tmp_path):
+    cause = "is broken: ModuleNotFoundError: No module named 'library_that_nobody_has'"
+    config = {"model_type": "broken_llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(checkpoint(FAMILY) / "model.safetensors", tmp_path)
+    for arguments, group in (
+        ((GGUF, "--npu", "broken"), "chunkrt.backends"),
+        ((GGUF, "--policy", "broken"), "chunkrt.policies"),
+        ((tmp_path,), "chunkrt.decoders"),
+    ):
+        status, out, err = cli("run", *arguments, "-p", "a b", "-n", "1")
+        assert (status, out) == (1, "")
+        assert err.splitlines()[-1].startswith("chunkrt: the plug-in 'broken")
+        assert f"({group}) {cause}" in err.splitlines()[-1]
+        assert "Traceback" not in err
+
+
+def test_a_name_that_nobody_has_is_refused_with_those_of_plugins(python):
+    script = "import chunkrt; chunkrt.load('x', {}='tiny_n')"
+    for option, known in (("npu", "did you mean 'tiny_npu'"), ("policy", "latest_chunk")):
+        status, _, err = python("-c", script.format(option))
+        assert status == 1
+        assert known in err.splitlines()[-1]
+
+
+# What follows needs no installation: entry points that importlib.metadata might find.
+
+
+class Installed(Distribution):
+    """A distribution of a name and a version alone."""
+
+    def __init__(self, name):
+        self._name = name
+
+    @property
+    def metadata(self):
+        return {"Name": self._name, "Version": "1.0"}
+
+    def read_text(self, filename):
+        return None
+
+    def locate_file(self, path):
+        return path
+
+
+def entry(name, value, distribution="one", group="toy"):
+    return EntryPoint(name, value, group)._for(Installed(distribution))
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """A list of the entry points that are installed."""
+    entries = []
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [e for e in entries if e.group == group])
+    return entries
+
+
+def group_of(**options):
+    return PluginGroup("toy", error=ConfigError, **options)
+
+
+def test_nothing_is_imported_before_it_is_used(found):
+    found += [entry("b", "module_that_nobody_has:x"), entry("a", "math:sqrt", "two")]
+    group = group_of()
+    assert group.names == ("a", "b")
+    assert group.find("c") is None
+    assert group.find("a").load()(9.0) == 3
+    assert (group.find("a").distribution, group.find("a").version) == ("two", "1.0")
+
+
+def test_a_broken_one_is_told_once_and_left_out(found, caplog):
+    found += [entry("good", "math:sqrt"), entry("bad", "math:no_such_function"), entry("odd", "math:pi")]
+    group = group_of()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert list(group.load_all()) == ["good"]
+    assert len(caplog.records) == 2
+    assert "the plug-in 'bad' of one 1.0 (toy) is broken: AttributeError" in caplog.text
+    assert "the plug-in 'odd' of one 1.0 (toy) is broken: TypeError: math:pi cannot be called" in caplog.text
+    with pytest.raises(ConfigError, match=r"'bad' of one 1.0 .*; repair it, or uninstall one") as raised:
+        group.find("bad").load()
+    assert isinstance(raised.value.__cause__, AttributeError)
+
+
+def test_a_name_of_ours_or_of_two_distributions_is_told_and_nobody_takes_it(found, caplog):
+    found += [entry("mine", "math:sqrt"), entry("twice", "math:sin"), entry("twice", "math:cos", "two")]
+    group = group_of(own=("mine",))
+    with caplog.at_level(logging.WARNING):
+        assert group.names == ()
+        assert group.load_all() == {}
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "the plug-in 'mine' of one 1.0 (toy) is not used: chunkrt has 'mine' itself",
+        "the plug-in 'twice' of one 1.0 (toy) is not used: 2 entry points have that name; uninstall all but one",
+        "the plug-in 'twice' of two 1.0 (toy) is not used: 2 entry points have that name; uninstall all but one",
+    ]
+    assert group.find("mine") is None
+    with pytest.raises(ConfigError, match="2 entry points have that name"):
+        group.find("twice").load()
+
+
+def test_an_installation_that_cannot_be_read_leaves_chunkrt_without_plugins(monkeypatch, caplog):
+    def damaged(group):
+        raise ValueError("no such section")
+
+    monkeypatch.setattr(plugins, "entry_points", damaged)
+    assert group_of().names == ()
+    assert "no toy are used: what is installed cannot be read (ValueError: no such section)" in caplog.text
+
+
+def test_a_family_that_changed_compiles_its_checkpoints_anew(found, tmp_path, monkeypatch):
+    """The cache tells by the plug-in's files; a checkpoint of another family keeps its place."""
+    package, folders = tmp_path / "package_of_a_family", {}
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("llama", "mine"):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "config.json").write_text(json.dumps({"model_type": name}))
+
+    def keys():
+        return [cache_key(folder) for folder in folders.values()]
+
+    without = keys()
+    found.append(entry("mine", "package_of_a_family:build", group="chunkrt.decoders"))
+    before = keys()
+    os.utime(package / "__init__.py", ns=(1, 1))
+    after = keys()
+    assert without[0] == before[0] == after[0]
+    assert len({without[1], before[1], after[1]}) == 3
+    assert keys() == after
+
+
+@pytest.mark.parametrize(
+    ("taken", "default", "scheme"),
+    [
+        (SCHEMES, "w4a8-dynamic", "w4a8-dynamic"),
+        (("w8a8-dynamic", "w8a16"), "w4a8-dynamic", "w8a8-dynamic"),
+        (("w8a16", "w8a8"), "w8a8-dynamic", "w8a16"),
+        (("w4a16",), "w8a8-dynamic", "w4a16"),
+        ((), "w8a8-dynamic", "w8a8-dynamic"),
+    ],
+)
+def test_an_npu_says_by_supports_which_scheme_is_its_default(taken, default, scheme):
+    def supports(subgraph, plan, scheme):
+        return Support(ok=scheme.name in taken, node="linear", reason="" if scheme.name in taken else "not that")
+
+    assert default_npu_scheme(supports, default) == scheme
+
+
+def test_hexagon_says_so_too():
+    refused = [name for name, scheme in SCHEMES.items() if linear_refusal(npu_support, scheme)]
+    assert refused == ["float", "w8a8-dynamic", "w4a8-dynamic"]
+    assert default_npu_scheme(npu_support, "w4a8-dynamic") == "w8a16"

@@ -1,0 +1,330 @@
+"""Ranks in threads: sums over them, the executor that waits for the sums, and whole decoders cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Barrier, Event
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import (
+    CONTEXT,
+    NUM_RANKS,
+    Array,
+    expected_logits,
+    finish,
+    make_executables,
+    make_plan,
+    npu_and_cpu,
+    shared_cpu,
+    tokens,
+    wait_for,
+    with_links,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks_in_threads import on_ranks
+
+from chunkrt.backends.base import Executable
+from chunkrt.backends.link import LinkBackend
+from chunkrt.errors import BackendError, ConfigError, DeviceLostError, PartitionError
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.ranks import Communicator
+from chunkrt.ranks.local import local_communicators
+from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.idle import where_time_went
+from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.ring import ring_slots
+from chunkrt.runtime.schedule import Processor, Schedule, with_link
+from chunkrt.runtime.state import State
+from chunkrt.runtime.virtual_clock import run_on_virtual_clock
+from chunkrt.weights.store import WeightStore
+
+SIZES = (1, 2, 3, 4)
+PLAN = with_links(make_plan())
+LONG_SUM = 3
+"""A sum over ranks takes so many times as long as any other task, on the virtual clock."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_gets_the_sum_in_the_order_of_ranks(size: int) -> None:
+    rng = np.random.default_rng(size)
+    partials = [rng.standard_normal((5, 7)).astype(np.float32) * 10 ** rng.uniform(-3, 3) for _ in range(size)]
+    expected = partials[0].copy()
+    for partial in partials[1:]:
+        expected = expected + partial
+
+    def work(communicator: Communicator) -> Array:
+        out = np.full((5, 7), np.nan, np.float32)
+        communicator.all_reduce(partials[communicator.rank], out, key=(0, 0))
+        return out
+
+    for found in on_ranks(size, work):
+        np.testing.assert_array_equal(found, expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(range(4)), st.permutations(range(4)), st.integers(1, 3))
+def test_ranks_may_come_to_sums_in_different_orders_and_again(
+    first: list[int], second: list[int], num_rounds: int
+) -> None:
+    """Each key from a thread of its own, as workers do; a key is used again as soon as its sum is there."""
+
+    def work(communicator: Communicator) -> list[list[float]]:
+        def sums(key: int) -> list[float]:
+            found = []
+            for number in range(num_rounds):
+                out = np.empty(1, np.float32)
+                partial = np.array([100 * communicator.rank + 10 * key + number], np.float32)
+                communicator.all_reduce(partial, out, key=(key, 0))
+                found.append(float(out[0]))
+            return found
+
+        order = (first, second)[communicator.rank]
+        return [
+            outcome for _, outcome in sorted(zip(order, in_threads([lambda k=k: sums(k) for k in order]), strict=True))
+        ]
+
+    expected = [[100.0 + 20 * key + 2 * number for number in range(num_rounds)] for key in range(4)]
+    assert on_ranks(2, work) == [expected, expected]
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What calls return that are made at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_rank_that_leaves_ends_the_others(is_waited_for: bool) -> None:
+    communicators = local_communicators(3)
+    zeros = np.zeros(1, np.float32)
+
+    def wait(rank: int) -> None:
+        with pytest.raises(DeviceLostError, match=f"^rank 2 left; rank {rank} of 3 cannot go on$"):
+            communicators[rank].all_reduce(zeros, zeros.copy(), key=(0, 0))
+
+    if not is_waited_for:
+        communicators[2].close()
+    waits = [lambda: wait(0), lambda: wait(1)]
+    in_threads([*waits, communicators[2].close] if is_waited_for else waits)
+    communicators[2].close()
+
+
+def test_partial_sums_of_different_shapes_are_an_error_on_every_rank() -> None:
+    def work(communicator: Communicator) -> None:
+        partial = np.zeros(1 + communicator.rank, np.float32)
+        with pytest.raises(BackendError, match=r"different shapes|left; rank"):
+            communicator.all_reduce(partial, partial.copy(), key=(0, 0))
+
+    on_ranks(2, work)
+
+
+def test_the_link_runs_sums_alone() -> None:
+    backend = LinkBackend(local_communicators(1)[0])
+    link, other = (next(s for s in PLAN.subgraphs if s.name == name) for name in ("link.0", "head"))
+    scheme, weights = SCHEMES["float"], WeightStore({}, {})
+    assert backend.supports(link, PLAN, scheme)
+    node = replace(link.nodes[0], op="MatMul")
+    for wrong in (replace(other, nodes=(node,)), replace(link, nodes=(node, *link.nodes))):
+        with pytest.raises(PartitionError, match="the link runs one chunkrt::AllReduce at a time"):
+            backend.compile(wrong, PLAN, 8, scheme, weights)
+
+
+def make_executor(
+    communicator: Communicator | None, plan: Plan = PLAN, *, before: Any = None, after: Any = None, **changes: Any
+) -> Executor:
+    """One rank's, with the toy's arithmetic and real sums."""
+    executables: dict[str, Executable] = dict(make_executables(plan, before=before, after=after))
+    if communicator is not None:
+        link = LinkBackend(communicator)
+        for part in plan.subgraphs:
+            if part.device == "link":
+                weights = WeightStore({}, {})
+                executables[part.name] = link.compile(part, plan, 8, SCHEMES["float"], weights)
+    options: dict[str, Any] = {"chunk_length": 8, "processors": shared_cpu(1), "policy": find_policy("in_order")}
+    return Executor(plan, executables, **options | changes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_tokens", [1, 8, 33, 95])
+@pytest.mark.parametrize("slots", [(1, 1), (3, 3), (2, 5)])
+def test_ranks_that_take_tasks_in_different_orders_agree(policy: str, num_tokens: int, slots: tuple[int, int]) -> None:
+    """Prefill and decode; one rank has an NPU beside its CPU, and perhaps more chunks in flight."""
+
+    def work(communicator: Communicator) -> list[Array]:
+        executor = make_executor(
+            communicator,
+            policy=find_policy(policy),
+            processors=(npu_and_cpu(2), shared_cpu(2))[communicator.rank],
+            chunks_in_flight=slots[communicator.rank],
+        )
+        state = State(PLAN, CONTEXT)
+        runs = [executor.run(tokens(num_tokens), state, logits="all"), executor.run(tokens(1, num_tokens), state)]
+        assert len(runs[0].events) == -(-num_tokens // 8) * len(PLAN.subgraphs)
+        return [run.logits for run in runs if run.logits is not None]
+
+    expected = expected_logits(PLAN, tokens(num_tokens + 1))
+    for found in finish(lambda: on_ranks(NUM_RANKS, work)):
+        np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+def test_while_one_chunk_waits_for_its_sum_the_next_is_computed() -> None:
+    """The only worker of the CPU goes on; the sum comes when it has."""
+    has_gone_on = Event()
+
+    class Slow:
+        rank, size = 0, NUM_RANKS
+
+        def all_reduce(self, partial: Array, out: Array, *, key: tuple[int, int]) -> None:
+            if key[1] == 0:
+                wait_for(has_gone_on)
+            out[...] = partial * NUM_RANKS
+
+        def close(self) -> None:
+            """Nobody waits."""
+
+    def before(name: str, tag: int, inputs: object) -> None:
+        if (name, tag) == ("dynamic.0", 8):
+            has_gone_on.set()
+
+    executor = make_executor(Slow(), before=before, chunks_in_flight=2)
+    result = finish(lambda: executor.run(tokens(16), State(PLAN, CONTEXT), logits="all"))
+    np.testing.assert_array_equal(result.logits, expected_logits(PLAN, tokens(16)))
+    assert {event.processor for event in result.events} == {"link", "cpu"}
+
+
+def run_virtually(plan: Plan, slots: int, policy: str = "in_order") -> tuple[Schedule, list[TaskEvent]]:
+    """Two chunks on one worker and the link."""
+    schedule = Schedule(
+        plan,
+        num_chunks=2,
+        logit_chunks=range(2),
+        chunks_in_flight=slots,
+        processors=with_link(shared_cpu(1), plan, slots),
+        policy=find_policy(policy),
+    )
+    events = run_on_virtual_clock(
+        schedule, lambda task: LONG_SUM if plan.subgraphs[task.subgraph].device == "link" else 1
+    )
+    return schedule, events
+
+
+def lines(slots: int, policy: str = "in_order") -> list[str]:
+    """What runs when, of one layer."""
+    plan = with_links(make_plan(layers=1))
+    _, events = run_virtually(plan, slots, policy)
+    names = [f"{plan.subgraphs[event.task.subgraph].name}/{event.task.chunk}" for event in events]
+    return [f"{e.start_ns}-{e.end_ns} {e.processor} {name}" for e, name in zip(events, names, strict=True)]
+
+
+CHUNK_BY_CHUNK = [
+    "0-1 cpu embedding/0",
+    "1-2 cpu static.0/0",
+    "2-3 cpu dynamic.0/0",
+    "3-6 link link.0/0",
+    "6-7 cpu static.1/0",
+    "7-8 cpu head/0",
+    "8-9 cpu embedding/1",
+    "9-10 cpu static.0/1",
+    "10-11 cpu dynamic.0/1",
+    "11-14 link link.0/1",
+    "14-15 cpu static.1/1",
+    "15-16 cpu head/1",
+]
+
+
+def test_one_chunk_in_flight_waits_for_every_sum() -> None:
+    assert lines(1) == CHUNK_BY_CHUNK
+
+
+def test_the_sum_of_one_chunk_hides_behind_the_next_chunk() -> None:
+    assert lines(2) == [
+        "0-1 cpu embedding/0",
+        "1-2 cpu static.0/0",
+        "2-3 cpu dynamic.0/0",
+        "3-4 cpu embedding/1",
+        "4-5 cpu static.0/1",
+        "3-6 link link.0/0",
+        "5-6 cpu dynamic.0/1",
+        "6-7 cpu static.1/0",
+        "7-8 cpu head/0",
+        "6-9 link link.0/1",
+        "9-10 cpu static.1/1",
+        "10-11 cpu head/1",
+    ]
+
+
+def test_sums_of_two_chunks_run_at_once() -> None:
+    """Two workers are on the link, as many as chunks are in flight."""
+    plan = with_links(make_plan(layers=1))
+    (link, cpu) = with_link(shared_cpu(2), plan, 2)
+    assert (link.name, link.devices, link.workers) == ("link", {"link"}, 2)
+    assert cpu == shared_cpu(2)[0]
+    assert with_link(shared_cpu(2), make_plan(), 2) == tuple(shared_cpu(2))
+
+
+def test_sequential_finishes_a_chunk_before_the_next() -> None:
+    """As far as it can: it is asked by each processor in turn, and the link's comes first."""
+    assert lines(2, "sequential") == CHUNK_BY_CHUNK
+
+
+def test_a_lost_rank_fails_the_run_and_leaves_the_state_as_it_was() -> None:
+    together = Barrier(NUM_RANKS)
+
+    def work(communicator: Communicator) -> tuple[str, int, Array]:
+        def before(name: str, tag: int, inputs: object) -> None:
+            if (communicator.rank, name, tag) == (1, "static.1", 27):
+                communicator.close()
+
+        executor = make_executor(communicator, before=before, chunks_in_flight=3)
+        state = State(PLAN, CONTEXT)
+        executor.run(tokens(11), state)
+        kept = {name: array.copy() for name, array in state.tensors.items()}
+        together.wait(60)
+        with pytest.raises(DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 left; ") as caught:
+            executor.run(tokens(95, 11), state)
+        for name, array in state.tensors.items():
+            np.testing.assert_array_equal(array[:, : state.position], kept[name][:, : state.position])
+        return str(caught.value), state.position, kept["cache.0"]
+
+    assert [position for _, position, _ in finish(lambda: on_ranks(NUM_RANKS, work))] == [11, 11]
+
+
+def test_the_link_has_workers_of_its_own() -> None:
+    processors = [*shared_cpu(1), Processor(name="wire", devices=frozenset({"link"}), workers=1)]
+    with pytest.raises(ConfigError, match="'wire' is for the link, which has workers of its own"):
+        make_executor(None, processors=processors)
+
+
+@pytest.mark.parametrize(("slots", "waited"), [(1, 6), (2, 1)])
+def test_a_record_tells_how_long_the_cpu_waited_for_sums(slots: int, waited: int) -> None:
+    plan = with_links(make_plan(layers=1))
+    schedule, events = run_virtually(plan, slots)
+    pipeline = Pipeline(
+        stages=stages_of(plan),
+        processors=schedule.processors,
+        policy="in_order",
+        chunk_length=8,
+        num_slots=slots,
+        slot_bytes=0,
+    )
+    end = max(event.end_ns for event in events)
+    record = RunRecord(
+        pipeline=pipeline, num_tokens=16, position=0, position_bytes=0, start_ns=0, end_ns=end, events=events
+    )
+    link, cpu = where_time_went([record])
+    assert link.busy_ns == {"sums": 2 * LONG_SUM}
+    assert cpu.idle_ns == {"sums": waited}
+
+
+def test_ranks_have_as_many_chunks_in_flight_whatever_their_workers() -> None:
+    assert {ring_slots(PLAN, 8, shared_cpu(workers)) for workers in (1, 4, 64)} == {16}
+    assert ring_slots(make_plan(), 8, shared_cpu(4)) == 8
