@@ -185,6 +185,7 @@ def test_an_operator_that_nobody_knows_is_named(tmp_path):
     model = load("genai_llama_fp32")
     node = next(n for n in model.graph.node if n.op_type == "Sigmoid")
     node.CopyFrom(helper.make_node("Wiggle", node.input, node.output, "odd one", domain="org.example"))
+    model.opset_import.append(helper.make_opsetid("org.example", 1))
     with pytest.raises(UnsupportedModelError, match=r"node 'odd one', an operator Wiggle of the domain org\.example"):
         import_decoder(saved(model, tmp_path))
 
@@ -204,11 +205,4 @@ def test_a_node_without_its_inputs_is_one_error(tmp_path, op):
     node = [n for n in model.graph.node if n.op_type == op][-1]
     del node.input[1:]
     with pytest.raises(ModelError):
-        import_decoder(saved(model, tmp_path))
-
-
-def test_a_state_of_impossible_size_is_one_error(tmp_path):
-    model = load("genai_llama_fp32")
-    model.graph.input[2].type.tensor_type.shape.dim[1].dim_value = 10**9
-    with pytest.raises(ModelError, match="impossible shape"):
         import_decoder(saved(model, tmp_path))

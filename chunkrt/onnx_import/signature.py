@@ -11,18 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import UnsupportedModelError
 
 _STATE = re.compile(r"past_key_values|past_key_value|past_|past|present_|present")
-MAX_STATE = 2**24
-"""Elements that a state has for each position."""
-
 _LAYER = re.compile(r"\d+")
 
 
@@ -66,7 +62,6 @@ def find_signature(model: ir.Model, where: str) -> Signature:
     """Classify the inputs and outputs of a graph.
 
     Raises:
-        ModelError: a state has a size that cannot be.
         UnsupportedModelError: it takes no token ids, gives no logits, has an input that is none of those known, or a
             state without its counterpart.
     """
@@ -91,9 +86,6 @@ def find_signature(model: ir.Model, where: str) -> Signature:
                 f"{where}: its input {name!r} is neither tokens, a mask, positions nor a state that an output renews"
             )
         kind = _LAYER.sub("", key, count=1).strip("._")
-        sizes = [d for d in inputs[name].shape or () if isinstance(d, int)]
-        if prod(sizes) > MAX_STATE or any(size < 0 for size in sizes):
-            raise ModelError(f"{where}: the state {name!r} has the impossible shape {inputs[name].shape}")
         states[name] = State(past=name, present=presents.pop(key), layer=int(layer.group()), kind=kind)
     if presents:
         unread = next(iter(presents.values()))
