@@ -31,6 +31,7 @@ class Evaluator:
 
     def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature) -> None:
         self._proto, self._folder, self._signature = proto, folder, signature
+        self._nodes = list(proto.graph.node)
         self._writers = {name: node for node in proto.graph.node for name in node.output if name}
         self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
 
@@ -105,7 +106,7 @@ class Evaluator:
                 if value in self._writers:
                     pending += [n for n in self._writers[value].input if n]
         graph = onnx.GraphProto(name="probe")
-        graph.node.extend(node for node in self._proto.graph.node if needed.intersection(node.output))
+        graph.node.extend(node for node in self._nodes if any(name in needed for name in node.output))
         graph.initializer.extend(tensor for n, tensor in self._initializers.items() if n in needed)
         graph.input.extend(v for v in self._proto.graph.input if v.name in needed and v.name not in self._initializers)
         graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)

@@ -7,6 +7,7 @@ the very same. Masks, the repetition of key heads, rotation and reshaping may be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -185,13 +186,20 @@ class AttentionFinder:
         if not np.array_equal(np.broadcast_to(_shows(regions.frozen[mask]), is_visible.shape), is_visible):
             self._refuse(f"its mask {mask!r} does not say what is seen")
         if mask not in self._windows:
-            last = _shows(regions.evaluator.run([mask], Probe(self._context - 1, 1))[mask])
-            window = int(last.sum())
-            for probe in (regions.probe, Probe(0, 6), Probe(max(window - 3, 1), 7)):
-                if probe.past + probe.length <= self._context:
-                    shown = _shows(regions.evaluator.run([mask], probe)[mask])
-                    if not np.array_equal(shown.reshape(shown.shape[-2:]), _visible(probe, window)):
-                        self._refuse(f"its mask {mask!r} is neither causal nor that of a window")
+            whole = Probe(self._context - 1, 1)
+            probes = [
+                whole,
+                regions.probe,
+                *(p for p in (Probe(0, 6), Probe(7, 1)) if p.past + p.length <= self._context),
+            ]
+            shown = [_shows(found) for found in regions.evaluator.probe(mask, probes)]
+            window = int(shown[0].sum())
+            if window < self._context:
+                probes.append(Probe(max(window - 3, 1), 7))
+                shown += [_shows(found) for found in regions.evaluator.probe(mask, probes[-1:])]
+            for probe, found in zip(probes, shown, strict=True):
+                if not np.array_equal(found.reshape(found.shape[-2:]), _visible(probe, window)):
+                    self._refuse(f"its mask {mask!r} is neither causal nor that of a window")
             self._windows[mask] = 0 if window == self._context else window
         return self._windows[mask]
 
@@ -241,8 +249,8 @@ class AttentionFinder:
         if not any(np.array_equal(found, h) for h in (heads, heads.swapaxes(1, 2))):
             self._refuse(f"{target!r} is more than the heads of {source!r}")
 
-    def _up(self, name: str) -> list[str]:
-        return list(self._regions.above(name)) if name in self._regions.data else []
+    def _up(self, name: str) -> Iterator[str]:
+        return self._regions.above(name) if name in self._regions.data else iter(())
 
     def _is_scaled(self, name: str) -> bool:
         """Whether it is another value times a number, or of another type."""
