@@ -87,7 +87,7 @@ class Follower:
     def _run(self, number: int, command: Run) -> None:
         """Compute this rank's part; the state advances if the leader says so."""
         communicator, state = self._communicator, self._objects[command.state]
-        communicator.begin(number)
+        communicator.begin(number, num_tokens=command.token_ids.size)
         if state.position != command.position:
             raise BackendError(f"its state is at position {state.position}, that of rank 0 at {command.position}")
         try:

@@ -127,7 +127,7 @@ class EngineMirror:
         number = self._leader.tell(
             Run(engine=self._number, state=state.number, position=position, token_ids=token_ids, logits=logits)
         )
-        communicator.begin(number)
+        communicator.begin(number, num_tokens=token_ids.size)
         try:
             return execute(partial(communicator.take, Envelope(Channel.DONE, number), communicator.others))
         finally:

@@ -104,6 +104,15 @@ class Mailbox:
             finally:
                 self._boxes.pop(envelope, None)
 
+    def is_settled(self, envelope: Envelope, sources: Collection[int]) -> bool:
+        """Whether `take` would return at once, or raise."""
+        box = self._boxes.get(envelope)
+        return (
+            (box is not None and all(source in box.payloads for source in sources))
+            or self._failure is not None
+            or (envelope.channel in OF_RUNS and self.is_aborted(envelope.number))
+        )
+
     def begin(self, run: int) -> None:
         """A run begins: what is left of earlier ones goes."""
         with self._lock:

@@ -16,7 +16,9 @@ import numpy as np
 from chunkrt.affinity import available_cpus
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.ranks.base import Float32, Key, Ranks
+from chunkrt.ranks.carrier import Bytes
 from chunkrt.ranks.exchange import is_sent_whole
+from chunkrt.ranks.interrupts import Interrupts
 from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
 from chunkrt.ranks.transport import MpiTransport, Peer
 
@@ -45,30 +47,37 @@ class MpiCommunicator:
         self._mailbox = Mailbox()
         self._transport = MpiTransport(ranks, self._me, self._mailbox, end)
         self._run = 0
+        self._is_urgent = False
+        """Whether nothing else is computed while a sum is waited for."""
         self._handle_signals()
         self._transport.connect()
         self._handle_signals()  # MPI has handlers of its own
+        self._transport.let_others_carry(Interrupts())
+        self._has_cpu_each = self._share_of(self._me.cpus) >= 1
         atexit.register(self.close)
         _check_alike(self._transport.peers)
 
     def share_of(self, cpus: Collection[int]) -> int:
         """How many threads this rank gets, of some CPUs that it may use; ranks of one machine share those they have."""
+        return max(1, int(self._share_of(cpus)))
+
+    def _share_of(self, cpus: Collection[int]) -> float:
         near = [peer for peer in self._transport.peers if peer.machine == self._me.machine]
-        shares = sum(1 / max(1, sum(cpu in peer.cpus for peer in near)) for cpu in cpus)
-        return max(1, int(shares + 1e-6))
+        return sum(1 / max(1, sum(cpu in peer.cpus for peer in near)) for cpu in cpus) + 1e-6
 
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
         """Send a copy of a message to some ranks, or to all others; returns at once."""
-        data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8)
-        self._transport.send(envelope, data, self.others if to is None else to)
+        self._transport.send(envelope, _bytes_of(payload), self.others if to is None else to)
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
         """Wait for messages; see `Mailbox.take`."""
+        if self._is_urgent:
+            self._transport.hurry(lambda: self._mailbox.is_settled(envelope, sources))
         return self._mailbox.take(envelope, sources)
 
-    def begin(self, run: int) -> None:
+    def begin(self, run: int, *, num_tokens: int) -> None:
         """Sums are of this run from now on; runs are numbered upwards from 1."""
-        self._run = run
+        self._run, self._is_urgent = run, num_tokens == 1 and self._has_cpu_each
         self._mailbox.begin(run)
 
     def abort(self, run: int, why: str) -> None:
@@ -121,7 +130,7 @@ class MpiCommunicator:
         """Give each rank what is for it, and add up what all have for this one, in the order of ranks."""
         mine = for_ranks[self.rank]
         for rank in self.others:
-            self.send(envelope, for_ranks[rank], to=[rank])
+            self._transport.send(envelope, _bytes_of(for_ranks[rank]), [rank], will_hurry=self._is_urgent)
         received = self._take_floats(envelope)
         if sizes := {values.size for values in received.values()} - {mine.size}:
             raise BackendError(f"ranks give sums of {mine.size} and {min(sizes)} numbers; they run different prompts")
@@ -133,6 +142,10 @@ class MpiCommunicator:
     def _take_floats(self, envelope: Envelope) -> dict[int, Float32]:
         payloads = self.take(envelope, self.others)
         return {rank: np.frombuffer(payload, np.float32) for rank, payload in payloads.items()}
+
+
+def _bytes_of(payload: bytes | Float32) -> Bytes:
+    return np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8)
 
 
 def _check_alike(peers: Sequence[Peer]) -> None:

@@ -1,7 +1,8 @@
-"""The thread that makes all calls to MPI: messages out and in, beats, and what happens when a rank is lost.
+"""The thread that looks after MPI: messages out and in, beats, and what happens when a rank is lost.
 
 MPI's own waiting would keep a core busy, so this thread only asks whether something has come, and sleeps between: for a
-twentieth of the time that nothing has come, so that a message waits little longer than it had to.
+twentieth of the time that nothing has come, so that a message waits little longer than it had to. Whoever waits and has
+nothing else to do may ask by itself for a moment (`MpiTransport.hurry`); this thread then sleeps.
 
 A rank is lost when its process is gone, where that can be seen, or when nothing has come from it for `LOST_S`; each
 sends a beat every second. MPI cannot go on without one, so the launch ends: whoever waits for a message gets
@@ -14,18 +15,18 @@ import contextlib
 import ctypes
 import pickle
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Event, Lock, Thread
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.ranks.base import Ranks
+from chunkrt.ranks.carrier import Bytes, Carrier
+from chunkrt.ranks.interrupts import Interrupts
 from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
 
 CONNECT_S = 60.0
@@ -37,9 +38,9 @@ LOST_S = 5.0
 GRACE_S = 2.0
 """How long somebody has to notice that the launch is over, before the process is ended."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 5e-3
+HURRY_S = 200e-6
+"""How long a thread that waits asks for messages by itself, before it sleeps."""
 HEADER_BYTES = 64
-
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,14 @@ class MpiTransport:
         self._me = me
         self._mailbox = mailbox
         self._end = end
-        self._outbox: deque[tuple[int, Bytes]] = deque()
+        self._carrier = Carrier(self._deliver)
+        self._interrupts: Interrupts | None = None
+        """Held back while another thread than the transport's carries; until they can be, none does."""
         self._wake = Condition(Lock())
+        self._is_hurried = False
+        """Whether a thread that waits carries."""
+        self._last_news = 0.0
+        """When something last came or went."""
         self._is_closing = False
         self._is_check_due = False
         self._is_over = False
@@ -105,14 +112,33 @@ class MpiTransport:
         if self._mailbox.failure is not None:
             raise self._mailbox.failure
 
-    def send(self, envelope: Envelope, payload: Bytes, to: Sequence[int]) -> None:
-        """Send a copy of a payload; returns at once."""
+    def send(self, envelope: Envelope, payload: Bytes, to: Sequence[int], *, will_hurry: bool = False) -> None:
+        """Send a copy of a payload; returns at once. `will_hurry`: the calling thread goes on with `hurry`."""
         message = np.zeros(HEADER_BYTES + payload.size, np.uint8)
         message[: 8 * len(envelope)] = np.array(envelope, np.int64).view(np.uint8)
         message[HEADER_BYTES:] = payload
-        with self._wake:
-            self._outbox.extend((rank, message) for rank in to)
-            self._wake.notify()
+        self._carrier.post(message, to)
+        if not will_hurry:
+            self._wake_up()
+
+    def let_others_carry(self, interrupts: Interrupts) -> None:
+        """From now on threads may hurry, with interrupts held back meanwhile."""
+        self._interrupts = interrupts
+
+    def hurry(self, has_come: Callable[[], bool]) -> None:
+        """Carry messages in the calling thread until one has come, but not for long."""
+        interrupts = self._interrupts
+        if interrupts is not None and interrupts.can_be_held:
+            self._is_hurried, latest = True, time.monotonic() + HURRY_S
+            while not (has_come() or self._is_over or time.monotonic() > latest):
+                with interrupts:
+                    if self._carrier.carry(blocking=False):
+                        self._last_news = time.monotonic()
+                if not has_come():
+                    time.sleep(0)  # for whoever else wants this processor
+            self._is_hurried = False
+        if not has_come() or self._carrier.has_mail:
+            self._wake_up()
 
     def check(self) -> None:
         """Look soon whether all ranks live. For a signal's handler: it takes no lock."""
@@ -120,21 +146,24 @@ class MpiTransport:
 
     def close(self) -> None:
         """Send what is to be sent, and leave MPI; wait for it a few seconds at most."""
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
+        self._is_closing = True
+        self._wake_up()
         self._thread.join(LOST_S)
+
+    def _wake_up(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _work(self) -> None:
         try:
-            mpi, library = self._initialize()
+            library = self._initialize()
         except Exception as error:
             self._mailbox.fail(error if isinstance(error, ChunkrtError) else ConfigError(f"MPI failed: {error}"))
             return
         finally:
             self._met.set()
         try:
-            self._carry(mpi, mpi.COMM_WORLD.Dup())
+            self._carry()
         except Exception as error:
             self._look_for_lost()  # which is why MPI fails, mostly
             self._lose(f"MPI failed: {error}")
@@ -145,7 +174,7 @@ class MpiTransport:
         if not (self._is_closing or self._mailbox.was_failure_told):
             self._end(str(self._mailbox.failure))
 
-    def _initialize(self) -> tuple[Any, Any]:
+    def _initialize(self) -> ctypes.CDLL:
         """Load MPI and meet the others. Through ctypes, for mpi4py would keep the GIL while it waits for them."""
         try:
             import mpi4py
@@ -158,7 +187,13 @@ class MpiTransport:
                 "pip install 'chunkrt[mpi]', or start without mpiexec"
             ) from error
         library = ctypes.CDLL(MPI.__file__)
-        library.MPI_Init_thread(None, None, MPI.THREAD_FUNNELED, ctypes.byref(ctypes.c_int()))
+        if not MPI.Is_initialized():
+            library.MPI_Init_thread(None, None, MPI.THREAD_SERIALIZED, ctypes.byref(ctypes.c_int()))
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            raise ConfigError(
+                "MPI was initialized for one thread, and chunkrt calls it from another; ask for MPI.THREAD_SERIALIZED, "
+                "or let chunkrt initialize it"
+            )
         world = MPI.COMM_WORLD
         if (world.rank, world.size) != (self._ranks.rank, self._ranks.size):
             raise ConfigError(
@@ -166,48 +201,35 @@ class MpiTransport:
                 f"use the mpiexec of {MPI.Get_library_version().splitlines()[0]}"
             )
         self.peers = [pickle.loads(peer) for peer in world.allgather(pickle.dumps(self._me))]
-        return MPI, library
+        self._carrier.open(MPI, world.Dup())
+        return library
 
-    def _carry(self, mpi: Any, world: Any) -> None:
+    def _carry(self) -> None:
         """Carry messages until this rank or the leader leaves, or a rank is lost."""
-        status = mpi.Status()
-        sending: list[tuple[Any, Bytes]] = []
-        receiving: list[tuple[Any, int, Bytes]] = []
         now = time.monotonic()
-        last_message = last_beat = last_round = now
+        self._last_news = last_beat = last_round = now
         self._heard = dict.fromkeys(self._others, now)
-        while not (self._is_over or (self._is_closing and not sending and not self._outbox)):
-            has_news = False
-            while self._outbox:
-                rank, message = self._outbox.popleft()
-                sending.append((world.Isend([message, mpi.BYTE], dest=rank), message))
-                has_news = True
-            while (found := world.Improbe(status=status)) is not None:
-                data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
-                receiving.append((found.Irecv([data, mpi.BYTE]), status.Get_source(), data))
+        while not (self._is_over or (self._is_closing and self._carrier.is_done)):
+            if self._carrier.carry():
+                self._last_news = time.monotonic()
             now = time.monotonic()
             if now - last_round > BEAT_S:  # this process was stopped, or the machine slept; so perhaps did the others
                 self._heard = dict.fromkeys(self._others, now)
             last_round = now
-            sending = [(request, message) for request, message in sending if not request.Test()]
-            arrived = [request.Test() for request, _, _ in receiving]
-            for (_, source, data), is_here in zip(receiving, arrived, strict=True):
-                if is_here:
-                    self._heard[source] = now
-                    has_news |= self._deliver(source, data)
-            receiving = [message for message, is_here in zip(receiving, arrived, strict=True) if not is_here]
             if now - last_beat >= BEAT_S or self._is_check_due:
                 last_beat, self._is_check_due = now, False
                 self.send(Envelope(Channel.BEAT), np.empty(0, np.uint8), self._others)
                 self._look_for_lost()
-            last_message = now if has_news else last_message
-            pause = min(max((now - last_message) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
+            pause = min(max((now - self._last_news) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
             with self._wake:
-                if not (self._outbox or self._is_closing):
+                if self._is_hurried:
+                    self._wake.wait(LONGEST_PAUSE_S)
+                elif not (self._carrier.has_mail or self._is_closing):
                     self._wake.wait(pause)
 
-    def _deliver(self, source: int, data: Bytes) -> bool:
-        """Put a message where it belongs. Returns whether more may follow soon."""
+    def _deliver(self, source: int, data: Bytes) -> None:
+        """Put a message where it belongs."""
+        self._heard[source] = time.monotonic()
         channel, *about = data[: 8 * len(Envelope._fields)].view(np.int64).tolist()
         envelope, payload = Envelope(Channel(channel), *about), data[HEADER_BYTES:].data
         if envelope.channel == Channel.END:
@@ -219,7 +241,6 @@ class MpiTransport:
             self._mailbox.abort(envelope.number, bytes(payload).decode())
         elif envelope.channel != Channel.BEAT:
             self._mailbox.deliver(envelope, source, payload)
-        return envelope.channel != Channel.BEAT
 
     def _look_for_lost(self) -> None:
         now = time.monotonic()

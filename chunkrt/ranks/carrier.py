@@ -1,0 +1,80 @@
+"""Carries messages: what goes out is given to MPI, and what has come is taken from it.
+
+MPI is called by one thread at a time. That is the transport's, or a thread that waits for a message and has nothing
+else to do: it saves the two changes of thread that a message takes otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+class Carrier:
+    """One rank's messages under way.
+
+    Args:
+        deliver: given the rank that sent a message, and the message, in the thread that carried it.
+    """
+
+    def __init__(self, deliver: Callable[[int, Bytes], None]) -> None:
+        self._deliver = deliver
+        self._calling = Lock()
+        self._outbox: deque[tuple[int, Bytes]] = deque()
+        self._sending: list[tuple[Any, Bytes]] = []
+        self._receiving: list[tuple[Any, int, Bytes]] = []
+
+    def open(self, mpi: Any, world: Any) -> None:
+        """Begin. `mpi`: mpi4py's module; `world`: a communicator of all ranks that nobody else uses."""
+        self._mpi, self._world, self._status = mpi, world, mpi.Status()
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether something has not been given to MPI yet."""
+        return bool(self._outbox)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was to be sent has left."""
+        return not (self._outbox or self._sending)
+
+    def post(self, message: Bytes, to: Iterable[int]) -> None:
+        """Have a message sent by whoever carries next; it must not be changed after that."""
+        self._outbox.extend((rank, message) for rank in to)
+
+    def carry(self, *, blocking: bool = True) -> bool:
+        """Send and take what there is; without `blocking` not if another thread does. Returns whether there was any."""
+        if not self._calling.acquire(blocking):
+            return False
+        try:
+            return self._send() | self._receive()
+        finally:
+            self._calling.release()
+
+    def _send(self) -> bool:
+        has_mail = self.has_mail
+        while self._outbox:
+            rank, message = self._outbox.popleft()
+            self._sending.append((self._world.Isend([message, self._mpi.BYTE], dest=rank), message))
+        if self._sending:
+            self._sending = [(request, message) for request, message in self._sending if not request.Test()]
+        return has_mail
+
+    def _receive(self) -> bool:
+        while (found := self._world.Improbe(status=self._status)) is not None:
+            data = np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
+            self._receiving.append((found.Irecv([data, self._mpi.BYTE]), self._status.Get_source(), data))
+        under_way, self._receiving = self._receiving, []
+        for request, source, data in under_way:
+            if request.Test():
+                self._deliver(source, data)
+            else:
+                self._receiving.append((request, source, data))
+        return len(self._receiving) < len(under_way)
