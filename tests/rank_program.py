@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Timer
 
 import numpy as np
@@ -70,6 +71,18 @@ def shifting(model):
         session = engine.session()
         session.prefill(PROMPT)
         print(json.dumps({"tokens": greedy(session, 30)}))
+
+
+def at_once(model):
+    """Two engines that run at once, each in a thread of its own; prints tokens."""
+
+    def answer(engine):
+        session = engine.session()
+        session.prefill(PROMPT)
+        return greedy(session, 12)
+
+    with chunkrt.load(model, **FLOAT) as one, chunkrt.load(model, **FLOAT) as other, ThreadPoolExecutor(2) as pool:
+        print(json.dumps({"tokens": list(pool.map(answer, (one, other)))}))
 
 
 def failing(model):

@@ -156,6 +156,18 @@ def test_a_context_that_shifts_does_on_every_rank():
 
 
 @needs_mpi
+def test_two_engines_may_run_at_once():
+    assert result(launch(2, "at_once", LLAMA)) == result(launch(1, "at_once", LLAMA))
+
+
+@needs_mpi
+def test_a_program_may_have_initialised_mpi():
+    program = f"from mpi4py import MPI; import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); import rank_program; "
+    found = result(launch(2, program=("-c", f"{program} rank_program.shifting({str(LLAMA)!r})")))
+    assert found == result(launch(1, "shifting", LLAMA))
+
+
+@needs_mpi
 def test_the_command_line_answers_as_one_rank_does():
     arguments = ("-m", "chunkrt", "run", GGUF, "-p", "hello", "-n", "8", "--scheme", "float", "--npu", "reference")
     one, two = (launch(size, *arguments, program=()) for size in (1, 2))

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while the main thread is where it must not be left: in the middle of a message, say."""
+"""Ctrl-C, held back while the main thread does what has to be done wholly or not at all: a message, say."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Self
 
 
 class Interrupts:
-    """SIGINT's handler, in the place of the one that is there, if made in the main thread."""
+    """SIGINT's handler, in the place of the one that is there, if made in the main thread.
+
+    In a `with` block none reaches the main thread; one that came is acted on at the end. Blocks may be nested.
+    """
 
     def __init__(self) -> None:
-        self._is_held = self._is_due = False
+        self._num_held, self._is_due = 0, False
         found = signal.getsignal(signal.SIGINT)
         self._act: Callable[[int, FrameType | None], object] | None = found if callable(found) else None
         if self._act is not None and current_thread() is main_thread():
@@ -21,7 +24,7 @@ class Interrupts:
 
     @property
     def can_be_held(self) -> bool:
-        """Whether none can reach the thread that asks while it holds them; not if somebody has another handler now."""
+        """Whether none reaches the thread that asks in a block; not if somebody has put another handler there."""
         return current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) in (
             self._handle,
             signal.SIG_IGN,
@@ -30,16 +33,16 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if current_thread() is main_thread():
-            self._is_held = True
+            self._num_held += 1
         return self
 
     def __exit__(self, *error: object) -> None:
         if current_thread() is main_thread():
-            self._is_held = False
+            self._num_held -= 1
             if self._is_due:
                 self._handle(signal.SIGINT, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._is_due = self._is_held
-        if not self._is_held and self._act is not None:
+        self._is_due = self._num_held > 0
+        if not self._is_due and self._act is not None:
             self._act(number, frame)

@@ -35,6 +35,8 @@ class Leader:
 
     def __init__(self, communicator: MpiCommunicator) -> None:
         self.communicator = communicator
+        self.one_run = Lock()
+        """Held while a run is under way: sums are of one run at a time, whichever engine's."""
         self._lock = Lock()
         self._num_commands = 0
         self._num_objects = 0
@@ -53,7 +55,7 @@ class Leader:
 
     def tell(self, command: Open | Call | Run) -> int:
         """Send a command to all followers, without waiting for anything. Returns its number."""
-        with self._lock:
+        with self.communicator.interrupts, self._lock:
             forgotten = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
             self._num_commands += 1
             self.communicator.send(
@@ -123,18 +125,23 @@ class EngineMirror:
         """Have the followers run tokens while `execute` does here; on all ranks the state advances, or on none."""
         if not isinstance(state, MirroredState):
             raise ConfigError("the state is this rank's alone; take that of a session")
-        communicator, position = self._leader.communicator, state.position
-        number = self._leader.tell(
-            Run(engine=self._number, state=state.number, position=position, token_ids=token_ids, logits=logits)
-        )
-        communicator.begin(number, num_tokens=token_ids.size)
-        try:
-            return execute(partial(communicator.take, Envelope(Channel.DONE, number), communicator.others))
-        finally:
-            if state.position != position:
-                communicator.send(Envelope(Channel.COMMIT, number))
-            else:
-                communicator.abort(number, "rank 0 ended the run")
+        communicator, number = self._leader.communicator, 0
+        with self._leader.one_run:
+            position = state.position
+            command = Run(
+                engine=self._number, state=state.number, position=position, token_ids=token_ids, logits=logits
+            )
+            try:
+                with communicator.interrupts:
+                    number = self._leader.tell(command)
+                    communicator.begin(number, num_tokens=token_ids.size)
+                return execute(partial(communicator.take, Envelope(Channel.DONE, number), communicator.others))
+            finally:
+                with communicator.interrupts:
+                    if state.position != position:
+                        communicator.send(Envelope(Channel.COMMIT, number))
+                    elif number:
+                        communicator.abort(number, "rank 0 ended the run")
 
     def close(self) -> None:
         """Close the followers' engines."""
@@ -222,9 +229,10 @@ class MirroredState(State):
     def _mirrored(self, method: str | None, *arguments: object) -> Iterator[None]:
         """Have the followers do what the block does, if that goes well. What it calls in turn is not told of."""
         is_outermost, self._is_changing = not self._is_changing, True
-        try:
-            yield
-        finally:
-            self._is_changing = not is_outermost
-        if is_outermost and method is not None:
-            self._leader.call(self.number, method, *arguments)
+        with self._leader.communicator.interrupts:
+            try:
+                yield
+            finally:
+                self._is_changing = not is_outermost
+            if is_outermost and method is not None:
+                self._leader.call(self.number, method, *arguments)

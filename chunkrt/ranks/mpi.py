@@ -52,7 +52,8 @@ class MpiCommunicator:
         self._handle_signals()
         self._transport.connect()
         self._handle_signals()  # MPI has handlers of its own
-        self._transport.let_others_carry(Interrupts())
+        self.interrupts = Interrupts()
+        self._transport.let_others_carry(self.interrupts)
         self._has_cpu_each = self._share_of(self._me.cpus) >= 1
         atexit.register(self.close)
         _check_alike(self._transport.peers)

@@ -1,0 +1,117 @@
+"""Messages that are carried by whoever waits for them, and interrupts that are held back meanwhile."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from chunkrt.errors import DeviceLostError
+from chunkrt.ranks.carrier import Carrier
+from chunkrt.ranks.interrupts import Interrupts
+from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
+
+
+@pytest.fixture
+def interrupts():
+    before = signal.getsignal(signal.SIGINT)
+    yield Interrupts()
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_waits_for_the_end_of_the_outermost_block(interrupts):
+    steps = []
+
+    def hold():
+        with interrupts:
+            with interrupts:
+                interrupt()
+                steps.append("inner")
+            steps.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    assert steps == ["inner", "outer"]
+    with interrupts:
+        steps.append("it is raised once")
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_interrupts_cannot_be_held_with_a_handler_of_somebody_else(interrupts):
+    assert interrupts.can_be_held
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    assert not interrupts.can_be_held
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert interrupts.can_be_held
+
+
+def test_a_mailbox_tells_whether_taking_would_wait():
+    mailbox, envelope = Mailbox(), Envelope(Channel.SUM, 1)
+    assert not mailbox.is_settled(envelope, (1, 2))
+    mailbox.deliver(envelope, 1, memoryview(b"x"))
+    assert not mailbox.is_settled(envelope, (1, 2))
+    mailbox.deliver(envelope, 2, memoryview(b"x"))
+    assert mailbox.is_settled(envelope, (1, 2))
+    mailbox.abort(1, "rank 1: no")
+    assert mailbox.is_settled(Envelope(Channel.DONE, 1), (1,))
+    assert not mailbox.is_settled(Envelope(Channel.REPLY, 2), (1,))
+    mailbox.fail(DeviceLostError("rank 2 was lost"))
+    assert mailbox.is_settled(Envelope(Channel.REPLY, 2), (1,))
+
+
+class Slow:
+    """A request that has ended when it is asked for the second time, and the message that it is of."""
+
+    def __init__(self, data):
+        self.data, self.num_asked = data, 0
+
+    def Test(self):  # noqa: N802
+        self.num_asked += 1
+        return self.num_asked > 1
+
+
+class Loop:
+    """A world of one rank, which gets what it sends."""
+
+    def __init__(self):
+        self.sent = []
+
+    def Isend(self, message, dest):  # noqa: N802
+        self.sent.append(message[0])
+        return Slow(message[0])
+
+    def Improbe(self, status):  # noqa: N802
+        if not self.sent:
+            return None
+        data = self.sent.pop(0)
+        status.Get_count, status.Get_source = lambda kind: data.size, lambda: 0
+
+        def receive(message):
+            message[0][:] = data
+            return Slow(data)
+
+        return SimpleNamespace(Irecv=receive)
+
+
+def test_messages_are_carried_by_whoever_asks_and_one_at_a_time():
+    came, deeper = [], []
+
+    def deliver(source, data):
+        came.append((source, bytes(data)))
+        deeper.append(carrier.carry(blocking=False))
+
+    carrier = Carrier(deliver)
+    carrier.open(SimpleNamespace(BYTE=None, Status=SimpleNamespace), Loop())
+    carrier.post(np.frombuffer(b"one", np.uint8), [0])
+    assert carrier.has_mail
+    assert not carrier.is_done
+    assert [carrier.carry() for _ in range(3)] == [True, True, False]
+    assert came == [(0, b"one")]
+    assert deeper == [False]
+    assert carrier.is_done
