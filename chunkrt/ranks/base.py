@@ -58,8 +58,8 @@ def ranks_of(communicator: Communicator | None) -> Ranks:
 class Communicator(Protocol):
     """How one rank reaches the others.
 
-    After a run that failed or was cancelled on one rank the ranks are out of step: close the communicator, so that
-    those who wait for this rank are told.
+    After a run that failed or was cancelled on one rank the ranks may be out of step: close the communicator, so that
+    those who wait for this rank are told. (`ranks/mpi.py` keeps them in step by itself.)
     """
 
     rank: int
