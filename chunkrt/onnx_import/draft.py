@@ -24,38 +24,11 @@ from chunkrt.onnx_import.evaluation import Evaluator
 from chunkrt.onnx_import.signature import Signature
 from chunkrt.onnx_import.source import OnnxSource
 from chunkrt.onnx_import.tensors import StoredTensor
-from chunkrt.weights.source import BlockTensor, TensorSource
 
 DOMAIN = "chunkrt"
 CONTRIB = "com.microsoft"
 
 Layout = Literal["linear", "as it is", "heads"]
-
-
-@dataclass(kw_only=True)
-class JoinedLinear(Parameter):
-    """A linear's weight [K, N]: of all tensors' rows those that `rows` picks, or all in order."""
-
-    rows: NDArray[np.int64] | None
-
-    @property
-    def keeps_blocks(self) -> bool:
-        """See `Parameter.keeps_blocks`: rows are picked whole."""
-        return True
-
-    def load_blocks(self, source: TensorSource) -> BlockTensor | None:
-        """See `Parameter.load_blocks`."""
-        self.check(source)
-        found = [source.read_blocks(name) for name in self.checkpoint_tensors]
-        parts = [part for part in found if part is not None]
-        if len(parts) < len(found):
-            return None
-        rows = slice(None) if self.rows is None else self.rows
-        return BlockTensor(
-            integers=np.concatenate([part.integers for part in parts])[rows],
-            scales=np.concatenate([part.scales for part in parts])[rows],
-            minima=np.concatenate([part.minima for part in parts])[rows],
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +65,14 @@ class Weight:
             whole = whole if self.scale == 1 else whole * np.float32(self.scale)
             return whole.T if self.layout == "linear" else whole
 
-        tensors = {name: source.info(name).shape for name in self.tensors}
+        tensors, shape = {name: source.info(name).shape for name in self.tensors}, self.shape(source)
         if self.layout != "linear":
-            return Parameter(shape=self.shape(source), checkpoint_tensors=tensors, combine=combine)
-        return JoinedLinear(shape=self.shape(source), checkpoint_tensors=tensors, combine=combine, rows=self.rows)
+            return Parameter(shape=shape, checkpoint_tensors=tensors, combine=combine)
+        num_rows = sum(rows for rows, _ in tensors.values())
+        rows = Share.whole(num_rows) if self.rows is None else Share(num_rows, self.rows)
+        return LinearWeight(
+            shape=shape, checkpoint_tensors=tensors, combine=combine, rows=rows, depth=Share.whole(shape[0])
+        )
 
 
 @dataclass
