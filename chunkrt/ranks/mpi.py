@@ -16,7 +16,6 @@ import numpy as np
 from chunkrt.affinity import available_cpus
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.ranks.base import Float32, Key, Ranks
-from chunkrt.ranks.carrier import Bytes
 from chunkrt.ranks.exchange import is_sent_whole
 from chunkrt.ranks.interrupts import Interrupts
 from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
@@ -68,7 +67,9 @@ class MpiCommunicator:
 
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
         """Send a copy of a message to some ranks, or to all others; returns at once."""
-        self._transport.send(envelope, _bytes_of(payload), self.others if to is None else to)
+        data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8)
+        will_hurry = self._is_urgent and envelope.channel == Channel.SUM  # what follows is `take`
+        self._transport.send(envelope, data, self.others if to is None else to, will_hurry=will_hurry)
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
         """Wait for messages; see `Mailbox.take`."""
@@ -131,7 +132,7 @@ class MpiCommunicator:
         """Give each rank what is for it, and add up what all have for this one, in the order of ranks."""
         mine = for_ranks[self.rank]
         for rank in self.others:
-            self._transport.send(envelope, _bytes_of(for_ranks[rank]), [rank], will_hurry=self._is_urgent)
+            self.send(envelope, for_ranks[rank], to=[rank])
         received = self._take_floats(envelope)
         if sizes := {values.size for values in received.values()} - {mine.size}:
             raise BackendError(f"ranks give sums of {mine.size} and {min(sizes)} numbers; they run different prompts")
@@ -143,10 +144,6 @@ class MpiCommunicator:
     def _take_floats(self, envelope: Envelope) -> dict[int, Float32]:
         payloads = self.take(envelope, self.others)
         return {rank: np.frombuffer(payload, np.float32) for rank, payload in payloads.items()}
-
-
-def _bytes_of(payload: bytes | Float32) -> Bytes:
-    return np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8)
 
 
 def _check_alike(peers: Sequence[Peer]) -> None:

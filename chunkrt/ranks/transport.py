@@ -130,13 +130,15 @@ class MpiTransport:
         interrupts = self._interrupts
         if interrupts is not None and interrupts.can_be_held:
             self._is_hurried, latest = True, time.monotonic() + HURRY_S
-            while not (has_come() or self._is_over or time.monotonic() > latest):
-                with interrupts:
-                    if self._carrier.carry(blocking=False):
-                        self._last_news = time.monotonic()
-                if not has_come():
-                    time.sleep(0)  # for whoever else wants this processor
-            self._is_hurried = False
+            try:
+                while not (has_come() or self._is_over or time.monotonic() > latest):
+                    with interrupts:
+                        if self._carrier.carry(blocking=False):
+                            self._last_news = time.monotonic()
+                    if not has_come():
+                        time.sleep(0)  # for whoever else wants this processor
+            finally:
+                self._is_hurried = False
         if not has_come() or self._carrier.has_mail:
             self._wake_up()
 
