@@ -13,7 +13,8 @@ from chunkrt.backends import make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.functions import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.reference import quantize_rows, rotate_half
+from chunkrt.backends.operands import quantize_rows
+from chunkrt.backends.reference import rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.segments import SegmentedExecutable
 from chunkrt.backends.switches import Switches

@@ -20,7 +20,7 @@ from typing import Any
 
 from chunkrt.backends.base import Backend, Executable, Support
 from chunkrt.backends.functions import FunctionExecutable
-from chunkrt.backends.reference import constants
+from chunkrt.backends.operands import constants
 from chunkrt.backends.registry import (
     NATIVE,
     NPU,
