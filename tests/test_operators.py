@@ -182,6 +182,25 @@ def test_a_plugins_own_device_goes_before_every_backend():
         registry.find_plugin("add", "native")
 
 
+@pytest.mark.parametrize(
+    ("operator", "device", "options", "message"),
+    [
+        ("rope", "native", {}, r"acme.ops registers the operator 'rope' on 'native', where nobody calls it; name a "),
+        ("quantize", "npu", {}, "'quantize' on 'npu', where nobody calls it"),
+        ("sampler", "native", {}, "'sampler' on 'native', where nobody calls it"),
+        ("add", "toy", {"parts": ("rap",)}, "with the part 'rap'; there are: quantize, rope"),
+        ("rope", "toy", {"parts": ("rope",)}, "with the part 'rope'; 'rope' is called with none"),
+    ],
+)
+def test_what_would_never_be_called_or_cannot_be_is_refused(operator, device, options, message):
+    registry = OperatorRegistry()
+    with pytest.raises(ConfigError, match=message):
+        make(registry, operator, device, module="acme.ops", **options)
+    with pytest.raises(ConfigError, match=r"builtins registers the operator 'add' on 'toy' as 3, expected a function"):
+        registry.register("add", "toy")(3)
+    assert registry.names() == []
+
+
 def test_a_plugin_that_fails_leaves_nothing_behind():
     registry = OperatorRegistry()
     make(registry)

@@ -39,7 +39,7 @@ class ReferenceBackend:
         for use in uses(subgraph, plan):
             if reason := operators.missing(use, REFERENCE):
                 return Support(ok=False, node=use.node.name, reason=reason)
-        return missing_kind(subgraph.nodes)
+        return Support(ok=True)
 
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
@@ -147,7 +147,7 @@ def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
     return heads.reshape(x.shape)
 
 
-operators.register("linear_attention", REFERENCE)(linear_attention)
+operators.register("linear_attention", REFERENCE, refuses=missing_kind)(linear_attention)
 
 
 @operators.register("split", REFERENCE)
@@ -232,7 +232,8 @@ def _cached_attention(
     keys, values = (_read(cache, first, stop) for cache in (key_cache, value_cache))
     if has_raw_keys:
         of_keys = slice(table_row - start + first, table_row - start + stop)
-        keys = rope(keys.transpose(1, 0, 2), cos[of_keys], sin[of_keys]).transpose(1, 0, 2)
+        rows = np.ascontiguousarray(keys.transpose(1, 0, 2))
+        keys = rope(rows, cos[of_keys], sin[of_keys]).transpose(1, 0, 2)
     return _attend(rope(q, cos[here], sin[here]), keys, values, start, first, attributes)
 
 
@@ -240,7 +241,7 @@ def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float3
     """q, k, v [T, heads, D]."""
     num_heads, num_kv_heads, head_dim = (cast(int, attributes[n]) for n in ("num_heads", "num_kv_heads", "head_dim"))
     heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
-    return np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+    return [np.ascontiguousarray(part) for part in np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)]
 
 
 def _append(
