@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -137,11 +136,8 @@ class PluginSampler:
         logits.flags.writeable = False
         with self._told():
             token_id = self._sampler.next(logits, history)
-        if not isinstance(token_id, Integral) or not 0 <= token_id < len(logits):
-            what = f"expected a token from 0 to {len(logits) - 1}"
-            raise BackendError(
-                f"the sampler of {self._origin} chose {token_id!r}, {what}; switch it off, --ops=-sampler"
-            )
+        if not (isinstance(token_id, int | np.integer) and 0 <= token_id < len(logits)):
+            raise self._error(f"chose {token_id!r}, expected a token from 0 to {len(logits) - 1}")
         return int(token_id)
 
     @contextmanager
@@ -150,11 +146,11 @@ class PluginSampler:
             yield
         except ChunkrtError:
             raise
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise BackendError(
-                f"the sampler of {self._origin} failed: {what}; switch it off, --ops=-sampler"
-            ) from error
+        except Exception as error:  # whatever another's code raises
+            raise self._error(f"failed: {type(error).__name__}: {error}") from error
+
+    def _error(self, what: str) -> BackendError:
+        return BackendError(f"the sampler of {self._origin} {what}; switch it off with --ops=-sampler")
 
 
 class StopStrings:

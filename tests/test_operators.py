@@ -1,5 +1,8 @@
 """Canonical names of operators, and the registry of what there is for each."""
 
+import subprocess
+import sys
+
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
 
@@ -223,6 +226,18 @@ def test_every_native_and_npu_form_has_a_reference():
         own = [name for name in registry.names() if registry.find_own(name, device)]
         assert len(own) > 15
         assert all(registry.find_own(name, "reference") for name in own)
+
+
+FRESH = """
+from chunkrt.backends.dispatch import registered_operators
+found = registered_operators()
+assert all(found.find_own(name, "reference") for name in found.names() if name != "all_reduce"), found.names()
+"""
+
+
+def test_the_registry_is_whole_whatever_was_imported_before():
+    finished = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_lowerings_are_standard_or_functions():

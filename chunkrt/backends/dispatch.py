@@ -293,7 +293,7 @@ def registered_operators() -> OperatorRegistry:
 
 
 def _load() -> None:
-    from chunkrt.backends import link, lowering  # noqa: F401
+    from chunkrt.backends import link, lowering, reference  # noqa: F401
 
     try:
         from chunkrt.backends.native import operators as _  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import wraps
 from typing import Any
 
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
@@ -89,21 +89,27 @@ def find_family(model_type: str) -> Family | None:
     """
     if plugin := PLUGINS.find(model_type):
         build = plugin.load()
-        return Family(build=partial(_build_theirs, plugin), defaults=getattr(build, "defaults", {}))
+        return Family(build=_told(plugin, build), defaults=getattr(build, "defaults", {}))
     return FAMILIES.get(model_type)
 
 
-def _build_theirs(plugin: Plugin[Builder], config: DecoderConfig) -> Module:
-    try:
-        decoder = plugin.load()(config)
-        if not isinstance(decoder, Module):
-            raise TypeError(f"it returned {decoder!r}, expected a Module")
-    except ChunkrtError:
-        raise
-    except Exception as error:  # whatever another's code raises
-        what = f"{type(error).__name__}: {error}"
-        raise UnsupportedModelError(f"the {plugin} cannot build this checkpoint: {what}; repair it") from error
-    return decoder
+def _told(plugin: Plugin[Builder], build: Builder) -> Builder:
+    """A plug-in's builder, whose errors name it."""
+
+    @wraps(build)
+    def built(config: DecoderConfig) -> Module:
+        try:
+            decoder = build(config)
+            if not isinstance(decoder, Module):
+                raise TypeError(f"it returned {decoder!r}, expected a Module")
+        except ChunkrtError:
+            raise
+        except Exception as error:  # whatever another's code raises
+            what = f"{type(error).__name__}: {error}"
+            raise UnsupportedModelError(f"the {plugin} cannot build this checkpoint: {what}; repair it") from error
+        return decoder
+
+    return built
 
 
 def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, DecoderConfig]:
