@@ -203,12 +203,13 @@ def reason_of(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def open_session(model: bytes, folder: Path) -> Any:
-    """An inference session of a serialised model whose external data are in `folder`."""
+def open_session(model: bytes | Path, folder: Path) -> Any:
+    """An inference session of a serialised model whose external data are in `folder`, or of a file without such."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32, not int8, activations
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    source = model if isinstance(model, bytes) else str(model)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
