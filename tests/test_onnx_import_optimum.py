@@ -153,5 +153,5 @@ def test_activations_on_a_grid_of_the_file_are_refused_by_name(tmp_path):
         product.input[0] = "restored"
         graph.node.extend([rounded, restored])
 
-    with pytest.raises(UnsupportedModelError, match="'rounds', an operator QuantizeLinear .* rounds the activations"):
+    with pytest.raises(UnsupportedModelError, match=r"'rounds', an operator QuantizeLinear .* rounds the activations"):
         import_decoder(changed_copy(tmp_path, with_rounded_activations))

@@ -199,7 +199,7 @@ def _run(session: Any, names: Sequence[str], given: Mapping[str, NDArray[Any]]) 
 
 
 def reason_of(error: Exception) -> str:
-    """What ONNX Runtime says, in one line."""
+    """What another library's error says, in one line."""
     return " ".join(str(error).split())[:300]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import onnx
 
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module
 from chunkrt.onnx_import.claims import check_claims
 from chunkrt.onnx_import.decomposed import compose, is_written_out
 from chunkrt.onnx_import.draft import Draft
-from chunkrt.onnx_import.evaluation import Evaluator
+from chunkrt.onnx_import.evaluation import Evaluator, reason_of
 from chunkrt.onnx_import.exported import has_plan, replay_plan
 from chunkrt.onnx_import.module_tree import build_tree
 from chunkrt.onnx_import.names import name_nodes
@@ -87,7 +87,8 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
         return _import(file)
     except MALFORMED as error:
         raise ModelError(
-            f"{file} is damaged: it has a node that lacks what its operator needs ({type(error).__name__}: {error})"
+            f"{file} is damaged: it has a node that lacks what its operator needs "
+            f"({type(error).__name__}: {reason_of(error)})"
         ) from error
 
 
