@@ -11,10 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 CONTRIB = "com.microsoft"
 PRODUCTS = (("", "MatMul"), ("", "MatMulInteger"), (CONTRIB, "MatMulNBits"))
+UNDER = ("Identity", "Transpose", "DequantizeLinear")
+"""What may be between an initializer and a matrix."""
 
 
 class Skeleton(NamedTuple):
@@ -22,6 +25,14 @@ class Skeleton(NamedTuple):
 
     nodes: list[onnx.NodeProto]
     initializers: dict[str, onnx.TensorProto]
+
+
+class Matrix(NamedTuple):
+    """A constant's first two sizes, and its type in ONNX."""
+
+    rows: int
+    columns: int
+    data_type: int
 
 
 def skeleton(proto: onnx.ModelProto, data: Collection[str]) -> Skeleton:
@@ -36,66 +47,71 @@ def skeleton(proto: onnx.ModelProto, data: Collection[str]) -> Skeleton:
     writers = {name: node for node in proto.graph.node for name in node.output if name}
     nodes: list[onnx.NodeProto] = []
     for node in proto.graph.node:
-        made = _stand_in(node, data, writers, initializers)
-        nodes += [node] if made is None else made
+        kind = node.domain, node.op_type
+        if kind in PRODUCTS and node.input[0] in data:
+            rank = 3 if node.op_type == "MatMulNBits" else 2
+            made = _product(node, _matrix(node.input[1], writers, initializers, rank), initializers)
+        elif kind == ("", "Gather") and node.input[1] in data and not any(a.i for a in node.attribute):
+            made = _lookup(node, _matrix(node.input[0], writers, initializers), initializers)
+        else:
+            made = []
+        nodes += made or [node]
     return Skeleton(nodes, initializers)
 
 
-def _stand_in(
-    node: onnx.NodeProto,
-    data: Collection[str],
-    writers: Mapping[str, onnx.NodeProto],
-    initializers: dict[str, onnx.TensorProto],
-) -> list[onnx.NodeProto] | None:
-    """What gives a value of the shape of a node's; None if the node needs no matrix or it is not known."""
+def _product(
+    node: onnx.NodeProto, matrix: Matrix | None, initializers: dict[str, onnx.TensorProto]
+) -> list[onnx.NodeProto]:
+    """Its left operand's first column, as often as the matrix has columns; nothing if no matrix is known."""
+    if matrix is None:
+        return []
+    columns = matrix.rows if node.op_type == "MatMulNBits" else matrix.columns
+    first = f"skeleton/{columns}"
+    initializers[first] = numpy_helper.from_array(np.zeros(columns, np.int64), first)
+    if node.op_type != "MatMulInteger":
+        return [helper.make_node("Gather", [node.input[0], first], node.output, axis=-1)]
+    narrow = f"{node.output[0]}/skeleton"
+    return [
+        helper.make_node("Gather", [node.input[0], first], [narrow], axis=-1),
+        helper.make_node("Cast", [narrow], node.output, to=onnx.TensorProto.INT32),
+    ]
 
-    def matrix(name: str) -> tuple[list[int], int] | None:
-        """The shape and type of a constant matrix."""
-        if name in initializers:
-            tensor = initializers[name]
-            return (list(tensor.dims), tensor.data_type) if len(tensor.dims) == 2 else None
-        source = writers.get(name)
-        if source is None or source.domain not in ("", CONTRIB) or not source.input:
+
+def _lookup(
+    node: onnx.NodeProto, matrix: Matrix | None, initializers: dict[str, onnx.TensorProto]
+) -> list[onnx.NodeProto]:
+    """A row of zeros for every token; nothing if no table is known."""
+    if matrix is None or (bits := ir.DataType(matrix.data_type).bitwidth) < 8:
+        return []
+    first, row = f"{node.output[0]}/first", f"{node.output[0]}/row"
+    zeros = bytes(matrix.columns * bits // 8)
+    initializers[row] = helper.make_tensor(row, matrix.data_type, [1, matrix.columns], zeros, raw=True)
+    return [
+        helper.make_node("Sub", [node.input[1], node.input[1]], [first]),
+        helper.make_node("Gather", [row, first], node.output),
+    ]
+
+
+def _matrix(
+    name: str, writers: Mapping[str, onnx.NodeProto], initializers: Mapping[str, onnx.TensorProto], rank: int = 2
+) -> Matrix | None:
+    """What is known of a constant: of an initializer, or of one transposed or dequantised."""
+    is_transposed, data_type = False, 0
+    while name not in initializers:
+        node = writers.get(name)
+        if node is None or node.domain not in ("", CONTRIB) or node.op_type not in UNDER or not node.input:
             return None
-        under = matrix(source.input[0])
-        if under is None or source.op_type == "Identity":
-            return under
-        if source.op_type == "DequantizeLinear" and source.input[1] in initializers:
-            return under[0], initializers[source.input[1]].data_type
-        if source.op_type == "Transpose" and [a.ints for a in source.attribute] in ([], [[1, 0]]):
-            return under[0][::-1], under[1]
+        if node.op_type == "Transpose":
+            is_transposed = not is_transposed
+            if [list(a.ints) for a in node.attribute] not in ([], [[1, 0]]):
+                return None
+        if node.op_type == "DequantizeLinear" and not data_type:
+            if len(node.input) < 2 or node.input[1] not in initializers:
+                return None
+            data_type = initializers[node.input[1]].data_type
+        name = node.input[0]
+    tensor = initializers[name]
+    sizes = list(tensor.dims)[::-1] if is_transposed else list(tensor.dims)
+    if len(sizes) != rank or 0 in sizes:
         return None
-
-    if (node.domain, node.op_type) in PRODUCTS and node.input[0] in data:
-        sizes = {a.name: a.i for a in node.attribute}
-        found = ([sizes["K"], sizes["N"]], 0) if node.op_type == "MatMulNBits" else matrix(node.input[1])
-        if found is None:
-            return None
-        first = f"skeleton/{found[0][1]}_times_the_first"
-        initializers[first] = numpy_helper.from_array(np.zeros(found[0][1], np.int64), first)
-        if node.op_type != "MatMulInteger":
-            return [helper.make_node("Gather", [node.input[0], first], node.output, axis=-1)]
-        wide = f"{node.output[0]}/skeleton"
-        return [
-            helper.make_node("Gather", [node.input[0], first], [wide], axis=-1),
-            helper.make_node("Cast", [wide], node.output, to=onnx.TensorProto.INT32),
-        ]
-    if (node.domain, node.op_type) == ("", "Gather") and node.input[1] in data and not _axis(node):
-        found = matrix(node.input[0])
-        if found is None:
-            return None
-        zero, row = f"{node.output[0]}/skeleton", f"{node.output[0]}/row"
-        initializers[row] = helper.make_tensor(row, found[1], [1, found[0][1]], bytes(_row_bytes(*found)), raw=True)
-        return [
-            helper.make_node("Sub", [node.input[1], node.input[1]], [zero]),
-            helper.make_node("Gather", [row, zero], node.output),
-        ]
-    return None
-
-
-def _axis(node: onnx.NodeProto) -> int:
-    return next((a.i for a in node.attribute if a.name == "axis"), 0)
-
-
-def _row_bytes(shape: list[int], data_type: int) -> int:
-    return shape[1] * helper.tensor_dtype_to_np_dtype(data_type).itemsize
+    return Matrix(sizes[0], sizes[1], data_type or tensor.data_type)
