@@ -36,7 +36,7 @@ def test_positions_masks_and_sizes_are_those_of_the_whole_model(name):
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     whole = ort.InferenceSession(proto.SerializeToString(), options)
     expected = dict(zip(names, whole.run(names, fed), strict=True))
-    (found,) = evaluator.run(names, [PROBE])
+    found = evaluator.run(names, PROBE)
     for name in names:
         assert (found[name].shape, found[name].dtype) == (expected[name].shape, expected[name].dtype), name
         if evaluator.is_positional(name):

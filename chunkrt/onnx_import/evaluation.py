@@ -58,14 +58,18 @@ class Evaluator:
         Raises:
             ModelError: ONNX Runtime cannot run what it is made of.
         """
-        return [values[name] for values in self.run([name], probes)]
+        return [values[name] for values in self.runs([name], probes)]
 
-    def run(self, names: Sequence[str], probes: Sequence[Probe]) -> list[dict[str, NDArray[Any]]]:
-        """Values at each probe. Of those that depend on tokens or states, shapes and types alone are the model's.
+    def run(self, names: Sequence[str], probe: Probe) -> dict[str, NDArray[Any]]:
+        """Values at one probe. Of those that depend on tokens or states, shapes and types alone are the model's.
 
         Raises:
             ModelError: ONNX Runtime cannot run what they are made of.
         """
+        return self.runs(names, [probe])[0]
+
+    def runs(self, names: Sequence[str], probes: Sequence[Probe]) -> list[dict[str, NDArray[Any]]]:
+        """`run` at several probes, for the cost of little more than one."""
         return self._run(names, probes, self._sizes) if names else [{} for _ in probes]
 
     def constant(self, name: str) -> NDArray[Any]:

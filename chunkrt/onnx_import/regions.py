@@ -52,7 +52,7 @@ class Regions:
 
     @cached_property
     def _at_probe(self) -> dict[str, Array]:
-        return self.evaluator.run(sorted(self.data), [self.probe])[0]
+        return self.evaluator.run(sorted(self.data), self.probe)
 
     @cached_property
     def frozen(self) -> dict[str, Array]:
@@ -129,7 +129,7 @@ class Regions:
         """`frozen` at the probe and at another."""
         read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
         probes = [self.probe, Probe(self.probe.past + 2, self.probe.length + 6)]
-        return self.evaluator.run(sorted(read - self.data - self.evaluator.constants), probes)
+        return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
 
     def part(
         self, target: str, roots: Mapping[str, Array], given: Mapping[str, Array] | None = None

@@ -61,7 +61,7 @@ def read_tables(regions: Regions, source: str, result: str, width: int, context:
     half = width // 2
     cos, sin = (np.empty((context, half), np.float32) for _ in range(2))
     probes = [Probe(start, min(BLOCK, context - start)) for start in range(0, context, BLOCK)]
-    for probe, given in zip(probes, regions.evaluator.run(names, probes), strict=True):
+    for probe, given in zip(probes, regions.evaluator.runs(names, probes), strict=True):
         start, length = probe.past, probe.length
         ones = np.zeros((1, like.shape[1], length, like.shape[3]), like.dtype)
         ones[..., :half] = 1
