@@ -15,7 +15,7 @@ from pathlib import Path
 
 from chunkrt.calibrate import cached_calibration
 from chunkrt.choose import cached_choice
-from chunkrt.engine_directory import PLAN, WEIGHTS, write_manifest
+from chunkrt.engine_directory import PLAN, WEIGHTS, sampled_digest, write_manifest
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Float32, Module, Parameter
@@ -182,7 +182,14 @@ def compile_checkpoint(
             )
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
-            write_manifest(aside, model=model, scheme=scheme, placement=placement, ranks=ranks)
+            write_manifest(
+                aside,
+                model=model,
+                scheme=scheme,
+                placement=placement,
+                ranks=ranks,
+                checkpoint=sampled_digest(checkpoint),
+            )
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error

@@ -97,4 +97,5 @@ def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Seq
             npu=list(compiled),
             placement=manifest.placement,
             ranks=manifest.ranks,
+            checkpoint=manifest.checkpoint,
         )

@@ -194,6 +194,7 @@ class Engine:
         manifest = self.manifest
         return {
             "version": manifest.chunkrt,
+            "checkpoint": manifest.checkpoint,
             "scheme": asdict(self.scheme),
             "placement": list(manifest.placement.items()),
             "subgraphs": [(subgraph.name, subgraph.device) for subgraph in self.plan.subgraphs],

@@ -30,6 +30,7 @@ from chunkrt.weights.store import WeightStore
 
 FORMAT = 5
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
+SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
 
@@ -52,7 +53,8 @@ class Manifest:
     """What an engine directory says of itself.
 
     files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
-    which of how many processes it is for.
+    which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
+    not written.
     """
 
     format: int
@@ -63,6 +65,7 @@ class Manifest:
     npu: Sequence[NpuTarget] = ()
     placement: Placement = field(default_factory=dict)
     ranks: Ranks = ALONE
+    checkpoint: str = ""
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -108,15 +111,35 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
     Where a plug-in has the decoder family of a folder, its code counts as well. Those of an ONNX file are also the data
     and settings that may be beside it.
     """
-    files = sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
-    if checkpoint.suffix == ".onnx" and checkpoint.is_file():
-        beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
-        files = sorted({checkpoint, *beside})
-    stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in _files(checkpoint)]
     key = {"files": stats, "chunkrt": version("chunkrt"), **made_with}
     if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):
         key["family"] = code
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+
+def sampled_digest(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's files: their names and sizes, and 1024 pieces of 4 KiB evenly spread over each.
+
+    It is how ranks of several machines know that they have the same checkpoint, without reading all of it.
+    """
+    digest = hashlib.sha256()
+    for path in _files(checkpoint):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            for piece in range(SAMPLED_PIECES):
+                file.seek(piece * size // SAMPLED_PIECES)
+                digest.update(file.read(SAMPLED_PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    """All that a checkpoint consists of."""
+    if checkpoint.suffix == ".onnx" and checkpoint.is_file():
+        beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
+        return sorted({checkpoint, *beside})
+    return sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
 
 
 def _model_type(checkpoint: Path) -> str:
@@ -135,6 +158,7 @@ def write_manifest(
     npu: Sequence[NpuTarget] = (),
     placement: Placement | None = None,
     ranks: Ranks = ALONE,
+    checkpoint: str = "",
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
     files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
@@ -147,6 +171,7 @@ def write_manifest(
         npu=tuple(npu),
         placement=dict(placement or {}),
         ranks=ranks,
+        checkpoint=checkpoint,
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 
@@ -180,6 +205,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _is_sound(manifest: Manifest) -> bool:
     return (
         isinstance(manifest.model, str)
+        and isinstance(manifest.checkpoint, str)
         and isinstance(manifest.placement, dict)
         and all(Path(name).name == name for name in manifest.files)
         and all(isinstance(target.soc, str) and type(target.chunk_length) is int for target in manifest.npu)

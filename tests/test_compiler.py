@@ -19,7 +19,7 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt import compiler, engine_directory, shared_folder
 from chunkrt.compiler import compile_checkpoint
-from chunkrt.engine_directory import FORMAT, cached_folder, is_engine_directory, read_manifest, write_manifest
+from chunkrt.engine_directory import FORMAT, cached_folder, is_engine_directory, read_manifest, sampled_digest, write_manifest
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.quant.scheme import SCHEMES, Recipe
 from chunkrt.weights.store import WeightWriter
@@ -60,6 +60,7 @@ def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
         "scheme": as_json(W8A8.scheme),
         "placement": {},
         "ranks": {"rank": 0, "size": 1},
+        "checkpoint": sampled_digest(CHECKPOINT),
         "npu": [],
         "files": {
             name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
@@ -373,3 +374,19 @@ def test_a_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_
     (tmp_path / "placement.toml").write_text('lm_head = "npu"')
     with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
         chunkrt.load(engine_folder, placement=tmp_path / "placement.toml")
+
+
+def test_another_checkpoint_has_another_digest(tmp_path):
+    """One byte in a piece that is read, one of the size, or another name; the place of the files does not count."""
+    paths = [tmp_path / name / "model.gguf" for name in ("one", "same", "odd_byte", "longer")]
+    data = bytes(range(256)) * 2000
+    contents = [data, data, data[:-1] + b"\x00", data + b"\x00"]
+    for path, content in zip(paths, contents, strict=True):
+        path.parent.mkdir()
+        path.write_bytes(content)
+    one, same, odd_byte, longer = map(sampled_digest, paths)
+    assert one == same
+    assert len({one, odd_byte, longer, sampled_digest(tmp_path / "one")}) == 3
+    renamed = paths[0].rename(tmp_path / "one" / "other.gguf")
+    assert sampled_digest(renamed) != one
+
