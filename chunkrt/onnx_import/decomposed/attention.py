@@ -16,16 +16,14 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx_import.decomposed.norms import Norm
-from chunkrt.onnx_import.decomposed.rotary import Tables, read_tables, rotary_dim
+from chunkrt.onnx_import.decomposed.rotary import Tables, is_by_position, read_tables, rotary_dim
+from chunkrt.onnx_import.masks import HIDDEN, MaskError, Masks, visible
 from chunkrt.onnx_import.regions import Regions
-from chunkrt.onnx_import.signature import Probe
 
 Array = NDArray[Any]
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Of the largest value: what two orders of summation may differ by; no other function comes so near."""
-INVISIBLE = -1e4
-"""A mask adds this or less where nothing shall be seen: its exponential is 0 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +70,14 @@ class AttentionFinder:
     Args:
         norms: the norms of the graph, by their results.
         states: the graph's inputs that go from run to run.
-        context: positions that tables shall have.
     """
 
-    def __init__(self, regions: Regions, norms: dict[str, Norm], states: set[str], context: int, where: str) -> None:
+    def __init__(self, regions: Regions, norms: dict[str, Norm], states: set[str], where: str) -> None:
         self._regions, self._norms, self._states = regions, norms, states
-        self._context, self._model = context, where
+        self._model = where
         self._rng = np.random.default_rng(0)
         self._tables: dict[tuple[str, ...], Tables] = {}
-        self._windows: dict[str, int] = {}
+        self._masks = Masks(regions.evaluator)
         self._where = ""
 
     def find(self, softmax: str) -> Attention:
@@ -139,8 +136,10 @@ class AttentionFinder:
         products = q.astype(np.float64) @ np.repeat(k, group, axis=1).swapaxes(-1, -2)
         part = regions.part(scores, {query: q, keys: k})
         mask = part({query: np.zeros_like(q), keys: k})
-        is_visible = np.broadcast_to(mask > INVISIBLE, products.shape)
-        window = self._window(scores, {query, keys}, is_visible)
+        is_visible = np.broadcast_to(mask > HIDDEN, products.shape)
+        if mask[mask > HIDDEN].any():
+            self._refuse("numbers are added to its scores")
+        window = self._window({query, keys, values}, scores, result, is_visible)
         seen = products[is_visible]
 
         def scores_of(factor: float) -> Array:
@@ -172,9 +171,14 @@ class AttentionFinder:
             soft_cap=float(f"{soft_cap:.7g}"),
         )
 
-    def _window(self, scores: str, roots: set[str], is_visible: NDArray[np.bool_]) -> int:
-        """How many keys a row sees by the mask; 0 for all before it."""
+    def _window(self, roots: set[str], scores: str, result: str, is_visible: NDArray[np.bool_]) -> int:
+        """How many keys a row sees by the mask; 0 for all before it.
+
+        Beside the mask nothing but sizes may depend on how many tokens there are, and sizes grow as these do: what is
+        so at the probe is so at any length.
+        """
         regions, total = self._regions, self._regions.probe.past + self._regions.probe.length
+        read = regions.positional_inputs(result, roots)
         masks = [
             name
             for name in regions.positional_inputs(scores, roots)
@@ -183,25 +187,15 @@ class AttentionFinder:
         if len(masks) != 1:
             self._refuse(f"it has {len(masks)} masks, expected one")
         mask = masks[0]
-        if not np.array_equal(np.broadcast_to(_shows(regions.frozen[mask]), is_visible.shape), is_visible):
+        if others := [name for name in read if name != mask and not regions.is_size(name)]:
+            self._refuse(f"it reads {others[0]!r}, which depends on positions and is no mask")
+        try:
+            window = self._masks.window(mask, self._regions.context)
+        except MaskError as error:
+            self._refuse(f"its mask {mask!r} is no causal mask: {error}")
+        if (visible(regions.probe, window or self._regions.context) != is_visible).any():
             self._refuse(f"its mask {mask!r} does not say what is seen")
-        if mask not in self._windows:
-            whole = Probe(self._context - 1, 1)
-            probes = [
-                whole,
-                regions.probe,
-                *(p for p in (Probe(0, 6), Probe(7, 1)) if p.past + p.length <= self._context),
-            ]
-            shown = [_shows(found) for found in regions.evaluator.probe(mask, probes)]
-            window = int(shown[0].sum())
-            if window < self._context:
-                probes.append(Probe(max(window - 3, 1), 7))
-                shown += [_shows(found) for found in regions.evaluator.probe(mask, probes[-1:])]
-            for probe, found in zip(probes, shown, strict=True):
-                if not np.array_equal(found.reshape(found.shape[-2:]), _visible(probe, window)):
-                    self._refuse(f"its mask {mask!r} is neither causal nor that of a window")
-            self._windows[mask] = 0 if window == self._context else window
-        return self._windows[mask]
+        return window
 
     def _before_rotation(self, name: str) -> tuple[str, Tables | None]:
         """Where the rotation starts that ends in `name`, and its tables; `name` itself if there is none."""
@@ -216,7 +210,9 @@ class AttentionFinder:
             if (width := rotary_dim(regions, source, name)) is None:
                 self._refuse("its queries or keys are rotated, but not by halves")
             if turning not in self._tables:
-                self._tables[turning] = read_tables(regions, source, name, width, self._context)
+                if not is_by_position(regions, turning):
+                    self._refuse("its rotation depends on how many tokens there are")
+                self._tables[turning] = read_tables(regions, source, name, width)
             tables = self._tables[turning]
             x = regions.random(source, self._rng)
             is_same = x.shape == regions.shape(name)
@@ -283,13 +279,3 @@ class AttentionFinder:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedModelError(f"{self._model}: {self._where} cannot be imported: {reason}")
-
-
-def _shows(mask: Array) -> NDArray[np.bool_]:
-    return mask if mask.dtype == np.bool_ else mask > INVISIBLE
-
-
-def _visible(probe: Probe, window: int) -> NDArray[np.bool_]:
-    """Which keys each row sees."""
-    rows, keys = np.arange(probe.length)[:, None] + probe.past, np.arange(probe.past + probe.length)
-    return (keys <= rows) & (keys > rows - window)

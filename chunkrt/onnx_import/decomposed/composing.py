@@ -41,9 +41,9 @@ def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: i
         UnsupportedModelError: a Softmax that is not that of causal attention over past and present keys.
         ModelError: ONNX Runtime cannot run a part of it.
     """
-    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature))
+    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature), context)
     norms = find_norms(regions)
-    finder = AttentionFinder(regions, norms, set(signature.states), context, path.name)
+    finder = AttentionFinder(regions, norms, set(signature.states), path.name)
     softmaxes = [n.output[0] for n in proto.graph.node if n.op_type == "Softmax" and n.output[0] in regions.data]
     writer = _Writer(signature)
     for softmax in softmaxes:
