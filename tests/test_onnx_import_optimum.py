@@ -146,6 +146,11 @@ def with_a_mask_that_shows_all_of_long_texts(graph):
     put_behind(graph, "layers.0/self_attn/Slice_4", "Or", "is_late")
 
 
+def with_scores_of_at_most_20(graph):
+    graph.initializer.append(numpy_helper.from_array(np.float32(20), "cap"))
+    put_behind(graph, "layers.0/self_attn/MatMul", "Min", "cap")
+
+
 def with_a_little_added_to_scores(graph):
     graph.initializer.append(numpy_helper.from_array(np.float32([1e-6, 0] * 2).reshape(1, 4, 1, 1), "bias"))
     put_behind(graph, "layers.0/self_attn/MatMul", "Add", "bias")
@@ -158,6 +163,7 @@ def with_a_little_added_to_scores(graph):
         with_a_rotation_that_is_slower_for_long_texts,
         with_a_mask_that_shows_all_of_long_texts,
         with_a_little_added_to_scores,
+        with_scores_of_at_most_20,
         without_the_softmax_axis,
         with_scores_that_are_squared,
         with_keys_that_are_not_rotated,

@@ -1,7 +1,7 @@
 """Attention that is written out as MatMul, Softmax, MatMul: what goes in, what comes out, and the numbers between.
 
 What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to
-learn what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives
+learn what the numbers are (scale, window, rotary tables), then to see that attention with these numbers gives
 the very same. Masks, the repetition of key heads, rotation and reshaping may be written in any way.
 """
 
@@ -30,7 +30,7 @@ TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 class Core:
     """Between rotated queries, all keys and all values, and the result: names of values, and numbers.
 
-    window: keys that a row sees, itself among them; 0 for all. soft_cap: of the scores; 0 for none.
+    window: keys that a row sees, itself among them; 0 for all.
     """
 
     query: str
@@ -39,7 +39,6 @@ class Core:
     result: str
     scale: float
     window: int
-    soft_cap: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,6 @@ class Attention:
     """One layer's attention, by the names of values in the foreign graph.
 
     query, key, value: [1, T, heads * head_dim], before norms of heads and rotation; the core's result is such, too.
-    tables: None where nothing is rotated.
     """
 
     core: Core
@@ -61,7 +59,7 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    tables: Tables | None
+    tables: Tables
 
 
 class AttentionFinder:
@@ -95,6 +93,8 @@ class AttentionFinder:
         key, key_tables = self._before_rotation(new_key)
         if query_tables is not key_tables:
             self._refuse("its queries and keys are not rotated alike")
+        if query_tables is None:
+            self._refuse("nothing rotates its queries and keys; attention without RoPE is not supported")
         query, query_norm = self._before_heads(query)
         key, key_norm = self._before_heads(key)
         value, value_norm = self._before_heads(new_value)
@@ -146,13 +146,9 @@ class AttentionFinder:
             return part({query: (q * factor).astype(q.dtype), keys: k})[is_visible].astype(np.float64)
 
         scale = float(1e3 * (scores_of(1e-3) @ seen) / (seen @ seen))
-        soft_cap = 0.0
-        if not self._is_same(scores_of(1), scale * seen, q.dtype):
-            soft_cap = float(np.abs(scores_of(1e4)).max())
-            products = soft_cap * np.tanh(scale * products / soft_cap)
-            self._require(scores_of(1), products[is_visible], q.dtype, "its scores are no products of queries and keys")
-        else:
-            products = products * scale
+        for factor, reason in ((1, "its scores are no products of queries and keys"), (1e2, "its scores are capped")):
+            self._require(scores_of(factor), factor * scale * seen, q.dtype, reason)
+        products = products * scale
         weights = np.where(is_visible, np.exp(products - products.max(axis=-1, keepdims=True)), 0)
         expected = (weights / weights.sum(axis=-1, keepdims=True)) @ np.repeat(v, group, axis=1)
         self._require(
@@ -168,7 +164,6 @@ class AttentionFinder:
             result=result,
             scale=float(f"{scale:.7g}"),
             window=window,
-            soft_cap=float(f"{soft_cap:.7g}"),
         )
 
     def _window(self, roots: set[str], scores: str, result: str, is_visible: NDArray[np.bool_]) -> int:

@@ -86,18 +86,17 @@ class _Writer:
         core, heads, kv_heads = found.core, found.num_heads, found.num_kv_heads
         query = self._normalised(found.query, found.query_norm, heads * found.head_dim, found.head_dim)
         key = self._normalised(found.key, found.key_norm, kv_heads * found.head_dim, found.head_dim)
-        tables = self._names(found.tables) if found.tables else ("", "")
+        lengths = self._of_lengths(found.past_key)
         self.node(
             "GroupQueryAttention",
-            [query, key, found.value, found.past_key, found.past_value, *self._of_lengths(found.past_key), *tables],
+            [query, key, found.value, found.past_key, found.past_value, *lengths, *self._names(found.tables)],
             [core.result, core.keys, core.values],
             domain=CONTRIB,
             num_heads=heads,
             kv_num_heads=kv_heads,
             scale=core.scale,
-            softcap=core.soft_cap,
             local_window_size=core.window or -1,
-            do_rotary=int(found.tables is not None),
+            do_rotary=1,
         )
 
     def constants(self, values: Mapping[str, np.ndarray]) -> None:
