@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
+from small_onnx import CONTRIB, HEADS, HIDDEN, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
 
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
@@ -153,3 +153,19 @@ def test_operators_that_are_known_are_refused_where_they_mean_something_else(tmp
         file = SmallDecoder(attention, before_head=change).save(tmp_path)
         with pytest.raises(UnsupportedModelError, match=r"node 'node_\d+', an operator \w+ of the domain ai\.onnx"):
             import_decoder(file)
+
+
+def test_norms_may_be_written_out_around_attention_that_is_not(tmp_path):
+    class WithNormsWrittenOut(SmallDecoder):
+        def norm(self, value):
+            last = self.constant(f"last_{len(self.nodes)}", np.array([-1]))
+            epsilon = self.constant(f"epsilon_{len(self.nodes)}", np.float32(1e-6))
+            weight = self.constant(f"norm_{len(self.nodes)}", self.rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32))
+            mean = self.node("ReduceMean", [self.node("Mul", [value, value]), last])
+            root = self.node("Sqrt", [self.node("Add", [mean, epsilon])])
+            return self.node("Mul", [self.node("Div", [value, root]), weight])
+
+    def attention(decoder, q, k, v):
+        return grouped(decoder, rotated(decoder, q, HEADS), rotated(decoder, k, 1), v)
+
+    assert attributes(WithNormsWrittenOut(attention).save(tmp_path))["num_heads"] == HEADS

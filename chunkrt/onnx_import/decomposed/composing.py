@@ -27,8 +27,8 @@ CONTRIB = "com.microsoft"
 
 
 def is_written_out(proto: onnx.ModelProto) -> bool:
-    """Whether a decoder has attention of small operators."""
-    return any(node.op_type == "Softmax" for node in proto.graph.node)
+    """Whether a decoder has attention or norms of small operators."""
+    return any(node.op_type in ("Softmax", "ReduceMean") for node in proto.graph.node)
 
 
 def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: int) -> onnx.ModelProto:
