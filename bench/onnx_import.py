@@ -8,11 +8,14 @@ transformers that it asks for. Both write into the folder that --folder names, o
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from time import perf_counter
+from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
+from typing import Any
 
 import click
 import numpy as np
@@ -20,9 +23,8 @@ from numpy.typing import NDArray
 from peers.process import convert
 
 import chunkrt
-from chunkrt.onnx_import.evaluation import open_session
-from chunkrt.onnx_import.exact import without_rounding
 from chunkrt.onnx_import.reading import read_proto
+from chunkrt.onnx_import.verification import original_session
 
 LENGTHS = (1, 31, 33, 95)
 BUILDER = {"genai_fp32": {"precision": "fp32"}, "genai_int4": {"precision": "int4"}}
@@ -36,20 +38,24 @@ BUILDER = {"genai_fp32": {"precision": "fp32"}, "genai_int4": {"precision": "int
 @click.option("--folder", type=click.Path(path_type=Path), default="onnx-exports", show_default=True)
 @click.option("--npu", default="onnxrt", show_default=True, help="Backend of the NPU's role.")
 def onnx_import(checkpoint: Path, genai: str, optimum: str, folder: Path, npu: str) -> None:
-    """Print, for each export of CHECKPOINT, how far its import is from it at several lengths."""
+    """Print, for each export of CHECKPOINT, how far its import is from it at several lengths, and both from float64."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "hugging_face"
     if not source.exists():
         convert("hugging_face", checkpoint, source, {}, python=genai)
+    _name_rope_theta(source)
     for name, options in BUILDER.items():
         if not (folder / name).exists():
             convert("onnx_genai", source, folder / name, options, python=genai)
     if not (folder / "optimum_fp32").exists():
         _export_by_optimum(source, folder / "optimum_fp32", optimum)
-    click.echo("| export | import, s | logit, largest | " + " | ".join(f"T = {n}" for n in LENGTHS) + " |")
-    click.echo("| --- |" + " ---: |" * (len(LENGTHS) + 2))
+    truth = _truth(source, genai)
+    lengths = " | ".join(f"T = {n}" for n in LENGTHS)
+    click.echo(f"| export | import, s | CPU, s | logit, largest | largest difference | {lengths} |")
+    click.echo("| --- | ---: | ---: | ---: | --- |" + " ---: |" * len(LENGTHS))
     for name in (*BUILDER, "optimum_fp32"):
-        click.echo(f"| {name} | {_row(folder / name, npu)} |")
+        for cells in _rows(folder / name, npu, truth if name.endswith("fp32") else None):
+            click.echo(f"| {cells} |")
 
 
 def _export_by_optimum(source: Path, target: Path, python: str) -> None:
@@ -61,17 +67,53 @@ def _export_by_optimum(source: Path, target: Path, python: str) -> None:
         raise click.ClickException(f"Optimum failed: {error}") from error
 
 
-def _row(folder: Path, npu: str) -> str:
-    """Seconds to import, the largest logit, and the largest difference at each length."""
-    start = perf_counter()
+def _rows(folder: Path, npu: str, truth: NDArray[np.float64] | None) -> Iterator[str]:
+    """Cells of an export's rows: what it took, and the largest differences at each length.
+
+    Args:
+        truth: logits in float64; None where the export's weights are others.
+    """
+    wall, cpu = perf_counter(), process_time()
     with chunkrt.load(folder, scheme="float", npu=npu) as engine:
-        seconds = perf_counter() - start
-        tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, max(LENGTHS))
-        expected = _original(folder / "model.onnx", [tokens[:n] for n in LENGTHS], engine.plan.state_tensors[0].shape)
-        found = [engine.session().prefill(tokens[:n].tolist(), logits="all").logits for n in LENGTHS]
-    largest = max(float(np.abs(logits).max()) for logits in expected)
-    differences = [f"{np.abs(a - b).max():.1e}" for a, b in zip(found, expected, strict=True)]
-    return " | ".join([f"{seconds:.1f}", f"{largest:.1f}", *differences])
+        seconds = f"{perf_counter() - wall:.1f} | {process_time() - cpu:.1f}"
+        tokens = _tokens(engine.plan.vocab_size)
+        original = _original(folder / "model.onnx", [tokens[:n] for n in LENGTHS], engine.plan.state_tensors[0].shape)
+        imported = [engine.session().prefill(tokens[:n].tolist(), logits="all").logits for n in LENGTHS]
+    largest = max(float(np.abs(logits).max()) for logits in original)
+    yield f"{folder.name} | {seconds} | {largest:.1f} | import from original | {_differences(imported, original)}"
+    if truth is not None:
+        exact = [truth[:n] for n in LENGTHS]
+        yield f" | | | | original from float64 | {_differences(original, exact)}"
+        yield f" | | | | import from float64 | {_differences(imported, exact)}"
+
+
+def _differences(left: Sequence[NDArray[Any]], right: Sequence[NDArray[Any]]) -> str:
+    return " | ".join(f"{np.abs(a - b).max():.1e}" for a, b in zip(left, right, strict=True))
+
+
+def _tokens(vocab_size: int) -> NDArray[np.int64]:
+    return np.random.default_rng(0).integers(0, vocab_size, max(LENGTHS))
+
+
+def _truth(source: Path, python: str) -> NDArray[np.float64]:
+    """Logits [T, V] of the checkpoint in float64."""
+    vocab_size = json.loads((source / "config.json").read_text("utf-8"))["vocab_size"]
+    with TemporaryDirectory() as folder:
+        tokens, logits = Path(folder, "tokens.npy"), Path(folder, "logits.npy")
+        np.save(tokens, _tokens(vocab_size))
+        program = Path(__file__).with_name("float64_logits.py")
+        subprocess.run([python, str(program), str(source), str(tokens), str(logits)], check=True)
+        found: NDArray[np.float64] = np.load(logits)
+    return found
+
+
+def _name_rope_theta(source: Path) -> None:
+    """Put the base of the rotary frequencies where Transformers 4 reads it too; Optimum would take 10000 without."""
+    path = source / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    theta = config.get("rope_parameters", {}).get("rope_theta")
+    if theta is not None and "rope_theta" not in config:
+        path.write_text(json.dumps(config | {"rope_theta": theta}, indent=2) + "\n", encoding="utf-8")
 
 
 def _original(
@@ -81,7 +123,7 @@ def _original(
 
     Activations are floats where the export would round them to int8: of int4, the weights alone are compared.
     """
-    session = open_session(without_rounding(read_proto(model)).SerializeToString(), model.parent)
+    session = original_session(model, read_proto(model))
     results = []
     for tokens in prompts:
         given = {"input_ids": tokens[None], "attention_mask": np.ones((1, tokens.size), np.int64)}

@@ -118,7 +118,11 @@ def plan_checkpoint(
     """
     if scheme is not None:
         check_scheme_of_ranks(scheme, ranks.size)
-    source, decoder = open_decoder(checkpoint, ranks)
+    return _plan(*open_decoder(checkpoint, ranks), placement, scheme)
+
+
+def _plan(source: TensorSource, decoder: Module, placement: Placement, scheme: Scheme | None) -> Planned:
+    """Place a decoder and cut it into subgraphs."""
     place(decoder, placement)
     graph = trace(decoder)
     if scheme is not None:
@@ -152,14 +156,15 @@ def compile_checkpoint(
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
             left behind.
     """
-    if is_onnx(checkpoint):
-        imported = plan_checkpoint(checkpoint, {})
-        verify(checkpoint, imported.plan, imported.load)
     scheme, ranges = recipe.scheme, None
     check_scheme_of_ranks(scheme, ranks.size)
+    source, decoder = open_decoder(checkpoint, ranks)
+    if is_onnx(checkpoint):
+        imported = _plan(source, decoder, {}, None)
+        verify(checkpoint, imported.plan, imported.load)
     if scheme.is_static:
         scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
-    planned = plan_checkpoint(checkpoint, placement, scheme, ranks=ranks)
+    planned = _plan(source, decoder, placement, scheme)
     scheme = planned.settle(scheme)
     folding = ranges.folding if ranges else Folding.none()
     try:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -40,7 +41,7 @@ from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import CacheDtype, State
-from chunkrt.sampling import Sampler, SamplingOptions
+from chunkrt.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
 
@@ -168,9 +169,11 @@ class Engine:
             default=default_base(options.npu),
         )
         self._check_cache()
-        sampler = self.dispatcher.sampler().function
-        assert sampler is not None
-        self.make_sampler: Callable[[SamplingOptions], Sampler] = sampler
+        sampler = self.dispatcher.sampler()
+        assert sampler.function is not None
+        self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
+            partial(PluginSampler, sampler.function, sampler.origin) if sampler.is_plugin else sampler.function
+        )
         self._executor, self._decoder = self._build(progress)
 
     def _choose_chunk_length(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from chunkrt.backends.reference import quantize_rows
+from chunkrt.backends.operands import quantize_rows
 from chunkrt.errors import QuantizationError
 from chunkrt.float_run import RunNode, Values, first_values, run_node, run_subgraph
 from chunkrt.graph.plan import Node, Plan, resolve

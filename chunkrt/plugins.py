@@ -36,7 +36,7 @@ class Plugin(Generic[Provided]):
         self.conflict = conflict
         self._entry_point = entry_point
         self._check, self._error = group.check, group.error
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._is_told = False
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Plugin(Generic[Provided]):
         if self._failure is None:
             try:
                 return self._provided
-            except Exception as error:  # whatever another's code raises
+            except (Exception, SystemExit) as error:  # whatever another's code raises
                 self._failure = error
         cause = self._failure
         raise self._error(
@@ -68,7 +68,7 @@ class Plugin(Generic[Provided]):
             self._tell(error)
             return None
 
-    def fail(self, cause: Exception) -> None:
+    def fail(self, cause: BaseException) -> None:
         """What was provided failed when it was put to use: told in one warning, and what `load` raises from now on."""
         self._failure = cause
         self.load_or_tell()

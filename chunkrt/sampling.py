@@ -6,7 +6,8 @@ min-p. Temperature 0 is greedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.errors import BackendError, ConfigError
+from chunkrt.errors import BackendError, ChunkrtError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,45 @@ class Sampler:
             kept = np.flatnonzero(probabilities >= options.min_p * probabilities.max())
             token_ids, probabilities = token_ids[kept], probabilities[kept]
         return token_ids, probabilities / probabilities.sum()
+
+
+class PluginSampler:
+    """Somebody else's sampler, whose tokens are checked and whose errors name it.
+
+    Args:
+        make: takes the options, and returns what has `next`, as `Sampler` does.
+        origin: where it comes from.
+
+    Raises:
+        BackendError: here and of `next`, whatever the other raised, or chose that is no token.
+    """
+
+    def __init__(self, make: Callable[[SamplingOptions], Any], origin: str, options: SamplingOptions) -> None:
+        self._origin = origin
+        with self._told():
+            self._sampler = make(options)
+
+    def next(self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64] = ()) -> int:
+        """See `Sampler.next`."""
+        logits = logits.view()
+        logits.flags.writeable = False
+        with self._told():
+            token_id = self._sampler.next(logits, history)
+        if not (isinstance(token_id, int | np.integer) and 0 <= token_id < len(logits)):
+            raise self._error(f"chose {token_id!r}, expected a token from 0 to {len(logits) - 1}")
+        return int(token_id)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except ChunkrtError:
+            raise
+        except Exception as error:  # whatever another's code raises
+            raise self._error(f"failed: {type(error).__name__}: {error}") from error
+
+    def _error(self, what: str) -> BackendError:
+        return BackendError(f"the sampler of {self._origin} {what}; switch it off with --ops=-sampler")
 
 
 class StopStrings:

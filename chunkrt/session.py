@@ -19,7 +19,7 @@ from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.state import State
-from chunkrt.sampling import GREEDY, Sampler, SamplingOptions, StopStrings
+from chunkrt.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
 from chunkrt.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _generate(self, max_new_tokens: int, sampler: Sampler, stops: StopStrings) -> Iterator[Piece]:
+    def _generate(self, max_new_tokens: int, sampler: Sampler | PluginSampler, stops: StopStrings) -> Iterator[Piece]:
         tokenizer = self._engine.tokenizer
         decoder = IncrementalDecoder(tokenizer, follows_text=self._follows_text) if tokenizer else None
         end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()

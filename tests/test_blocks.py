@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import chunkrt
-from chunkrt.backends.reference import BlockWeight, quantize_rows
+from chunkrt.backends.operands import BlockWeight, quantize_rows
 from chunkrt.catalogue import find, pulled
 from chunkrt.compiler import Planned, plan_checkpoint
 from chunkrt.errors import QuantizationError

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from chunkrt.backends.reference import ReferenceBackend, quantize_rows
+from chunkrt.backends.operands import quantize_rows
+from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.testing import ConformanceError, check_backend
 
 

@@ -3,17 +3,19 @@
 import logging
 import threading
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
 
 import chunkrt
-from chunkrt.backends import make_backend
+from chunkrt.backends import dispatch, make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.functions import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.reference import quantize_rows, rotate_half
+from chunkrt.backends.operands import quantize_rows
+from chunkrt.backends.reference import rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.segments import SegmentedExecutable
 from chunkrt.backends.switches import Switches
@@ -160,6 +162,35 @@ def test_an_operator_that_a_backend_lacks_goes_to_the_reference_with_one_warning
     assert {choice.runs_on for choice in mine} == {"reference"}
     (record,) = caplog.records
     assert "the reference runs the operator rms_norm, slowly: native has none: native has no" in record.getMessage()
+
+
+def test_a_required_part_stays_a_plugins(decoder, registry):
+    with registry.from_distribution("acme-ops"):
+        registry.register("rope", "toy", is_required=True)(rotate_half)
+    choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
+    (attention,) = {c.parts["rope"].runs_on for c in choices if c.operator == "cached_attention"}
+    assert attention == "toy"
+    with pytest.raises(ConfigError, match="'rope' insists"):
+        dispatcher(decoder, registry, "-rope")
+
+
+def test_ctrl_c_among_plugins_leaves_the_next_call_all_to_do(monkeypatch):
+    registry, calls = registered_operators().copy(), []
+
+    def interrupted(registry):
+        registry.register("add", "toy")(np.add)
+        calls.append(registry)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(dispatch, "operators", registry)
+    monkeypatch.setattr(dispatch, "_is_loaded", False)
+    monkeypatch.setattr(dispatch, "load_operators", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        registered_operators()
+    assert registered_operators().find("add", "toy")
+    assert registered_operators() is registry
+    assert len(calls) == 2
 
 
 def test_what_nobody_has_is_refused_by_node(decoder, registry):
@@ -340,6 +371,27 @@ def test_a_plugins_linear_may_take_weights_in_float(plugged, scheme):
     assert rms(found - expected_logits(name)) < 2 * quantisation_error(name, whole)
 
 
+@pytest.mark.parametrize("npu", ["native", "reference"])
+def test_functions_get_contiguous_arrays_of_the_plans_types(plugged, npu):
+    """Whatever ran before: here, functions that give something else."""
+    seen = []
+
+    def look(*arrays):
+        seen.extend((array.dtype.name, array.flags.c_contiguous) for array in arrays)
+        return arrays
+
+    def add(left, right):
+        look(left, right)
+        return np.asfortranarray(left + right, dtype=np.float64)
+
+    plugged("add", "toy", add)
+    plugged("rope", "toy", lambda *inputs: rotate_half(*look(*inputs)))
+    whole, *_ = run_model("llama_gqa", "all", npu=npu, context_shift=True)
+    assert set(seen) == {("float32", True)}
+    found, *_ = run_model("llama_gqa", "none", npu=npu, context_shift=True)
+    assert rms(found - whole) < quantisation_error("llama_gqa", whole)
+
+
 def test_a_plugins_sampler_chooses_the_tokens(plugged):
     class Last:
         def __init__(self, options):
@@ -358,11 +410,49 @@ def test_a_plugins_sampler_chooses_the_tokens(plugged):
 
 
 @pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (
+            lambda logits: 1 / 0,
+            r"the sampler of acme-ops \(test_dispatch\) failed: ZeroDivisionError: division by zero",
+        ),
+        (lambda logits: logits.sort(), "failed: ValueError: sort array is read-only"),
+        (lambda logits: len(logits), r"chose \d+, expected a token from 0 to \d+"),
+        (lambda logits: -1, "chose -1, expected a token"),
+        (lambda logits: 1.5, "chose 1.5, expected a token"),
+        (lambda logits: None, "chose None, expected a token"),
+    ],
+)
+def test_what_a_plugins_sampler_does_wrong_is_told(plugged, token, message):
+    plugged("sampler", "toy", lambda options: SimpleNamespace(next=lambda logits, history: token(logits)))
+    with chunkrt.load(checkpoint("llama_gqa")) as engine:
+        session = engine.session()
+        session.prefill([1, 2, 3])
+        with pytest.raises(BackendError, match=message):
+            list(session.generate(max_new_tokens=2))
+        assert session.tokens == (1, 2, 3)
+
+
+def test_a_plugins_sampler_that_cannot_be_made_is_told(plugged):
+    plugged("sampler", "toy", lambda: None)
+    with chunkrt.load(checkpoint("llama_gqa")) as engine:
+        session = engine.session()
+        session.prefill([1, 2, 3])
+        with pytest.raises(BackendError, match=r"the sampler of acme-ops \(test_dispatch\) failed: TypeError"):
+            session.generate()
+
+
+@pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda x, weight, **_: 1 / 0, "RMSNormalization by .*lambda.* failed: ZeroDivisionError: division by zero"),
         (lambda x, weight: x, "failed: TypeError: .* unexpected keyword argument 'axis'"),
-        (lambda x, weight, **_: x[:, :-1], r"gave '.*' of shape \[3, 47\], expected \['T', 48\]"),
+        (lambda x, weight, **_: x[:, :-1], r"gave '.*' of shape \[3, 47\], expected \[3, 48\]"),
+        (lambda x, weight, **_: x[:1], r"gave '.*' of shape \[1, 48\], expected \[3, 48\]"),
+        (lambda x, weight, **_: None, r"gave '.*' of shape \[\], expected \[3, 48\]"),
+        (lambda x, weight, **_: x * 1j, r"gave '.*' of type complex\d+, expected float32"),
+        (lambda x, weight, **_: np.full(x.shape, "1"), r"gave '.*' of type <U1, expected float32"),
+        (lambda x, weight, **_: np.multiply(x, 2, out=x), "failed: ValueError: output array is read-only"),
         (lambda x, weight, **_: (x, x), "failed: ValueError: zip"),
     ],
 )

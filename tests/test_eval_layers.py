@@ -8,7 +8,8 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends.reference import BlockWeight, DynamicWeight, StaticWeight, run_operator
+from chunkrt.backends.operands import BlockWeight, DynamicWeight, StaticWeight
+from chunkrt.backends.reference import run_operator
 from chunkrt.calibrate import cached_calibration
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError

@@ -13,10 +13,12 @@ from onnx import TensorProto, helper
 from safetensors.numpy import save_file
 
 import chunkrt
+from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.linear_attention import register
 from chunkrt.backends.onnxrt import OnnxRuntimeBackend
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.errors import ConfigError, UnsupportedModelError
+from chunkrt.backends.switches import Switches
+from chunkrt.errors import ConfigError, PartitionError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.parts import CausalDecoder
 from chunkrt.graph.functions import has_expansion
@@ -198,6 +200,9 @@ def test_a_kind_without_an_implementation_is_named_by_each_backend(monkeypatch):
         assert not support
         assert support.node == "linear_attention"
         assert f"{message} attn_type 'bare'" in support.reason
+        found = Dispatcher(case.plan, SCHEMES["float"], registered_operators(), Switches())
+        with pytest.raises(PartitionError, match=f"{message} attn_type 'bare'"):
+            found.compile(case.subgraph, BACKENDS[name](), 8, case.store)
 
 
 # Retention (Sun et al., 2023, equation 6): S <- gamma S + k v^T, o = S^T q, with one decay a head.
@@ -326,3 +331,17 @@ def test_a_kind_from_outside_runs_in_a_decoder(retention, chunk_length, npu):
         found = [session.prefill(tokens[:30].tolist(), logits="all").logits]
         found += [session.prefill([token]).logits[None] for token in tokens[30:].tolist()]
     np.testing.assert_allclose(np.vstack(found), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_kind_that_native_lacks_goes_to_the_reference_with_one_warning(retention, caplog):
+    folder, _ = retention
+    tokens, logits = np.random.default_rng(1).integers(0, VOCAB, 33).tolist(), {}
+    for npu in ("native", "reference"):
+        with chunkrt.load(folder, npu=npu, scheme="w8a8-dynamic", cache_dtype="float32", chunk_length=8) as engine:
+            logits[npu] = engine.session().prefill(tokens, logits="all").logits
+    (record,) = caplog.records
+    assert "the reference runs the operator linear_attention, slowly: native has none: " in record.getMessage()
+    assert "of attn_type 'retention'; it has: gated_delta_rule, short_conv" in record.getMessage()
+    np.testing.assert_allclose(
+        logits["native"], logits["reference"], rtol=0, atol=0.02 * np.abs(logits["native"]).max()
+    )

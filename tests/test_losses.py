@@ -9,7 +9,8 @@ from threadpoolctl import threadpool_info
 
 import chunkrt
 from chunkrt import losses as losses_module
-from chunkrt.backends.reference import BlockWeight, DynamicWeight, StaticWeight, run_operator
+from chunkrt.backends.operands import BlockWeight, DynamicWeight, StaticWeight
+from chunkrt.backends.reference import run_operator
 from chunkrt.calibrate import cached_calibration
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import QuantizationError

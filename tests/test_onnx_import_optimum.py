@@ -191,3 +191,19 @@ def test_a_norm_with_another_mean_is_no_norm(tmp_path):
 
     with pytest.raises(UnsupportedModelError, match="input_layernorm"):
         import_decoder(changed_copy(tmp_path, with_a_sum))
+
+
+def test_activations_on_a_grid_of_the_file_are_refused_by_name(tmp_path):
+    """As ONNX Runtime's static quantisation has them: QuantizeLinear and DequantizeLinear before a product."""
+
+    def with_rounded_activations(graph):
+        product = node_of(graph, "/model/layers.1/mlp/down_proj/MatMul")
+        graph.initializer.append(numpy_helper.from_array(np.float32(0.01), "grid"))
+        graph.initializer.append(numpy_helper.from_array(np.uint8(128), "middle"))
+        rounded = helper.make_node("QuantizeLinear", [product.input[0], "grid", "middle"], ["rounded"], "rounds")
+        restored = helper.make_node("DequantizeLinear", ["rounded", "grid", "middle"], ["restored"], "restores")
+        product.input[0] = "restored"
+        graph.node.extend([rounded, restored])
+
+    with pytest.raises(UnsupportedModelError, match=r"'rounds', an operator QuantizeLinear .* rounds the activations"):
+        import_decoder(changed_copy(tmp_path, with_rounded_activations))

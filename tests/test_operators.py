@@ -1,5 +1,8 @@
 """Canonical names of operators, and the registry of what there is for each."""
 
+import subprocess
+import sys
+
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
 
@@ -182,6 +185,25 @@ def test_a_plugins_own_device_goes_before_every_backend():
         registry.find_plugin("add", "native")
 
 
+@pytest.mark.parametrize(
+    ("operator", "device", "options", "message"),
+    [
+        ("rope", "native", {}, r"acme.ops registers the operator 'rope' on 'native', where nobody calls it; name a "),
+        ("quantize", "npu", {}, "'quantize' on 'npu', where nobody calls it"),
+        ("sampler", "native", {}, "'sampler' on 'native', where nobody calls it"),
+        ("add", "toy", {"parts": ("rap",)}, "with the part 'rap'; there are: quantize, rope"),
+        ("rope", "toy", {"parts": ("rope",)}, "with the part 'rope'; 'rope' is called with none"),
+    ],
+)
+def test_what_would_never_be_called_or_cannot_be_is_refused(operator, device, options, message):
+    registry = OperatorRegistry()
+    with pytest.raises(ConfigError, match=message):
+        make(registry, operator, device, module="acme.ops", **options)
+    with pytest.raises(ConfigError, match=r"builtins registers the operator 'add' on 'toy' as 3, expected a function"):
+        registry.register("add", "toy")(3)
+    assert registry.names() == []
+
+
 def test_a_plugin_that_fails_leaves_nothing_behind():
     registry = OperatorRegistry()
     make(registry)
@@ -204,6 +226,18 @@ def test_every_native_and_npu_form_has_a_reference():
         own = [name for name in registry.names() if registry.find_own(name, device)]
         assert len(own) > 15
         assert all(registry.find_own(name, "reference") for name in own)
+
+
+FRESH = """
+from chunkrt.backends.dispatch import registered_operators
+found = registered_operators()
+assert all(found.find_own(name, "reference") for name in found.names() if name != "all_reduce"), found.names()
+"""
+
+
+def test_the_registry_is_whole_whatever_was_imported_before():
+    finished = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_lowerings_are_standard_or_functions():

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from native_isas import isa_parameters
 
 from chunkrt._native import ProgramBuilder, ThreadPool
-from chunkrt.backends.reference import BlockWeight, DynamicWeight
+from chunkrt.backends.operands import BlockWeight, DynamicWeight
 from chunkrt.quant.outliers import OUTLIER_RATIO, take_outliers
 from chunkrt.weights.layout import pack, pack_blocks
 from chunkrt.weights.source import BlockTensor

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ import chunkrt
 from chunkrt import plugins
 from chunkrt.backends import Support
 from chunkrt.backends.qnn.support import npu_support
+from chunkrt.compiler import plan_checkpoint
 from chunkrt.engine_directory import cache_key
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, UnsupportedModelError
+from chunkrt.graph import decoders
 from chunkrt.npu import default_npu_scheme, linear_refusal
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import SCHEMES
@@ -356,6 +359,29 @@ def test_a_name_of_ours_or_of_two_distributions_is_told_and_nobody_takes_it(foun
     assert group.find("mine") is None
     with pytest.raises(ConfigError, match="2 entry points have that name"):
         group.find("twice").load()
+
+
+def test_one_that_exits_when_it_is_imported_is_broken_too(found, tmp_path, monkeypatch, caplog):
+    (tmp_path / "module_that_exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    found.append(entry("bad", "module_that_exits:x"))
+    assert group_of().load_all() == {}
+    assert "the plug-in 'bad' of one 1.0 (toy) is broken: SystemExit: 3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda config: {}["hidden"], "KeyError: 'hidden'; repair it"),
+        (lambda config: None, "TypeError: it returned None, expected a Module"),
+    ],
+)
+def test_a_family_that_cannot_be_built_is_told_by_name(found, family, monkeypatch, build, message):
+    found.append(entry("tiny_llama", "plugin_of_this_test:build"))
+    monkeypatch.setitem(sys.modules, "plugin_of_this_test", SimpleNamespace(build=build))
+    monkeypatch.setattr(decoders, "PLUGINS", PluginGroup("toy", error=UnsupportedModelError))
+    with pytest.raises(UnsupportedModelError, match=f"'tiny_llama' of one 1.0 .* build this checkpoint: {message}"):
+        plan_checkpoint(family, {})
 
 
 def test_an_installation_that_cannot_be_read_leaves_chunkrt_without_plugins(monkeypatch, caplog):

@@ -84,6 +84,28 @@ def test_logits_of_ranks_are_those_of_one_rank_under_every_policy(name, policy):
     assert np.array_equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+def test_ranks_take_switches_but_for_the_sums(npu):
+    """Sums over ranks stay on the link, whatever runs the others."""
+
+    def work(communicator, ops):
+        with load(LLAMA, communicator, chunk_length=8, npu=npu, ops=ops) as engine:
+            subgraph = next(s for s in engine.plan.subgraphs if s.device == "link")
+            ((_, choice),) = engine.dispatcher.choices(subgraph, "link")
+            logits = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
+            return logits, (choice.operator, choice.runs_on, choice.function)
+
+    with load(LLAMA, chunk_length=8, npu=npu, ops="none") as engine:
+        expected = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
+    for ops in ("none", "none,+linear", "-rms_norm"):
+        found = on_ranks(2, lambda communicator, ops=ops: work(communicator, ops))
+        assert [sum_ for _, sum_ in found] == [("all_reduce", "link", None)] * 2
+        assert_same_but_for_order(found[0][0], expected)
+        assert np.array_equal(found[0][0], found[1][0])
+    with pytest.raises(ConfigError, match="the operator 'all_reduce' insists on its form and cannot be switched off"):
+        on_ranks(2, lambda communicator: work(communicator, "-all_reduce"))
+
+
 def test_every_family_can_be_cut():
     """The plan of every rank has the same subgraphs, and on one rank there are no sums."""
     families = set()
@@ -241,6 +263,15 @@ def test_the_command_line_shows_what_sums_move(command):
     for figures in summary["subgraphs"]:
         assert figures["sum_bytes"] == (8 * hidden * 4 if figures["device"] == "link" else 0)
     assert "link" not in command(*PLAN_COMMAND, "--ranks", "1").out
+
+
+def test_the_command_line_shows_what_sums(command, tmp_path):
+    compile_checkpoint(LLAMA, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path, model="toy", ranks=Ranks(1, 2))
+    for model in ((LLAMA, "--ranks", "2"), (tmp_path,)):
+        shown = command("ops", *model, "--json", "--ops", "none")
+        assert (shown.status, shown.err) == (0, "")
+        (row,) = (row for row in json.loads(shown.out)["operators"] if row["operator"] == "all_reduce")
+        assert (row["runs_on"], row["origin"], row["uses"]) == ("link", "chunkrt.backends.link", 6)
 
 
 def test_subgraphs_are_saved_as_onnx_but_for_sums(command, tmp_path):

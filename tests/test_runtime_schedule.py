@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from fake_backend import make_plan, npu_and_cpu, shared_cpu, subgraph
@@ -189,6 +190,39 @@ def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> Non
     )
     with pytest.raises(ConfigError, match="'refusing' chose none of 1 ready tasks while none runs"):
         schedule.claim(npu_and_cpu()[1])
+
+
+class _Choosing:
+    name = "choosing"
+    is_concurrent = True
+
+    def __init__(self, choose: Callable[[], object]) -> None:
+        self._choose = choose
+
+    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+        return cast(Task, self._choose())
+
+
+@pytest.mark.parametrize(
+    ("choose", "message"),
+    [
+        (lambda: Task(99, 0), r"'choosing' chose Task\(subgraph=99, chunk=0\), which is not ready"),
+        (lambda: 7, "'choosing' chose 7, which is not ready"),
+        (lambda: 1 / 0, "'choosing' failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_a_policy_does_wrong_is_told_by_its_name(choose: Callable[[], object], message: str) -> None:
+    schedule = Schedule(
+        make_plan(),
+        num_chunks=1,
+        logit_chunks=(),
+        chunks_in_flight=1,
+        processors=npu_and_cpu(),
+        policy=_Choosing(choose),
+    )
+    with pytest.raises(ConfigError, match=message):
+        schedule.claim(npu_and_cpu()[1])
+    assert not schedule.running
 
 
 class _Adversary:

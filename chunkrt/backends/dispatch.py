@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
+from threading import Lock
 from typing import Any
 
 from chunkrt.backends.base import Backend, Executable, Support
 from chunkrt.backends.functions import FunctionExecutable
-from chunkrt.backends.reference import constants
+from chunkrt.backends.operands import constants
 from chunkrt.backends.registry import (
     NATIVE,
     NPU,
@@ -38,6 +39,7 @@ from chunkrt.graph.operators import PARTS, SAMPLER, Use, uses
 from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import Scheme
+from chunkrt.sampling import Sampler
 from chunkrt.weights.store import WeightStore
 
 DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
@@ -50,6 +52,8 @@ PLUGINS: PluginGroup[Callable[[OperatorRegistry], object]] = PluginGroup("chunkr
 """Each is a function that registers its operators. A name stands for the plug-in, and is no operator's."""
 
 log = logging.getLogger(__name__)
+
+operators.register(SAMPLER, REFERENCE)(Sampler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +189,13 @@ class Dispatcher:
             reference = self._registry.find(use.operator, REFERENCE)
         else:
             reference = self._own_reference(use.operator)
-        if reference is None:
+        if lack := self._why_not_called(reference, use):
             what = qualified(use.node.domain, use.node.op)
             raise PartitionError(
-                f"node {use.node.name!r}: nothing is left to run {what}: {reason}, and the reference has no "
-                f"{use.operator!r}; switch it on with --ops +{use.operator}, or install what brings it"
+                f"node {use.node.name!r}: nothing is left to run {what}: {reason}, and {lack}; switch it on with "
+                f"--ops +{use.operator}, or install what brings it"
             )
+        assert reference is not None
         if device == REFERENCE and not reference.is_plugin and not self._has_other_parts(use.operator):
             return Choice(operator=use.operator, runs_on=backend, origin=reference.origin, reason=reason)
         return self._call(reference, reason)
@@ -212,7 +217,8 @@ class Dispatcher:
 
     def _choose_part(self, part: str, operator: str) -> Choice:
         """What a part is, where it is called by itself: it goes with its operator unless it is named."""
-        reason = self._why_off(part if self._switches.names(part) else operator)
+        is_named = self._switches.names(part) or self._registry.is_required(part)
+        reason = self._why_off(part if is_named else operator)
         plugin = None if reason else self._registry.find_plugin(part, REFERENCE)
         if plugin:
             return self._call(plugin, f"plug-in {plugin.distribution or plugin.module} has it")
@@ -234,12 +240,19 @@ class Dispatcher:
                 return f"plug-in {plugin.distribution or plugin.module} has its part {part}"
         return ""
 
+    def _why_not_called(self, reference: Implementation | None, use: Use) -> str:
+        if reference is None:
+            return f"the reference has no {use.operator!r}"
+        return "" if reference.is_plugin else reference.refuses(use.node)
+
     def _why_missing(self, use: Use, backend: str, device: str) -> str:
         is_standard = device == NPU and not use.node.domain
         if backend not in FALLS_BACK or is_standard or not (reason := self._registry.missing(use, device)):
             return ""
         reason = f"{backend} has none: {reason}"
-        if use.operator not in self._warned and self._registry.find(use.operator, REFERENCE):
+        if use.operator not in self._warned and not self._why_not_called(
+            self._registry.find(use.operator, REFERENCE), use
+        ):
             self._warned.add(use.operator)
             log.warning("the reference runs the operator %s, slowly: %s", use.operator, reason)
         return reason
@@ -264,19 +277,29 @@ def default_base(npu: str) -> str:
     return NONE if npu == REFERENCE else ALL
 
 
-@cache
+_loading = Lock()
+_is_loaded = False
+
+
 def registered_operators() -> OperatorRegistry:
     """Every operator's implementations, ours and those of plug-ins, which are loaded at the first call."""
-    from chunkrt.backends import link, lowering  # noqa: F401
-    from chunkrt.sampling import Sampler
+    global _is_loaded
+    with _loading:
+        if not _is_loaded:
+            with operators.all_or_nothing():  # Ctrl-C in the middle leaves the next call all to do
+                _load()
+            _is_loaded = True
+    return operators
 
-    operators.register(SAMPLER, REFERENCE)(Sampler)
+
+def _load() -> None:
+    from chunkrt.backends import link, lowering, reference  # noqa: F401
+
     try:
         from chunkrt.backends.native import operators as _  # noqa: F401
     except ImportError as error:
         log.info("the native kernels are not built (%s): no operator has a native form", error)
     load_operators(operators)
-    return operators
 
 
 def load_operators(registry: OperatorRegistry) -> None:
@@ -286,5 +309,5 @@ def load_operators(registry: OperatorRegistry) -> None:
             try:
                 with registry.from_distribution(plugin.distribution):
                     register(registry)
-            except Exception as error:  # whatever another's code raises
+            except (Exception, SystemExit) as error:  # whatever another's code raises
                 plugin.fail(error)

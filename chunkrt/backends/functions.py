@@ -11,7 +11,7 @@ import numpy as np
 from chunkrt.backends.base import Array
 from chunkrt.backends.registry import qualified
 from chunkrt.errors import BackendError, ChunkrtError
-from chunkrt.graph.plan import Dimension, Node, Tensor
+from chunkrt.graph.plan import Node, Tensor, resolve
 
 Operator = Callable[..., Any]
 """Takes the node's inputs in order and its attributes by name, and returns its output or a tuple of outputs."""
@@ -24,7 +24,7 @@ class FunctionExecutable:
         name: of the subgraph, for errors.
         steps: what each node's function is called with, and the function.
         constants: the weights by name.
-        tensors: the plan's, for the shapes that results must have.
+        tensors: the plan's, for the shapes and types that results must have.
     """
 
     fixed_length: int | None = None
@@ -43,37 +43,50 @@ class FunctionExecutable:
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """See `Executable.run`."""
-        values: dict[str, Any] = {"": None, **self._constants, **inputs}
+        sizes = {
+            symbol: size
+            for name, array in (*inputs.items(), *outputs.items())
+            for symbol, size in zip(self._tensors[name].shape, array.shape, strict=True)
+            if isinstance(symbol, str)
+        }
+        values: dict[str, Any] = {"": None, **self._constants}
+        for name, array in inputs.items():
+            values[name] = array if self._tensors[name].kind == "state" else _read_only(array)
         for node, function in self._steps:
             try:
                 results = function(*(values[name] for name in node.inputs), **node.attributes)
                 results = results if isinstance(results, tuple) else (results,)
-                values.update(zip(node.outputs, results, strict=True))
+                for name, result in zip(node.outputs, results, strict=True):
+                    values[name] = _checked(result, self._tensors[name], sizes)
             except ChunkrtError:
                 raise
             except Exception as error:  # a plug-in's function may raise anything
-                reason = f"failed: {type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
                 raise BackendError(self._failure(node, function, reason)) from error
-            for name in node.outputs:
-                found, expected = np.shape(values[name]), self._tensors[name].shape
-                if not _fits(found, expected):
-                    reason = f"gave {name!r} of shape {list(found)}, expected {list(expected)}"
-                    raise BackendError(self._failure(node, function, reason))
         for name, buffer in outputs.items():
-            if np.shape(values[name]) != buffer.shape:
-                shape = list(np.shape(values[name]))
-                raise BackendError(f"{self._name}: {name!r} has shape {shape}, expected {list(buffer.shape)}")
             buffer[...] = values[name]
 
     def _failure(self, node: Node, function: Operator, reason: str) -> str:
         what = qualified(node.domain, node.op)
-        return f"{self._name}, node {node.name!r}: {what} by {function_name(function)} {reason}"
+        return f"{self._name}, node {node.name!r}: {what} by {function_name(function)} failed: {reason}"
 
 
-def _fits(found: tuple[int, ...], expected: tuple[Dimension, ...]) -> bool:
-    """Whether an array's shape is a tensor's, whatever its symbols stand for."""
-    is_as_long = len(found) == len(expected)
-    return is_as_long and all(isinstance(e, str) or e == f for f, e in zip(found, expected, strict=True))
+def _checked(result: Any, tensor: Tensor, sizes: Mapping[str, int]) -> Array:
+    """A result as whoever reads it next wants it. Raises ValueError or TypeError if it is not what the plan has."""
+    array = np.asarray(result)
+    expected = resolve(tensor.shape, sizes)
+    if array.shape != expected:
+        raise ValueError(f"it gave {tensor.name!r} of shape {list(array.shape)}, expected {list(expected)}")
+    if not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
+        raise TypeError(f"it gave {tensor.name!r} of type {array.dtype}, expected {tensor.dtype}")
+    return _read_only(np.ascontiguousarray(array, tensor.dtype))
+
+
+def _read_only(array: Array) -> Array:
+    """A view that functions cannot write to: others read the same values."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def function_name(function: Operator) -> str:

@@ -5,15 +5,13 @@ A kind that is not known here is added from outside with `register`, beside its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.base import Support
 from chunkrt.errors import ConfigError
-from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.plan import Node
 
 Float32 = NDArray[np.float32]
@@ -40,14 +38,11 @@ def register(attn_type: str) -> Callable[[Kind], Kind]:
     return add
 
 
-def missing_kind(nodes: Iterable[Node]) -> Support:
-    """Yes, if every LinearAttention among the nodes is of a kind that is registered; if not, the first that is not."""
-    for node in nodes:
-        if node.op == LINEAR_ATTENTION_OP and (attn_type := str(node.attributes["attn_type"])) not in _kinds:
-            known = ", ".join(sorted(_kinds))
-            reason = f"reference has no linear attention of attn_type {attn_type!r}; it has: {known}"
-            return Support(ok=False, node=node.name, reason=reason)
-    return Support(ok=True)
+def missing_kind(node: Node) -> str:
+    """Why there is no linear attention of a node's kind here; empty if there is."""
+    if (attn_type := node.attributes["attn_type"]) in _kinds:
+        return ""
+    return f"reference has no linear attention of attn_type {attn_type!r}; it has: {', '.join(sorted(_kinds))}"
 
 
 def linear_attention(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chunkrt.backends.registry import NPU, operators
+from chunkrt.backends.registry import NPU, operators, qualified
 from chunkrt.graph.plan import Node
 
 if TYPE_CHECKING:
@@ -45,7 +45,18 @@ def expanded(node: Node) -> ir.Function:
     return expansion(node.op, overload(node))
 
 
+def missing_expansion(node: Node) -> str:
+    """Why ONNX has no function for a node, whose operator is of a kind that nobody wrote one for; empty if it has."""
+    from chunkrt.graph.export import overload
+    from chunkrt.graph.functions import has_expansion
+
+    if has_expansion(node.domain, node.op, kind := overload(node)):
+        return ""
+    of_kind = f" of attn_type {kind!r}" if kind else ""
+    return f"{qualified(node.domain, node.op)}{of_kind} is not standard ONNX and has no expansion into it"
+
+
 for _name in STANDARD:
     operators.register(_name, NPU)(standard)
 for _name in FUNCTIONS:
-    operators.register(_name, NPU)(expanded)
+    operators.register(_name, NPU, refuses=missing_expansion)(expanded)

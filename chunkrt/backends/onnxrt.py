@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from chunkrt.backends.base import Array, Executable, Support
-from chunkrt.backends.registry import qualified
+from chunkrt.backends.lowering import missing_expansion
 from chunkrt.errors import BackendError, CompileError, PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
@@ -28,13 +28,8 @@ class OnnxRuntimeBackend:
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is standard ONNX or has an expansion."""
-        from chunkrt.graph.export import overload
-        from chunkrt.graph.functions import has_expansion
-
         for node in subgraph.nodes:
-            if node.domain and not has_expansion(node.domain, node.op, overload(node)):
-                kind = f" of attn_type {overload(node)!r}" if overload(node) else ""
-                reason = f"{qualified(node.domain, node.op)}{kind} is not standard ONNX and has no expansion into it"
+            if node.domain and (reason := missing_expansion(node)):
                 return Support(ok=False, node=node.name, reason=reason)
         return Support(ok=True)
 

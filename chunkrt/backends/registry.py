@@ -14,12 +14,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.operators import Use
+from chunkrt.graph.operators import PARTS, SAMPLER, Use
+from chunkrt.graph.plan import Node
 
 REFERENCE, NATIVE, NPU, LINK = "reference", "native", "npu", "link"
 OWN_DEVICES = (REFERENCE, NATIVE, NPU, LINK)
 
 OWN_PACKAGE = "chunkrt"
+
+ALL_PARTS = frozenset(part for parts in PARTS.values() for part in parts)
+CALLED = (*sorted(ALL_PARTS), SAMPLER)
+"""Operators that are called as functions, by whatever needs them, and have no form on a backend."""
+
+
+def nothing_refused(node: Node) -> str:
+    """Of an implementation that takes every node of its operator."""
+    return ""
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,7 +42,8 @@ class Implementation:
     `function`: of `reference` and of every plug-in, it takes the node's inputs in order and its attributes by name, and
     returns its output or a tuple of outputs. `module`: where it is written. `distribution`: what was installed to bring
     it; empty for ours. `parts`: operators that it calls and wants by keyword. `is_required`: whether the operator
-    insists on this form, so that nobody can switch it off.
+    insists on this form, so that nobody can switch it off. `refuses`: of ours, why it does not take a node of the
+    operator; empty if it does.
     """
 
     operator: str
@@ -41,6 +53,7 @@ class Implementation:
     distribution: str = ""
     parts: tuple[str, ...] = ()
     is_required: bool = False
+    refuses: Callable[[Node], str] = nothing_refused
 
     @property
     def is_plugin(self) -> bool:
@@ -71,6 +84,7 @@ class OperatorRegistry:
         replaces: bool = False,
         parts: tuple[str, ...] = (),
         is_required: bool = False,
+        refuses: Callable[[Node], str] = nothing_refused,
     ) -> Callable[[Function], Function]:
         """Decorator: make a callable known as what a device has for an operator.
 
@@ -78,11 +92,13 @@ class OperatorRegistry:
             operator: its canonical name, such as "rms_norm"; `chunkrt ops MODEL` lists them.
             device: "reference", "native", "npu", or a plug-in's own.
             replaces: whether it takes the place of one of ours. Where a plug-in does, it is a function.
-            parts: operators that the callable wants as keyword arguments, as reference attention wants `rope`.
-            is_required: whether the operator cannot be switched off on that device.
+            parts: "rope" or "quantize", if the callable wants it as a keyword argument, as reference attention does.
+            is_required: whether the operator cannot be switched off.
+            refuses: why a node of the operator is left to the reference; empty if it is taken. Ours have that.
 
         Raises:
-            ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in did already.
+            ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in did already; or
+                what is registered would never be called, or cannot be.
         """
 
         def add(function: Function) -> Function:
@@ -94,6 +110,7 @@ class OperatorRegistry:
                 distribution=self._distribution,
                 parts=parts,
                 is_required=is_required,
+                refuses=refuses,
             )
             self._check(implementation, replaces=replaces)
             self._entries[operator, device] = implementation
@@ -110,18 +127,37 @@ class OperatorRegistry:
         if old is not None and (old.is_plugin or not replaces):
             hint = "uninstall one of them" if old.is_plugin else "say replaces=True to replace it on purpose"
             raise ConfigError(f"{new.origin} registers the operator {what}, which {old.origin} has already; {hint}")
+        if not callable(new.function):
+            raise ConfigError(f"{new.origin} registers the operator {what} as {new.function!r}, expected a function")
+        if new.operator in CALLED and new.device in (NATIVE, NPU, LINK):
+            raise ConfigError(
+                f"{new.origin} registers the operator {what}, where nobody calls it; name a device of your own, or "
+                "'reference' with replaces=True"
+            )
+        parts = () if new.operator in CALLED else ALL_PARTS
+        if unknown := [part for part in new.parts if part not in parts]:
+            known = f"there are: {', '.join(sorted(parts))}" if parts else f"{new.operator!r} is called with none"
+            raise ConfigError(f"{new.origin} registers the operator {what} with the part {unknown[0]!r}; {known}")
 
     @contextmanager
     def from_distribution(self, name: str) -> Iterator[None]:
         """What is registered inside is the plug-in's of that installed name: all of it, or nothing if it fails."""
-        before, self._distribution = self._entries.copy(), name
+        with self.all_or_nothing():
+            self._distribution = name
+            try:
+                yield
+            finally:
+                self._distribution = ""
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What is registered inside is forgotten if that fails."""
+        before = self._entries.copy()
         try:
             yield
         except BaseException:
             self._entries = before
             raise
-        finally:
-            self._distribution = ""
 
     def copy(self) -> OperatorRegistry:
         """Another registry of the same implementations, to which others can be added."""
@@ -167,8 +203,8 @@ class OperatorRegistry:
 
     def missing(self, use: Use, device: str) -> str:
         """Why a use has no form of chunkrt's own on a device; empty if it has."""
-        if (use.operator, device) in self._own:
-            return ""
+        if own := self._own.get((use.operator, device)):
+            return own.refuses(use.node)
         known = ", ".join(sorted(name for name, where in self._own if where == device))
         return f"{device} has no operator {qualified(use.node.domain, use.node.op)}; it has: {known}"
 

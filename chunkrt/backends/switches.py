@@ -43,7 +43,8 @@ class Switches:
             raise ConfigError("ops: 'all' and 'none' contradict each other; give one of them")
         for word in words:
             if word not in (ALL, NONE) and (word[:1] not in ("+", "-") or len(word) < 2):
-                hint = f"write +{word} to switch it on, -{word} to switch it off" if word else "leave it away"
+                name = word.lstrip("+-")
+                hint = f"write +{name} to switch it on, -{name} to switch it off" if name else "name an operator"
                 raise ConfigError(f"ops: {word!r} is no switch, expected all, none, +name or -name; {hint}")
         on, off = (frozenset(word[1:] for word in words if word[:1] == sign) for sign in "+-")
         if both := sorted(on & off):

@@ -50,10 +50,11 @@ def doctor(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
+        width = max(len(finding.what) for finding in findings)
         for finding in findings:
             mark = "ok  " if finding.ok else "lack"
-            advice = f"\n{'':22}{finding.advice}" if finding.advice else ""
-            click.echo(f"{mark} {finding.what:16} {finding.found}{advice}")
+            advice = f"\n{'':{width + 6}}{finding.advice}" if finding.advice else ""
+            click.echo(f"{mark} {finding.what:{width}} {finding.found}{advice}")
     if not all(f.ok for f in findings if f.what == "native kernels"):
         raise click.exceptions.Exit(1)
 

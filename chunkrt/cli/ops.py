@@ -12,8 +12,8 @@ import click
 
 from chunkrt.backends.dispatch import Choice, Dispatcher, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
-from chunkrt.cli.options import engine_options
-from chunkrt.cli.plan import read_model
+from chunkrt.cli.options import engine_options, ranks_options
+from chunkrt.cli.plan import chosen_ranks, read_model
 from chunkrt.npu import supports_by_role
 from chunkrt.options import EngineOptions
 
@@ -32,8 +32,9 @@ class Row:
 @click.command()
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@ranks_options
 @engine_options
-def ops(model: str, as_json: bool, **settings: Any) -> None:
+def ops(model: str, as_json: bool, size: int | None, rank: int | None, **settings: Any) -> None:
     """Show every operator of MODEL: how often it is used, what runs it, where that comes from and why it was chosen.
 
     No weight is read. What the CPU does in place of an NPU, as it does for single tokens, is not shown.
@@ -41,7 +42,7 @@ def ops(model: str, as_json: bool, **settings: Any) -> None:
     options = EngineOptions(**settings)
     switches, registry = Switches.parse(options.ops), registered_operators()
     check_switches(switches, registry)
-    plan, scheme, _ = read_model(model, options)
+    plan, scheme, _ = read_model(model, options, chosen_ranks(model, rank, size))
     dispatcher = Dispatcher(plan, scheme, registry, switches, default=default_base(options.npu))
     players = supports_by_role(options, scheme)
     supports, roles = dict(players.values()), {device: name for device, (name, _) in players.items()}

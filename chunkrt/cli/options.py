@@ -225,6 +225,12 @@ def trace_option(command: Command) -> Command:
     )(command)
 
 
+def ranks_options(command: Command) -> Command:
+    """Give a command --ranks and --rank, of which one's share is shown; they arrive as `size` and `rank`."""
+    command = click.option("--rank", type=int, help="Which of them, from 0.  [default: 0]")(command)
+    return click.option("--ranks", "size", type=int, help="Show the share of one of so many ranks.")(command)
+
+
 @contextmanager
 def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
     """Yields a list for the records of runs, which become the trace at the end; without a path, nothing does.

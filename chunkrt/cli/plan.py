@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.options import engine_options, progress_bar
+from chunkrt.cli.options import engine_options, progress_bar, ranks_options
 from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
@@ -33,8 +33,7 @@ from chunkrt.ranks import ALONE, Ranks
 @click.option("--prompt-length", type=int, default=512, show_default=True, help="Tokens, for the attention's FLOPs.")
 @click.option("--save-onnx", type=click.Path(path_type=Path, file_okay=False), help="Write each subgraph as ONNX here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
-@click.option("--ranks", "size", type=int, help="Show the share of one of so many ranks.")
-@click.option("--rank", type=int, help="Which of them, from 0. [default: 0]")
+@ranks_options
 @engine_options
 def plan(
     model: str,
@@ -49,7 +48,7 @@ def plan(
     options = EngineOptions(**settings)
     if prompt_length < 1:
         raise ConfigError(f"--prompt-length is {prompt_length}, expected at least 1")
-    ranks = _chosen_ranks(model, rank, size)
+    ranks = chosen_ranks(model, rank, size)
     found, scheme, chunk_length = read_model(model, options, ranks)
     figures = subgraph_figures(found, scheme, chunk_length=chunk_length)
     attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
@@ -74,7 +73,7 @@ def plan(
             click.echo(f"weights of {counts[4]} linears have 4 bits, of {counts[8]} 8 bits")
 
 
-def _chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:
+def chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:
     """The ranks of the command line, or else those that an engine directory is for."""
     if rank is not None and size is None:
         raise ConfigError(f"--rank {rank} needs --ranks, how many there are")

@@ -6,17 +6,23 @@ they are. So any arithmetic that an exporter may have made of them is understood
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx import helper
 
 from chunkrt.errors import ModelError
 from chunkrt.onnx_import.signature import Probe, Signature, feeds
+from chunkrt.onnx_import.skeleton import Skeleton, skeleton
+
+SIZES = ("Shape", "Size")
+"""Operators that read no more of a value than its shape."""
 
 PROBES = (Probe(0, 1), Probe(0, 6), Probe(5, 1), Probe(5, 3), Probe(19, 7))
 """A first chunk, a lone token, and a chunk after others; sizes that no tensor has by chance."""
@@ -31,7 +37,6 @@ class Evaluator:
 
     def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature) -> None:
         self._proto, self._folder, self._signature = proto, folder, signature
-        self._nodes = list(proto.graph.node)
         self._writers = {name: node for node in proto.graph.node for name in node.output if name}
         self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
 
@@ -53,26 +58,34 @@ class Evaluator:
         Raises:
             ModelError: ONNX Runtime cannot run what it is made of.
         """
-        session, read = self._session(name)
-        inputs = {n: value for n, value in self._inputs.items() if n in read}
-        return [_run(session, [name], feeds(self._signature, inputs, probe))[0] for probe in probes]
+        return [values[name] for values in self.runs([name], probes)]
 
     def run(self, names: Sequence[str], probe: Probe) -> dict[str, NDArray[Any]]:
-        """Several values of any kind at one probe, for token 0 everywhere and states of zeros.
+        """Values at one probe. Of those that depend on tokens or states, shapes and types alone are the model's.
 
         Raises:
             ModelError: ONNX Runtime cannot run what they are made of.
         """
-        if not names:
-            return {}
-        session, read = self._session(*names)
-        inputs = {n: value for n, value in self._inputs.items() if n in read}
-        return dict(zip(names, _run(session, names, feeds(self._signature, inputs, probe)), strict=True))
+        return self.runs(names, [probe])[0]
+
+    def runs(self, names: Sequence[str], probes: Sequence[Probe]) -> list[dict[str, NDArray[Any]]]:
+        """`run` at several probes, for the cost of little more than one."""
+        return self._run(names, probes, self._sizes) if names else [{} for _ in probes]
 
     def constant(self, name: str) -> NDArray[Any]:
         """A value that depends on no input at all. Raises ModelError as `probe` does."""
-        session, _ = self._session(name)
-        return _run(session, [name], {})[0]
+        if (tensor := self._tensor(name)) is not None:
+            return ir.serde.deserialize_tensor(tensor, self._folder).numpy()
+        graph = _part([name], self._proto.graph.node, self._initializers, set())
+        return _run(self._open(graph), [name], {})[0]
+
+    def _tensor(self, name: str) -> onnx.TensorProto | None:
+        """What an initializer or a Constant holds."""
+        if name in self._initializers:
+            return self._initializers[name]
+        node = self._writers[name]
+        held = [a.t for a in node.attribute if a.name == "value"] if node.op_type == "Constant" else []
+        return held[0] if held else None
 
     @cached_property
     def _known(self) -> set[str]:
@@ -83,7 +96,7 @@ class Evaluator:
         """Values that depend on tokens or states by more than their shapes."""
         data = {self._signature.tokens, *self._signature.states}
         for node in self._proto.graph.node:
-            if node.op_type not in ("Shape", "Size") and (data.intersection(node.input) or _has_subgraph(node)):
+            if node.op_type not in SIZES and (data.intersection(node.input) or _has_subgraph(node)):
                 data.update(name for name in node.output if name)
         return data
 
@@ -96,27 +109,85 @@ class Evaluator:
                 known.update(name for name in node.output if name)
         return known
 
-    def _session(self, *names: str) -> tuple[Any, set[str]]:
-        """A session that makes some values, and the inputs that it reads."""
-        needed: set[str] = set()
-        pending = list(names)
-        while pending:
-            if (value := pending.pop()) not in needed:
-                needed.add(value)
-                if value in self._writers:
-                    pending += [n for n in self._writers[value].input if n]
-        graph = onnx.GraphProto(name="probe")
-        graph.node.extend(node for node in self._nodes if any(name in needed for name in node.output))
-        graph.initializer.extend(tensor for n, tensor in self._initializers.items() if n in needed)
-        graph.input.extend(v for v in self._proto.graph.input if v.name in needed and v.name not in self._initializers)
-        graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    @cached_property
+    def _skeleton(self) -> Skeleton:
+        return skeleton(self._proto, self._data)
+
+    @cached_property
+    def _sizes(self) -> dict[str, NDArray[np.int64]]:
+        """What Shape and Size say of values that depend on tokens or states, as [1, past, length] @ a matrix.
+
+        So large contexts are tried without running anything over them. What is no such sum is not here.
+        """
+        names = [n.output[0] for n in self._proto.graph.node if n.op_type in SIZES and self._data.intersection(n.input)]
+        if not names:
+            return {}
+        terms = np.array([(1, probe.past, probe.length) for probe in PROBES])
+        runs = self._run(names, PROBES, {})
+        sizes = {}
+        for name in names:
+            found = np.stack([run[name].reshape(-1) for run in runs])
+            factors = np.rint(np.linalg.pinv(terms) @ found).astype(np.int64)
+            if np.array_equal(terms @ factors, found):
+                sizes[name] = factors
+        return sizes
+
+    def _run(
+        self, names: Sequence[str], probes: Sequence[Probe], sizes: Mapping[str, NDArray[np.int64]]
+    ) -> list[dict[str, NDArray[Any]]]:
+        nodes, initializers = self._skeleton
+        made = [name for name in names if name not in sizes]
+        graph = _part(made, nodes, initializers, sizes.keys())
+        read = {name for node in graph.node for name in node.input}.union(made)
+        inputs = {name: value for name, value in self._inputs.items() if name in read}
+        shapes = {n: [] if self._writers[n].op_type == "Size" else [sizes[n].shape[1]] for n in sizes}
+        graph.input.extend(v for v in self._proto.graph.input if v.name in inputs and v.name not in initializers)
+        for name in sizes.keys() & read:
+            graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shapes[name]))
+        session = self._open(graph) if made else None
+        results = []
+        for probe in probes:
+            said = {n: ([1, probe.past, probe.length] @ sizes[n]).reshape(shapes[n]) for n in shapes}
+            given = feeds(self._signature, inputs, probe) | {name: said[name] for name in sizes.keys() & read}
+            values = dict(zip(made, _run(session, made, given), strict=True)) if made else {}
+            results.append({name: values[name] if name in values else said[name] for name in names})
+        return results
+
+    def _open(self, graph: onnx.GraphProto) -> Any:
         model = onnx.ModelProto(ir_version=self._proto.ir_version, graph=graph)
         model.opset_import.extend(self._proto.opset_import)
+        if not any(opset.domain == "" for opset in model.opset_import):
+            model.opset_import.append(helper.make_opsetid("", 18))
         model.functions.extend(self._proto.functions)
         try:
-            return open_session(model.SerializeToString(), self._folder), needed
+            return open_session(model.SerializeToString(), self._folder)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
-            raise ModelError(f"ONNX Runtime cannot make {names[0]!r} of this model: {reason_of(error)}") from error
+            made = graph.output[0].name
+            raise ModelError(f"ONNX Runtime cannot make {made!r} of this model: {reason_of(error)}") from error
+
+
+def _part(
+    names: Sequence[str],
+    nodes: Sequence[onnx.NodeProto],
+    initializers: Mapping[str, onnx.TensorProto],
+    given: Collection[str],
+) -> onnx.GraphProto:
+    """The nodes that make some values, in order, and the initializers that they read."""
+    writers = {name: index for index, node in enumerate(nodes) for name in node.output if name and name not in given}
+    needed: set[int] = set()
+    read = set(names)
+    pending = list(names)
+    while pending:
+        index = writers.get(pending.pop())
+        if index is not None and index not in needed:
+            needed.add(index)
+            pending += [n for n in nodes[index].input if n and n not in read]
+            read.update(nodes[index].input)
+    graph = onnx.GraphProto(name="part")
+    graph.node.extend(nodes[index] for index in sorted(needed))
+    graph.initializer.extend(tensor for name, tensor in initializers.items() if name in read)
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    return graph
 
 
 def _has_subgraph(node: onnx.NodeProto) -> bool:
@@ -132,16 +203,17 @@ def _run(session: Any, names: Sequence[str], given: Mapping[str, NDArray[Any]]) 
 
 
 def reason_of(error: Exception) -> str:
-    """What ONNX Runtime says, in one line."""
+    """What another library's error says, in one line."""
     return " ".join(str(error).split())[:300]
 
 
-def open_session(model: bytes, folder: Path) -> Any:
-    """An inference session of a serialised model whose external data are in `folder`."""
+def open_session(model: bytes | Path, folder: Path) -> Any:
+    """An inference session of a serialised model whose external data are in `folder`, or of a file without such."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32, not int8, activations
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    source = model if isinstance(model, bytes) else str(model)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])

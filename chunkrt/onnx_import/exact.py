@@ -12,6 +12,19 @@ from onnx import helper, numpy_helper
 
 from chunkrt.onnx_import.draft import CONTRIB
 
+ROUNDING = {
+    ("", "DynamicQuantizeLinear"),
+    ("", "MatMulInteger"),
+    (CONTRIB, "DynamicQuantizeMatMul"),
+    (CONTRIB, "MatMulNBits"),
+}
+"""Operators that round activations, or may."""
+
+
+def is_exact(proto: onnx.ModelProto) -> bool:
+    """Whether a model rounds nothing as it runs."""
+    return not any((node.domain, node.op_type) in ROUNDING for node in proto.graph.node)
+
 
 def without_rounding(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of a model whose products take float activations; weights are what their integers stand for.

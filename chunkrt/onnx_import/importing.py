@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from chunkrt.errors import ModelError
+import onnx
+
+from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module
 from chunkrt.onnx_import.claims import check_claims
 from chunkrt.onnx_import.decomposed import compose, is_written_out
 from chunkrt.onnx_import.draft import Draft
-from chunkrt.onnx_import.evaluation import Evaluator
+from chunkrt.onnx_import.evaluation import Evaluator, reason_of
 from chunkrt.onnx_import.exported import has_plan, replay_plan
 from chunkrt.onnx_import.module_tree import build_tree
 from chunkrt.onnx_import.names import name_nodes
@@ -85,7 +87,8 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
         return _import(file)
     except MALFORMED as error:
         raise ModelError(
-            f"{file} is damaged: it has a node that lacks what its operator needs ({type(error).__name__}: {error})"
+            f"{file} is damaged: it has a node that lacks what its operator needs "
+            f"({type(error).__name__}: {reason_of(error)})"
         ) from error
 
 
@@ -95,6 +98,8 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     family, config = read_settings(file.parent)
+    if not has_plan(model):
+        _refuse_rounding(proto, Evaluator(proto, file.parent, signature), file)
     if is_written_out(proto) and not has_plan(model):
         proto = compose(proto, file, signature, _context_length(config))
     model = to_graph(proto, file)
@@ -116,6 +121,17 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
         raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")
     log.info("%s is an export of %s with %d states", file, signature.exporter, len(signature.states))
     return draft.source, build_tree(draft, name_nodes(draft), logit_rows)
+
+
+def _refuse_rounding(proto: onnx.ModelProto, evaluator: Evaluator, file: Path) -> None:
+    """Raise UnsupportedModelError for activations that are rounded to a grid which was fixed at the export."""
+    for node in proto.graph.node:
+        if node.op_type == "QuantizeLinear" and not evaluator.is_positional(node.output[0]):
+            raise UnsupportedModelError(
+                f"{file.name}: node {node.name!r}, an operator QuantizeLinear of the domain "
+                f"{node.domain or 'ai.onnx'}, cannot be imported: it rounds the activations {node.input[0]!r} to a "
+                "grid of the file's own; export the decoder with weights alone quantised, and choose a static scheme"
+            )
 
 
 def _context_length(config: Mapping[str, Any]) -> int:

@@ -58,8 +58,7 @@ class Regions:
     @cached_property
     def frozen(self) -> dict[str, Array]:
         """What depends on sizes, masks and positions, and is read by what depends on more: its values at the probe."""
-        read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
-        return self.evaluator.run(sorted(read - self.data - self.evaluator.constants), self.probe)
+        return self._frozen[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The sizes of a value that depends on tokens or states, at the probe."""
@@ -73,6 +72,10 @@ class Regions:
     def writer(self, name: str) -> onnx.NodeProto:
         """The node that makes a value; one without an operator for inputs and initializers."""
         return self._nodes[self._writers[name]] if name in self._writers else onnx.NodeProto()
+
+    def readers(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes that read a value."""
+        return [self._nodes[index] for index in self._readers[name]]
 
     def above(self, name: str) -> Iterator[str]:
         """`name`, and values further up that everything passes through on its way to it, the nearest first."""
@@ -120,8 +123,14 @@ class Regions:
     @cached_property
     def fixed(self) -> dict[str, Array]:
         """Of `frozen`, what is the same at another probe: sizes that are fixed, although they are worked out."""
-        others = self.evaluator.run(list(self.frozen), Probe(self.probe.past + 2, self.probe.length + 6))
-        return {name: value for name, value in self.frozen.items() if np.array_equal(value, others[name])}
+        return {name: value for name, value in self.frozen.items() if np.array_equal(value, self._frozen[1][name])}
+
+    @cached_property
+    def _frozen(self) -> list[dict[str, Array]]:
+        """`frozen` at the probe and at another."""
+        read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
+        probes = [self.probe, Probe(self.probe.past + 2, self.probe.length + 6)]
+        return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
 
     def is_size(self, name: str) -> bool:
         """Whether a value frozen at the probe is whole numbers that grow as tokens do, up to the context's end."""
@@ -140,7 +149,7 @@ class Regions:
         names = [name for name, value in self.frozen.items() if np.issubdtype(value.dtype, np.integer)]
         past, length = self.probe.past, self.probe.length
         probes = Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)
-        return [self.evaluator.run(names, probe) for probe in probes]
+        return self.evaluator.runs(names, probes)
 
     def part(
         self, target: str, roots: Mapping[str, Array], given: Mapping[str, Array] | None = None

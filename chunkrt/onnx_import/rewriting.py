@@ -28,9 +28,13 @@ def replaced(
         if name in writers and writers[name] not in needed:
             needed.add(writers[name])
             pending += [n for n in everything[writers[name]].input if n]
-    result = onnx.ModelProto()
-    result.CopyFrom(proto)
-    del result.graph.node[:], result.graph.value_info[:], result.graph.initializer[:]
+    result = onnx.ModelProto(ir_version=proto.ir_version, producer_name=proto.producer_name)
+    result.opset_import.extend(proto.opset_import)
+    result.functions.extend(proto.functions)
+    result.metadata_props.extend(proto.metadata_props)
+    result.graph.name = proto.graph.name
+    result.graph.input.extend(proto.graph.input)
+    result.graph.output.extend(proto.graph.output)
     result.graph.node.extend(everything[index] for index in sorted(needed))
     result.graph.initializer.extend(t for t in (*proto.graph.initializer, *initializers) if t.name in read)
     sort_nodes(result.graph, path)

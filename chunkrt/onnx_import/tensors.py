@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -125,7 +126,7 @@ class GroupedTensor:
     def __init__(self, shape: tuple[int, int], bits: int, group: int, decode: Callable[[], Groups]) -> None:
         self.shape, self._bits, self._group, self._decode = shape, bits, group, decode
 
-    @property
+    @cached_property
     def stored_as(self) -> str:
         """Q4_1 if it can be had as blocks without a loss, else a name of its own."""
         is_exact = self._can_be_blocks and _minima(self._decode()) is not None

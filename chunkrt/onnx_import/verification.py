@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.onnx_import.evaluation import open_session, reason_of
-from chunkrt.onnx_import.exact import without_rounding
+from chunkrt.onnx_import.exact import is_exact, without_rounding
 from chunkrt.onnx_import.exported import export_settings
 from chunkrt.onnx_import.reading import find_model, read_proto, to_graph
 from chunkrt.onnx_import.signature import Probe, feeds, find_signature
@@ -91,12 +92,19 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
     inputs = feeds(signature, {v.name or "": v for v in model.graph.inputs}, Probe(0, len(tokens)), widths)
     inputs[signature.tokens] = tokens[None].astype(inputs[signature.tokens].dtype)
     try:
-        session = open_session(without_rounding(proto).SerializeToString(), file.parent)
+        session = original_session(file, proto)
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
         raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {reason_of(error)}") from error
     flat: NDArray[np.float32] = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
     return flat
+
+
+def original_session(file: Path, proto: onnx.ModelProto) -> Any:
+    """ONNX Runtime on a model that rounds no activations; on the file itself if it is such, and holds its weights."""
+    if is_exact(proto) and not any(tensor.external_data for tensor in proto.graph.initializer):
+        return open_session(file, file.parent)
+    return open_session(without_rounding(proto).SerializeToString(), file.parent)
 
 
 def _has_halves(proto: onnx.ModelProto) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import get_args
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.policy import Policy, Task
 from chunkrt.runtime.ranks import upward_ranks
@@ -175,7 +175,7 @@ class Schedule:
         ready = queues[0] if len(queues) == 1 else list(chain(*queues))
         if not ready:
             return None
-        task = self._policy.select(ready, self)
+        task = self._select(ready)
         if task is None:
             if not self.running:
                 raise ConfigError(
@@ -186,6 +186,19 @@ class Schedule:
         self._ready[self._devices[task.subgraph]].remove(task)
         self.running.append(task)
         return task
+
+    def _select(self, ready: Sequence[Task]) -> Task | None:
+        """What the policy chooses, whoever wrote it."""
+        try:
+            chosen = self._policy.select(ready, self)
+        except ChunkrtError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"policy {self._policy.name!r} failed: {what}; choose another") from error
+        if chosen is not None and chosen not in ready:
+            raise ConfigError(f"policy {self._policy.name!r} chose {chosen!r}, which is not ready; choose another")
+        return None if chosen is None else Task(*chosen)
 
     def unlocked_by(self, task: Task) -> Sequence[Task]:
         """The tasks that would become ready if a ready or running task ended now."""

@@ -83,6 +83,9 @@ class Workers:
         self._chunks_seen = 0
         """Chunks done when the calling thread last looked."""
         self._lock = Lock()
+        self._num_working = 0
+        """Threads at work. `Thread.is_alive` cannot tell: in Python 3.11 it says no of a thread that runs, once an
+        interrupt has come while somebody waited for it."""
         self._caller = Condition(self._lock)
         self._idle = [(processor, Condition(self._lock)) for processor in schedule.processors]
         self._threads = [
@@ -126,11 +129,13 @@ class Workers:
     @property
     def are_running(self) -> bool:
         """Whether some have not ended."""
-        return any(thread.is_alive() for thread in self._threads)
+        return self._num_working > 0
 
     def close(self) -> None:
         """Stop the schedule if it still goes on, and wait until every thread has ended."""
-        self._stop()
+        self._stop()  # a thread that starts after this claims nothing
+        with self._lock:
+            self._caller.wait_for(lambda: not self._num_working)
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
@@ -148,22 +153,31 @@ class Workers:
                 progress(self._chunks_seen, schedule.num_chunks)
 
     def _work(self, processor: Processor, idle: Condition, worker: int) -> None:
+        with self._lock:
+            self._num_working += 1
         try:
-            task = self._claim(processor, idle)
-            while task is not None:
-                start_ns = perf_counter_ns()
-                try:
-                    self._execute(task)
-                except BaseException as error:
-                    with self._lock:
-                        self._schedule.fail(task, error)
-                        self._announce()
-                    return
-                event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns())
-                task = self._claim(processor, idle, event)
+            self._run_tasks(processor, idle, worker)
         except BaseException as error:
             self._policy_error = error
             self._stop()
+        finally:
+            with self._lock:
+                self._num_working -= 1
+                self._caller.notify_all()
+
+    def _run_tasks(self, processor: Processor, idle: Condition, worker: int) -> None:
+        task = self._claim(processor, idle)
+        while task is not None:
+            start_ns = perf_counter_ns()
+            try:
+                self._execute(task)
+            except BaseException as error:
+                with self._lock:
+                    self._schedule.fail(task, error)
+                    self._announce()
+                return
+            event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns())
+            task = self._claim(processor, idle, event)
 
     def _claim(self, processor: Processor, idle: Condition, ended: TaskEvent | None = None) -> Task | None:
         """Report the task that ended and claim the next in one step; None when there is no further one."""

@@ -75,8 +75,6 @@ class Lowering:
 
 def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
     """Why a node of a known operator cannot be lowered; empty if it can."""
-    if node.op == "LinearAttention" and (kind := node.attributes["attn_type"]) not in linear_attentions:
-        return f"native has no LinearAttention of attn_type {kind!r}; it has: {', '.join(sorted(linear_attentions))}"
     if node.op == "Gelu" and (approximation := node.attributes.get("approximate", "none")) != "tanh":
         return f"native has Gelu approximated by tanh only, not by {approximation!r}"
     rank = len(plan.tensors[node.inputs[0]].shape)
@@ -238,7 +236,14 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
     return [value]
 
 
-@operators.register("linear_attention", NATIVE)
+def _missing_kind(node: Node) -> str:
+    """Why there is no linear attention of a node's kind here; empty if there is."""
+    if (kind := node.attributes["attn_type"]) in linear_attentions:
+        return ""
+    return f"native has no linear attention of attn_type {kind!r}; it has: {', '.join(sorted(linear_attentions))}"
+
+
+@operators.register("linear_attention", NATIVE, refuses=_missing_kind)
 def _linear_attention(lowering: Lowering, node: Node) -> list[int]:
     kind = node.attributes["attn_type"]
     assert isinstance(kind, str)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
-from chunkrt.plugins import PluginGroup
+from chunkrt.plugins import Plugin, PluginGroup
 from chunkrt.ranks import ALONE, Ranks
 from chunkrt.weights.source import TensorSource
 
@@ -88,8 +89,27 @@ def find_family(model_type: str) -> Family | None:
     """
     if plugin := PLUGINS.find(model_type):
         build = plugin.load()
-        return Family(build=build, defaults=getattr(build, "defaults", {}))
+        return Family(build=_told(plugin, build), defaults=getattr(build, "defaults", {}))
     return FAMILIES.get(model_type)
+
+
+def _told(plugin: Plugin[Builder], build: Builder) -> Builder:
+    """A plug-in's builder, whose errors name it."""
+
+    @wraps(build)
+    def built(config: DecoderConfig) -> Module:
+        try:
+            decoder = build(config)
+            if not isinstance(decoder, Module):
+                raise TypeError(f"it returned {decoder!r}, expected a Module")
+        except ChunkrtError:
+            raise
+        except Exception as error:  # whatever another's code raises
+            what = f"{type(error).__name__}: {error}"
+            raise UnsupportedModelError(f"the {plugin} cannot build this checkpoint: {what}; repair it") from error
+        return decoder
+
+    return built
 
 
 def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, DecoderConfig]:

@@ -75,8 +75,8 @@ def _source(regions: Regions, mean: str) -> str | None:
 
 def _epsilon(regions: Regions, mean: str) -> float | None:
     """The constant that is added to the mean."""
-    for node in regions.proto.graph.node:
-        if node.op_type == "Add" and mean in node.input:
+    for node in regions.readers(mean):
+        if node.op_type == "Add":
             for name in node.input:
                 if name in regions.evaluator.constants:
                     value = regions.evaluator.constant(name)

@@ -62,7 +62,7 @@ def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
     """Whether what turns the first rows is the same however many follow: not so where a long context has a table of its
     own, as in longrope."""
     few = min(FEW, regions.context)
-    short, long = (regions.evaluator.run(names, Probe(0, length)) for length in (few, regions.context))
+    short, long = regions.evaluator.runs(names, [Probe(0, few), Probe(0, regions.context)])
     for name in names:
         whole = long[name]
         axis = next((axis for axis, size in enumerate(whole.shape) if size == regions.context), None)
@@ -78,9 +78,9 @@ def read_tables(regions: Regions, source: str, result: str, width: int) -> Table
     like = regions.random(source, np.random.default_rng(0))
     half = width // 2
     cos, sin = (np.empty((context, half), np.float32) for _ in range(2))
-    for start in range(0, context, BLOCK):
-        length = min(BLOCK, context - start)
-        given = regions.evaluator.run(names, Probe(start, length))
+    probes = [Probe(start, min(BLOCK, context - start)) for start in range(0, context, BLOCK)]
+    for probe, given in zip(probes, regions.evaluator.runs(names, probes), strict=True):
+        start, length = probe.past, probe.length
         ones = np.zeros((1, like.shape[1], length, like.shape[3]), like.dtype)
         ones[..., :half] = 1
         found = regions.part(result, {source: ones}, given)({source: ones})

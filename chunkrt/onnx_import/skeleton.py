@@ -1,0 +1,117 @@
+"""A decoder without its weights: every value has the shape that it would have, at next to no work.
+
+How large masks and positions are is often read off values that depend on tokens. Only their shapes count then, so
+products with constant matrices, and the lookup of tokens, need no matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import helper, numpy_helper
+
+CONTRIB = "com.microsoft"
+PRODUCTS = (("", "MatMul"), ("", "MatMulInteger"), (CONTRIB, "MatMulNBits"))
+UNDER = ("Identity", "Transpose", "DequantizeLinear")
+"""What may be between an initializer and a matrix."""
+
+
+class Skeleton(NamedTuple):
+    """`nodes`: in the order of the decoder's. `initializers`: the decoder's, and those that stand for matrices."""
+
+    nodes: list[onnx.NodeProto]
+    initializers: dict[str, onnx.TensorProto]
+
+
+class Matrix(NamedTuple):
+    """A constant's first two sizes, and its type in ONNX."""
+
+    rows: int
+    columns: int
+    data_type: int
+
+
+def skeleton(proto: onnx.ModelProto, data: Collection[str]) -> Skeleton:
+    """The nodes of a decoder with stand-ins for products and lookups.
+
+    Args:
+        data: values that depend on tokens or states, of which no more than the shape is wanted.
+
+    Ensures: values keep their names, types and shapes; those that are not in `data` are what they were.
+    """
+    initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
+    writers = {name: node for node in proto.graph.node for name in node.output if name}
+    nodes: list[onnx.NodeProto] = []
+    for node in proto.graph.node:
+        kind = node.domain, node.op_type
+        if kind in PRODUCTS and node.input[0] in data:
+            rank = 3 if node.op_type == "MatMulNBits" else 2
+            made = _product(node, _matrix(node.input[1], writers, initializers, rank), initializers)
+        elif kind == ("", "Gather") and node.input[1] in data and not any(a.i for a in node.attribute):
+            made = _lookup(node, _matrix(node.input[0], writers, initializers), initializers)
+        else:
+            made = []
+        nodes += made or [node]
+    return Skeleton(nodes, initializers)
+
+
+def _product(
+    node: onnx.NodeProto, matrix: Matrix | None, initializers: dict[str, onnx.TensorProto]
+) -> list[onnx.NodeProto]:
+    """Its left operand's first column, as often as the matrix has columns; nothing if no matrix is known."""
+    if matrix is None:
+        return []
+    columns = matrix.rows if node.op_type == "MatMulNBits" else matrix.columns
+    first = f"skeleton/{columns}"
+    initializers[first] = numpy_helper.from_array(np.zeros(columns, np.int64), first)
+    if node.op_type != "MatMulInteger":
+        return [helper.make_node("Gather", [node.input[0], first], node.output, axis=-1)]
+    narrow = f"{node.output[0]}/skeleton"
+    return [
+        helper.make_node("Gather", [node.input[0], first], [narrow], axis=-1),
+        helper.make_node("Cast", [narrow], node.output, to=onnx.TensorProto.INT32),
+    ]
+
+
+def _lookup(
+    node: onnx.NodeProto, matrix: Matrix | None, initializers: dict[str, onnx.TensorProto]
+) -> list[onnx.NodeProto]:
+    """A row of zeros for every token; nothing if no table is known."""
+    if matrix is None or (bits := ir.DataType(matrix.data_type).bitwidth) < 8:
+        return []
+    first, row = f"{node.output[0]}/first", f"{node.output[0]}/row"
+    zeros = bytes(matrix.columns * bits // 8)
+    initializers[row] = helper.make_tensor(row, matrix.data_type, [1, matrix.columns], zeros, raw=True)
+    return [
+        helper.make_node("Sub", [node.input[1], node.input[1]], [first]),
+        helper.make_node("Gather", [row, first], node.output),
+    ]
+
+
+def _matrix(
+    name: str, writers: Mapping[str, onnx.NodeProto], initializers: Mapping[str, onnx.TensorProto], rank: int = 2
+) -> Matrix | None:
+    """What is known of a constant: of an initializer, or of one transposed or dequantised."""
+    is_transposed, data_type = False, 0
+    while name not in initializers:
+        node = writers.get(name)
+        if node is None or node.domain not in ("", CONTRIB) or node.op_type not in UNDER or not node.input:
+            return None
+        if node.op_type == "Transpose":
+            is_transposed = not is_transposed
+            if [list(a.ints) for a in node.attribute] not in ([], [[1, 0]]):
+                return None
+        if node.op_type == "DequantizeLinear" and not data_type:
+            if len(node.input) < 2 or node.input[1] not in initializers:
+                return None
+            data_type = initializers[node.input[1]].data_type
+        name = node.input[0]
+    tensor = initializers[name]
+    sizes = list(tensor.dims)[::-1] if is_transposed else list(tensor.dims)
+    if len(sizes) != rank or 0 in sizes:
+        return None
+    return Matrix(sizes[0], sizes[1], data_type or tensor.data_type)
