@@ -174,7 +174,7 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
     """
     if Path(model).exists():
         return Path(model), DEFAULT_SCHEME
-    if Path(model).name != model or model.endswith(".gguf"):
+    if Path(model).name != model or model.endswith((".gguf", ".onnx")):
         raise ModelError(f"there is no file or folder {model}")
     entry = catalogue.find(model)
     path = catalogue.pull(entry, lambda done, total: progress(f"downloading {model}", done, total))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from chunkrt.errors import BackendError, ConfigError, ModelError
 
 SETTINGS_KEY, PLAN_KEY = "chunkrt.export", "chunkrt.plan"
+_SETTINGS = {"window", "sequence", "context", "dtype", "keys"}
 _PAST, _PRESENT = "past_key_values.", "present."
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
@@ -53,6 +54,8 @@ class OnnxSession:
             raise ConfigError(
                 f"{step} and {model} do not share their caches; export both with one context, dtype and keys"
             )
+        if self._step.plan != self._window.plan or self._step.states != self._window.states:
+            raise ConfigError(f"{step} and {model} are exports of different decoders")
         if step and self._step.size != 1:
             raise ConfigError(f"{step} has a window of {self._step.size}, expected 1")
         self._device = "cuda" if self._window.provider == "CUDAExecutionProvider" else "cpu"
@@ -83,13 +86,11 @@ class OnnxSession:
         """Logits [tokens, vocabulary] of tokens that follow those so far, in the model's type.
 
         Raises:
-            ConfigError: there are no tokens; or some that need a window of one row, and there is none; or, with keys
-                cached after RoPE, more than the model can tell apart.
+            ConfigError: there are no tokens, or some that the vocabulary has not; or some that need a window of one
+                row, and there is none; or, with keys cached after RoPE, more than the model can tell apart.
             BackendError: ONNX Runtime failed.
         """
-        tokens = np.asarray(token_ids, np.int64)
-        if not len(tokens):
-            raise ConfigError("there are no tokens to run")
+        tokens = self._window.checked(token_ids)
         end = self._position + len(tokens)
         if self._window.num_positions is not None and end > self._window.num_positions:
             raise ConfigError(
@@ -114,8 +115,11 @@ class OnnxSession:
         """Run a prompt, and then the likeliest token again and again; an end token is not given.
 
         Raises:
-            ConfigError, BackendError: see `run`.
+            ConfigError: `max_new_tokens` is negative; or see `run`.
+            BackendError: see `run`.
         """
+        if max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 0")
         logits = self.run(token_ids)
         for index in range(max_new_tokens):
             token = int(logits[-1].argmax())
@@ -148,34 +152,55 @@ class _Window:
 
     def __init__(self, path: Path, providers: Sequence[str], threads: int | None) -> None:
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what fails is raised
         options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay where they are mapped
         if threads:
             options.intra_op_num_threads = threads
         if not path.is_file():
             raise ModelError(f"there is no file {path}")
+        if unknown := [name for name in providers if name not in ort.get_available_providers()]:
+            raise ConfigError(
+                f"ONNX Runtime has no provider {unknown[0]!r} here; it has {', '.join(ort.get_available_providers())}"
+            )
         try:
             self._session = ort.InferenceSession(str(path), options, providers=list(providers))
         except Exception as error:  # onnxruntime raises a dozen unrelated types
-            raise ModelError(f"ONNX Runtime cannot load {path}: {error}") from error
+            raise ModelError(f"ONNX Runtime cannot load {path}: {_in_a_line(error)}") from error
         self.provider = self._session.get_providers()[0]
         metadata = self._session.get_modelmeta().custom_metadata_map
-        found = json.loads(metadata.get(SETTINGS_KEY, "{}"))
-        if found.get("form") != "window":
+        try:
+            found = json.loads(metadata.get(SETTINGS_KEY, "{}"))
+            self.plan = json.loads(metadata.get(PLAN_KEY, "{}"))
+            is_window = found.get("form") == "window" and found.keys() >= _SETTINGS and "context_length" in self.plan
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ModelError(f"the metadata of {path} is damaged ({error}); export it again") from error
+        if not is_window:
             raise ModelError(
                 f"{path} is not a fixed window; expected a file that `chunkrt export` wrote without --dynamic"
             )
         self.settings: Mapping[str, Any] = found
         self.size = int(found["window"])
         is_endless = found["keys"] == "pre-rope"
-        self.num_positions = None if is_endless else int(json.loads(metadata[PLAN_KEY])["context_length"])
+        self.num_positions = None if is_endless else int(self.plan["context_length"])
         inputs = {value.name: value for value in self._session.get_inputs()}
+        self._vocab_size = next(v.shape[-1] for v in self._session.get_outputs() if v.name == "logits")
         self._inputs = [name for name in inputs if not name.startswith(_PAST)]
         self.states = {
             name.removeprefix(_PAST): (tuple(value.shape), _TYPES[value.type])
             for name, value in inputs.items()
             if name.startswith(_PAST)
         }
+
+    def checked(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Tokens as an array. Raises ConfigError if there are none, or one is not of the vocabulary."""
+        tokens = np.asarray(token_ids)
+        if not tokens.size:
+            raise ConfigError("there are no tokens to run")
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ConfigError(f"token ids are {tokens.dtype} {list(tokens.shape)}, expected a list of whole numbers")
+        if outside := [int(token) for token in tokens if not 0 <= token < self._vocab_size]:
+            raise ConfigError(f"token id {outside[0]} is not of the vocabulary of {self._vocab_size}")
+        return tokens.astype(np.int64)
 
     def run(
         self,
@@ -195,6 +220,10 @@ class _Window:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:
-            raise BackendError(f"ONNX Runtime failed: {error}") from error
+            raise BackendError(f"ONNX Runtime failed: {_in_a_line(error)}") from error
         (logits,) = binding.get_outputs()[-1].numpy()
         return cast(NDArray[Any], logits)
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())

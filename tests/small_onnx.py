@@ -11,10 +11,11 @@ CONTRIB = "com.microsoft"
 class SmallDecoder:
     """Embedding, norm, q, k and v, attention, o, residual, norm, head; weights are random.
 
-    `attention(decoder, q, k, v)` adds nodes and returns the result [1, T, heads * head_dim].
+    `attention(decoder, q, k, v)` adds nodes and returns the result [1, T, heads * head_dim]; `before_head(decoder, x)`
+    adds others to what the head reads.
     """
 
-    def __init__(self, attention, *, kv_heads=KV_HEADS):
+    def __init__(self, attention, *, kv_heads=KV_HEADS, before_head=None):
         self.nodes, self.initializers = [], []
         self.kv_heads = kv_heads
         self.rng = np.random.default_rng(0)
@@ -26,7 +27,9 @@ class SmallDecoder:
         widths = {"q": HEADS * HEAD_DIM, "k": kv_heads * HEAD_DIM, "v": kv_heads * HEAD_DIM}
         q, k, v = (self.linear(normed, name, HIDDEN, width) for name, width in widths.items())
         attended = self.linear(attention(self, q, k, v), "o", HEADS * HEAD_DIM, HIDDEN)
-        self.linear(self.norm(self.node("Add", [hidden, attended])), "head", HIDDEN, VOCAB, output="logits")
+        last = self.norm(self.node("Add", [hidden, attended]))
+        last = before_head(self, last) if before_head else last
+        self.linear(last, "head", HIDDEN, VOCAB, output="logits")
 
     def node(self, op, inputs, *, domain="", outputs=None, **attributes):
         outputs = outputs or [f"value_{len(self.nodes)}"]

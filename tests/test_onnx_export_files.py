@@ -198,6 +198,21 @@ def test_static_subgraphs_are_the_plans_own(tmp_path):
         save_static_subgraphs(decoder, tmp_path, SubgraphSettings(window=8))
 
 
+def test_static_subgraphs_are_written_all_or_none(tmp_path):
+    """What comes in between (here Ctrl-C, with the second of them) leaves nothing behind."""
+    done = []
+
+    def interrupt(number, total):
+        done.append(number)
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_static_subgraphs(planned("llama_gqa"), tmp_path, SubgraphSettings(window=8), progress=interrupt)
+    assert done == [0, 1]
+    assert not list(tmp_path.iterdir())
+
+
 def reference(decoder, subgraph, inputs):
     """Its outputs by the operators of the reference backend."""
     from chunkrt.float_run import run_node

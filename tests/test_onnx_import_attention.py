@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
+from small_onnx import CONTRIB, HEADS, HIDDEN, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
 
 from chunkrt.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
@@ -46,7 +46,7 @@ def test_multi_head_attention(tmp_path):
     assert (found["num_heads"], found["num_kv_heads"], found["window"]) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("window", [0, 5, 40])  # of 64 positions, and 33 tokens to compare with
 def test_standard_attention_with_a_mask(tmp_path, window):
     def attention(decoder, q, k, v):
         mask = causal_mask(decoder, window)
@@ -78,7 +78,38 @@ def test_a_mask_that_is_not_causal_is_refused(tmp_path):
         inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, visible, *PAST]
         return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
 
-    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is not causal"):
+    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* not causal"):
+        import_decoder(SmallDecoder(attention).save(tmp_path))
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_a_mask_that_always_shows_the_first_key_is_refused(tmp_path, window):
+    """An attention sink beside a window."""
+
+    def attention(decoder, q, k, v):
+        first = decoder.constant("first", np.arange(64) == 0)
+        total = decoder.node("Shape", ["attention_mask"], start=1, end=2)
+        sink = decoder.node("Slice", [first, decoder.constant("start", np.array([0])), total])
+        mask = decoder.node("Or", [causal_mask(decoder, window), sink])
+        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, mask, *PAST]
+        return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
+
+    with pytest.raises(UnsupportedModelError, match=r"its mask .* is no causal mask"):
+        import_decoder(SmallDecoder(attention).save(tmp_path))
+
+
+def test_keys_that_are_appended_before_attention_need_a_mask(tmp_path):
+    """is_causal lets row r see keys 0 .. r, whatever is past: tokens after others would not see themselves."""
+
+    def attention(decoder, q, k, v):
+        heads = [by_head(decoder, x) for x in (rotated(decoder, q, HEADS), rotated(decoder, k, 1), v)]
+        both = [
+            decoder.node("Concat", [past, new], outputs=[present], axis=2)
+            for past, new, present in zip(PAST, heads[1:], PRESENT, strict=True)
+        ]
+        return by_row(decoder, decoder.node("Attention", [heads[0], *both], is_causal=1))
+
+    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* is_causal counts rows from the first key"):
         import_decoder(SmallDecoder(attention).save(tmp_path))
 
 
@@ -99,3 +130,42 @@ def test_positions_that_do_not_count_on_are_refused(tmp_path):
 
     with pytest.raises(UnsupportedModelError, match=r"operator RotaryEmbedding .* its positions .* are \[0, 2, 4, 6\]"):
         import_decoder(SmallDecoder(attention).save(tmp_path))
+
+
+def test_operators_that_are_known_are_refused_where_they_mean_something_else(tmp_path):
+    def attention(decoder, q, k, v):
+        return grouped(decoder, rotated(decoder, q, HEADS), rotated(decoder, k, 1), v)
+
+    def gelu(decoder, x):
+        return decoder.node("Gelu", [x], approximate="none")
+
+    def last_row(decoder, x):
+        return decoder.node("Gather", [x, decoder.constant("last", np.array([-1]))], axis=1)
+
+    def square(decoder, x):
+        return decoder.node("MatMul", [x, decoder.node("Transpose", [x], perm=[0, 2, 1])])
+
+    def by_row_number(decoder, x):
+        floats = decoder.node("Cast", ["position_ids"], to=1)
+        return decoder.node("Mul", [x, decoder.node("Unsqueeze", [floats, decoder.constant("axis", np.array([2]))])])
+
+    for change in (gelu, last_row, square, by_row_number):
+        file = SmallDecoder(attention, before_head=change).save(tmp_path)
+        with pytest.raises(UnsupportedModelError, match=r"node 'node_\d+', an operator \w+ of the domain ai\.onnx"):
+            import_decoder(file)
+
+
+def test_norms_may_be_written_out_around_attention_that_is_not(tmp_path):
+    class WithNormsWrittenOut(SmallDecoder):
+        def norm(self, value):
+            last = self.constant(f"last_{len(self.nodes)}", np.array([-1]))
+            epsilon = self.constant(f"epsilon_{len(self.nodes)}", np.float32(1e-6))
+            weight = self.constant(f"norm_{len(self.nodes)}", self.rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32))
+            mean = self.node("ReduceMean", [self.node("Mul", [value, value]), last])
+            root = self.node("Sqrt", [self.node("Add", [mean, epsilon])])
+            return self.node("Mul", [self.node("Div", [value, root]), weight])
+
+    def attention(decoder, q, k, v):
+        return grouped(decoder, rotated(decoder, q, HEADS), rotated(decoder, k, 1), v)
+
+    assert attributes(WithNormsWrittenOut(attention).save(tmp_path))["num_heads"] == HEADS

@@ -181,11 +181,12 @@ def test_lengths_that_are_not_those_of_the_mask_are_refused(tmp_path):
         import_decoder(saved(model, tmp_path))
 
 
-def test_an_operator_that_nobody_knows_is_named(tmp_path):
+@pytest.mark.parametrize("versions", [[], [helper.make_opsetid("org.example", 1)]])
+def test_an_operator_that_nobody_knows_is_named(tmp_path, versions):
     model = load("genai_llama_fp32")
     node = next(n for n in model.graph.node if n.op_type == "Sigmoid")
     node.CopyFrom(helper.make_node("Wiggle", node.input, node.output, "odd one", domain="org.example"))
-    model.opset_import.append(helper.make_opsetid("org.example", 1))
+    model.opset_import.extend(versions)
     with pytest.raises(UnsupportedModelError, match=r"node 'odd one', an operator Wiggle of the domain org\.example"):
         import_decoder(saved(model, tmp_path))
 

@@ -110,16 +110,68 @@ def with_a_mask_that_shows_what_comes(graph):
     node_of(graph, "model/LessOrEqual").op_type = "GreaterOrEqual"
 
 
+def late(graph, late, early, *, above=100):
+    """The name of one number for runs that end beyond so many positions, and another for all others."""
+    constants = {"bound": np.int64(above), "late": np.float32(late), "early": np.float32(early)}
+    graph.initializer.extend(numpy_helper.from_array(np.array(value), name) for name, value in constants.items())
+    nodes = [
+        helper.make_node("ReduceMax", ["position_ids"], ["last_position"], keepdims=0),
+        helper.make_node("Greater", ["last_position", "bound"], ["is_late"]),
+        helper.make_node("Where", ["is_late", "late", "early"], ["factor"]),
+    ]
+    for index, node in enumerate(nodes):
+        graph.node.insert(index, node)
+    return "factor"
+
+
+def put_behind(graph, name, op, operand):
+    """Have the readers of a node's result read it combined with another value."""
+    node = node_of(graph, name)
+    readers = [other for other in graph.node if node.output[0] in other.input]
+    for reader in readers:
+        reader.input[list(reader.input).index(node.output[0])] = "combined"
+    graph.node.insert(list(graph.node).index(node) + 1, helper.make_node(op, [node.output[0], operand], ["combined"]))
+
+
+def with_scores_that_grow_far_from_the_start(graph):
+    put_behind(graph, "layers.0/self_attn/MatMul", "Mul", late(graph, 2, 1))
+
+
+def with_a_rotation_that_is_slower_for_long_texts(graph):
+    put_behind(graph, "rotary_emb/Transpose", "Mul", late(graph, 0.5, 1))
+
+
+def with_a_mask_that_shows_all_of_long_texts(graph):
+    late(graph, 0, 0)
+    put_behind(graph, "layers.0/self_attn/Slice_4", "Or", "is_late")
+
+
+def with_scores_of_at_most_20(graph):
+    graph.initializer.append(numpy_helper.from_array(np.float32(20), "cap"))
+    put_behind(graph, "layers.0/self_attn/MatMul", "Min", "cap")
+
+
+def with_a_little_added_to_scores(graph):
+    graph.initializer.append(numpy_helper.from_array(np.float32([1e-6, 0] * 2).reshape(1, 4, 1, 1), "bias"))
+    put_behind(graph, "layers.0/self_attn/MatMul", "Add", "bias")
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        with_scores_that_grow_far_from_the_start,
+        with_a_rotation_that_is_slower_for_long_texts,
+        with_a_mask_that_shows_all_of_long_texts,
+        with_a_little_added_to_scores,
+        with_scores_of_at_most_20,
         without_the_softmax_axis,
         with_scores_that_are_squared,
         with_keys_that_are_not_rotated,
         with_a_mask_that_shows_what_comes,
     ],
 )
-def test_what_only_looks_like_attention_is_refused_by_name(tmp_path, change):
+def test_what_only_looks_like_attention_is_refused_by_name(tmp_path, monkeypatch, change):
+    monkeypatch.setattr("chunkrt.onnx_import.decomposed.rotary.BLOCK", 32)  # of 128 positions
     folder = changed_copy(tmp_path, change)
     with pytest.raises(UnsupportedModelError, match=r"model\.onnx: node '/model/layers.0/self_attn/Softmax'.*Softmax"):
         import_decoder(folder)

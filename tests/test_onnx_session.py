@@ -202,3 +202,32 @@ def test_a_window_of_the_whole_context(exported):
     path = exported("llama_gqa", window=70, sequence=70, context=70)
     logits = OnnxSession(path, threads=1).run(input_ids("llama_gqa"))
     np.testing.assert_allclose(logits, expected_logits("llama_gqa"), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [104 * 1000], [1.5], [[1, 2]], "12"])
+def test_what_are_no_tokens_is_one_error_and_changes_nothing(exported, tokens):
+    session = OnnxSession(exported("llama_gqa", window=1), threads=1)
+    with pytest.raises(ConfigError, match="token"):
+        session.run(tokens)
+    assert session.position == 0
+
+
+def test_a_step_of_another_decoder_is_refused(exported):
+    with pytest.raises(ConfigError, match="exports of different decoders"):
+        OnnxSession(exported("llama_gqa", window=8), exported("qwen3", window=1))
+
+
+def test_a_provider_that_is_not_there_is_not_replaced(exported):
+    with pytest.raises(ConfigError, match=r"no provider 'Nope' here; it has .*CPUExecutionProvider"):
+        OnnxSession(exported("llama_gqa", window=1), providers=["Nope"])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"form": "window"}'])
+def test_damaged_metadata_is_one_error(exported, text):
+    path = exported("llama_gqa", window=1)
+    model = onnx.load(path, load_external_data=False)
+    (setting,) = (prop for prop in model.metadata_props if prop.key == "chunkrt.export")
+    setting.value = text
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r"chunkrt export|export it again"):
+        OnnxSession(path)

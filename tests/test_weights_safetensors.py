@@ -178,7 +178,7 @@ def test_the_config_is_shown_as_it_is(tmp_path):
 def test_what_is_no_checkpoint_says_what_was_expected(tmp_path):
     with pytest.raises(ModelError, match="cannot read"):
         open_checkpoint(tmp_path / "absent")
-    with pytest.raises(ModelError, match=r"has no config\.json; expected a GGUF file or a Hugging Face folder"):
+    with pytest.raises(ModelError, match=r"has no config\.json; expected a GGUF file, a Hugging Face folder"):
         open_checkpoint(tmp_path)
     (tmp_path / "weights.gguf").write_bytes(b"PK\x03\x04")
     with pytest.raises(ModelError, match=r"no config\.json; name the file itself: weights\.gguf"):

@@ -8,10 +8,12 @@ from pathlib import Path
 import onnx_ir as ir
 
 from chunkrt.compiler import Planned
+from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Subgraph
 from chunkrt.onnx_export.decoder import emit_node, make_emitter, with_shapes
 from chunkrt.onnx_export.save import check_absent, save_model
 from chunkrt.onnx_export.settings import SubgraphSettings
+from chunkrt.shared_folder import remove
 
 SUBGRAPH_KEY = "chunkrt.subgraph"
 """Where a model's metadata has the name of the subgraph that it is."""
@@ -45,7 +47,7 @@ def save_static_subgraphs(
     external_data: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
-    """Write them, named after their place in the plan: "03_static.1.onnx".
+    """Write them, all or none, named after their place in the plan: "03_static.1.onnx".
 
     Returns:
         The files.
@@ -55,11 +57,20 @@ def save_static_subgraphs(
     """
     subgraphs = planned.plan.subgraphs
     digits = len(str(len(subgraphs)))
-    static = {folder / f"{i:0{digits}}_{s.name}.onnx": s for i, s in enumerate(subgraphs) if s.is_static}
-    for path in static:
-        check_absent(path)
-    for done, (path, subgraph) in enumerate(static.items()):
-        progress(done, len(static))
-        save_model(subgraph_model(planned, subgraph, settings), path, external_data=external_data)
+    static = {f"{i:0{digits}}_{s.name}.onnx": s for i, s in enumerate(subgraphs) if s.is_static}
+    for name in static:
+        check_absent(folder / name)
+    aside = folder / ".subgraphs.part"
+    remove(aside)
+    try:
+        for done, (name, subgraph) in enumerate(static.items()):
+            progress(done, len(static))
+            save_model(subgraph_model(planned, subgraph, settings), aside / name, external_data=external_data)
+        for file in sorted(aside.iterdir()):
+            file.rename(folder / file.name)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
+    finally:
+        remove(aside)
     progress(len(static), len(static))
-    return list(static)
+    return [folder / name for name in static]

@@ -11,10 +11,13 @@ from pathlib import Path
 import onnx
 from onnx import defs, helper, shape_inference
 
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 
 MOST_ELEMENTS = 2**28
 """Of a value whose size does not depend on how many tokens there are, if no weight has more."""
+STANDARD = {"ai.onnx": ""}
+"""Two names of one domain."""
+
 SMALL = 1024
 """Elements of a constant that may say how large another value is."""
 
@@ -40,10 +43,16 @@ def check_claims(proto: onnx.ModelProto, path: Path) -> None:
 
     Raises:
         ModelError: a node has fewer operands or results than its operator, or a value has a size that no decoder has.
+        UnsupportedModelError: a node is of a domain of which the file does not say the version.
     """
-    versions = {opset.domain: opset.version for opset in proto.opset_import}
+    versions = {STANDARD.get(opset.domain, opset.domain): opset.version for opset in proto.opset_import}
     for node in proto.graph.node:
-        _check_operands(node, versions.get(node.domain, 1), path)
+        domain = STANDARD.get(node.domain, node.domain)
+        if domain not in versions:
+            raise UnsupportedModelError(
+                f"{path}: {_described(node)}, cannot be imported: the file imports no version of that domain"
+            )
+        _check_operands(node, versions[domain], path)
     _check_sizes(proto, path)
 
 
@@ -57,9 +66,13 @@ def _check_operands(node: onnx.NodeProto, version: int, path: Path) -> None:
     found = len(node.input) - (0 if all(node.input[:least]) else 1)
     if not least <= found <= most or not any(node.output):
         raise ModelError(
-            f"{path} is damaged: node {node.name!r}, an operator {node.op_type} of the domain "
-            f"{node.domain or 'ai.onnx'}, has the operands {list(node.input)!r:.200}, expected at least {least}"
+            f"{path} is damaged: {_described(node)}, has the operands {list(node.input)!r:.200}, "
+            f"expected at least {least}"
         )
+
+
+def _described(node: onnx.NodeProto) -> str:
+    return f"node {node.name!r}, an operator {node.op_type} of the domain {node.domain or 'ai.onnx'}"
 
 
 def _check_sizes(proto: onnx.ModelProto, path: Path) -> None:

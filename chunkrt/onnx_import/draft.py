@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from chunkrt.graph.plan import Attribute
 from chunkrt.graph.shares import Share
 from chunkrt.graph.tracing import attribute
 from chunkrt.onnx_import.evaluation import Evaluator
+from chunkrt.onnx_import.masks import Masks
 from chunkrt.onnx_import.signature import Signature
 from chunkrt.onnx_import.source import OnnxSource
 from chunkrt.onnx_import.tensors import StoredTensor
@@ -91,6 +93,11 @@ class Draft:
     logits_index: int
     weights: dict[ir.Value, Weight] = field(default_factory=dict)
     _kept: dict[tuple[str, bool], str] = field(default_factory=dict)
+
+    @cached_property
+    def masks(self) -> Masks:
+        """The masks of the foreign graph."""
+        return Masks(self.evaluator)
 
     @property
     def graph(self) -> ir.Graph:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from chunkrt.errors import ChunkrtError, ModelError
+from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Float32, Parameter
 from chunkrt.graph.partition import DYNAMIC_OPS, partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
@@ -57,12 +57,15 @@ def replay_plan(draft: Draft) -> ReplayedDecoder:
 
     Raises:
         ModelError: the plan is damaged, or the file's weights do not belong to it.
+        UnsupportedModelError: the file does not say how its rotary tables go on.
     """
     try:
         plan = Plan.from_json(draft.model.metadata_props[PLAN_KEY])
         draft.source.architecture = plan.family
         decoder = _decoder(draft, plan)
         found = partition(trace(decoder), family=plan.family)
+    except UnsupportedModelError:
+        raise
     except ChunkrtError as error:
         raise ModelError(f"{draft.where}: the plan that it was exported from is damaged: {error}") from error
     except (KeyError, ValueError, TypeError, AssertionError, AttributeError, IndexError) as error:
@@ -129,7 +132,14 @@ def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool)
 def _tables(draft: Draft, plan: Plan) -> dict[str, Parameter]:
     """Rotary tables by their names, from the frequencies that the file has of each."""
     found: dict[str, Parameter] = {}
-    for path, rope in json.loads(draft.model.metadata_props.get(ROPE_KEY, "{}")).items():
+    known = json.loads(draft.model.metadata_props.get(ROPE_KEY, "{}"))
+    nodes = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
+    if unknown := {node.inputs[3].rpartition(".")[0] for node in nodes} - known.keys():
+        raise UnsupportedModelError(
+            f"{draft.where} has rows of {min(unknown)}, and not the frequencies that it was made by, for it was "
+            "exported from an ONNX decoder; import that one"
+        )
+    for path, rope in known.items():
         frequencies, magnitude = _checked(rope)
         for suffix, function in (("cos", np.cos), ("sin", np.sin)):
             shape = resolve(plan.tensors[f"{path}.{suffix}"].shape, {})

@@ -29,11 +29,13 @@ def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Val
         places: of all nodes of its graph.
 
     Raises:
-        UnsupportedModelError: an operator that is not of the vocabulary.
+        UnsupportedModelError: an operator that is not of the vocabulary, or is used as the vocabulary has it not.
     """
     if unknown := [node for node in draft.graph if (node.domain, node.op_type) not in OPERATORS]:
         of_tokens = [n for n in unknown if not draft.evaluator.is_positional(n.outputs[0].name or "")]
         raise draft.unsupported((of_tokens or unknown)[0], "no pass understands it where it stands")
+    for node in draft.graph:
+        _check_use(draft, node, logit_rows)
     (tokens,) = (value for value in draft.graph.inputs if value.name == draft.signature.tokens)
     decoder = ReplayedDecoder(tokens, logit_rows, draft.logits)
     tables = _Tables(draft, decoder)
@@ -50,6 +52,23 @@ def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Val
         if module.path.rpartition(".")[2] in ON_CPU:
             module.to("cpu")
     return decoder
+
+
+def _check_use(draft: Draft, node: ir.Node, logit_rows: ir.Value) -> None:
+    """Refuse a foreign node of an operator that the vocabulary has, for other operands or with another meaning."""
+    known = {*draft.weights, logit_rows, None}
+    inputs = {draft.signature.tokens, *draft.signature.states}
+    for value in (v for v in node.inputs if v not in known and v is not None and v.name not in inputs):
+        if value.producer() is None or draft.evaluator.is_positional(value.name or ""):
+            raise draft.unsupported(node, f"its operand {value.name!r} is neither made of tokens nor a weight here")
+    wanted = {
+        "Gather": node.inputs[0] in draft.weights or node.inputs[-1] is logit_rows,
+        "Gelu": "approximate" in node.attributes and node.attributes["approximate"].value == "tanh",
+        "MatMul": node.inputs[-1] in draft.weights,
+        "Split": int_attribute(node, "axis") == -1 and len(node.inputs) == 1,
+    }
+    if not wanted.get(node.op_type, True):
+        raise draft.unsupported(node, "it is none of the uses of this operator that are understood")
 
 
 def _add_weights(draft: Draft, decoder: ReplayedDecoder, node: ir.Node, path: str) -> None:

@@ -34,10 +34,11 @@ class Regions:
 
     Args:
         proto: nodes in an order in which they can run; its external data stay in `folder`.
+        context: positions that the decoder is for.
     """
 
-    def __init__(self, proto: onnx.ModelProto, folder: Path, evaluator: Evaluator, probe: Probe = PROBE) -> None:
-        self.proto, self.evaluator, self.probe = proto, evaluator, probe
+    def __init__(self, proto: onnx.ModelProto, folder: Path, evaluator: Evaluator, context: int) -> None:
+        self.proto, self.evaluator, self.context, self.probe = proto, evaluator, context, PROBE
         self._folder = folder
         self._nodes = list(proto.graph.node)
         self._writers = {name: i for i, node in enumerate(self._nodes) for name in node.output if name}
@@ -130,6 +131,25 @@ class Regions:
         read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
         probes = [self.probe, Probe(self.probe.past + 2, self.probe.length + 6)]
         return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
+
+    def is_size(self, name: str) -> bool:
+        """Whether a value frozen at the probe is whole numbers that grow as tokens do, up to the context's end."""
+        if not np.issubdtype(self.frozen[name].dtype, np.integer):
+            return False
+        here, later, longer, last = (values[name] for values in (self.frozen, *self._sizes))
+        if not here.shape == later.shape == longer.shape == last.shape:
+            return False
+        by_past, by_length = later - here, longer - here
+        past, length = self.context - 1 - self.probe.past, 1 - self.probe.length
+        return np.array_equal(last, here + past * by_past + length * by_length)
+
+    @cached_property
+    def _sizes(self) -> list[dict[str, Array]]:
+        """Whole numbers with one more token before, one more to come, and with the last of all tokens alone."""
+        names = [name for name, value in self.frozen.items() if np.issubdtype(value.dtype, np.integer)]
+        past, length = self.probe.past, self.probe.length
+        probes = Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)
+        return self.evaluator.runs(names, probes)
 
     def part(
         self, target: str, roots: Mapping[str, Array], given: Mapping[str, Array] | None = None

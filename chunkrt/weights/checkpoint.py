@@ -27,7 +27,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         if (path / "config.json").exists():
             return SafetensorsSource(path)
         found = ", ".join(sorted(p.name for p in path.glob("*.gguf"))[:3])
-        hint = f"name the file itself: {found}" if found else "expected a GGUF file or a Hugging Face folder"
+        hint = (
+            f"name the file itself: {found}"
+            if found
+            else "expected a GGUF file, a Hugging Face folder or an ONNX decoder"
+        )
         raise ModelError(f"the folder {path} has no config.json; {hint}")
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Attention that is written out as MatMul, Softmax, MatMul: what goes in, what comes out, and the numbers between.
 
 What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to
-learn what the numbers are (scale, window, soft cap, rotary tables), then to see that attention with these numbers gives
+learn what the numbers are (scale, window, rotary tables), then to see that attention with these numbers gives
 the very same. Masks, the repetition of key heads, rotation and reshaping may be written in any way.
 """
 
@@ -16,23 +16,21 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx_import.decomposed.norms import Norm
-from chunkrt.onnx_import.decomposed.rotary import Tables, read_tables, rotary_dim
+from chunkrt.onnx_import.decomposed.rotary import Tables, is_by_position, read_tables, rotary_dim
+from chunkrt.onnx_import.masks import HIDDEN, MaskError, Masks, visible
 from chunkrt.onnx_import.regions import Regions
-from chunkrt.onnx_import.signature import Probe
 
 Array = NDArray[Any]
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Of the largest value: what two orders of summation may differ by; no other function comes so near."""
-INVISIBLE = -1e4
-"""A mask adds this or less where nothing shall be seen: its exponential is 0 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
     """Between rotated queries, all keys and all values, and the result: names of values, and numbers.
 
-    window: keys that a row sees, itself among them; 0 for all. soft_cap: of the scores; 0 for none.
+    window: keys that a row sees, itself among them; 0 for all.
     """
 
     query: str
@@ -41,7 +39,6 @@ class Core:
     result: str
     scale: float
     window: int
-    soft_cap: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,6 @@ class Attention:
     """One layer's attention, by the names of values in the foreign graph.
 
     query, key, value: [1, T, heads * head_dim], before norms of heads and rotation; the core's result is such, too.
-    tables: None where nothing is rotated.
     """
 
     core: Core
@@ -63,7 +59,7 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    tables: Tables | None
+    tables: Tables
 
 
 class AttentionFinder:
@@ -72,15 +68,14 @@ class AttentionFinder:
     Args:
         norms: the norms of the graph, by their results.
         states: the graph's inputs that go from run to run.
-        context: positions that tables shall have.
     """
 
-    def __init__(self, regions: Regions, norms: dict[str, Norm], states: set[str], context: int, where: str) -> None:
+    def __init__(self, regions: Regions, norms: dict[str, Norm], states: set[str], where: str) -> None:
         self._regions, self._norms, self._states = regions, norms, states
-        self._context, self._model = context, where
+        self._model = where
         self._rng = np.random.default_rng(0)
         self._tables: dict[tuple[str, ...], Tables] = {}
-        self._windows: dict[str, int] = {}
+        self._masks = Masks(regions.evaluator)
         self._where = ""
 
     def find(self, softmax: str) -> Attention:
@@ -98,6 +93,8 @@ class AttentionFinder:
         key, key_tables = self._before_rotation(new_key)
         if query_tables is not key_tables:
             self._refuse("its queries and keys are not rotated alike")
+        if query_tables is None:
+            self._refuse("nothing rotates its queries and keys; attention without RoPE is not supported")
         query, query_norm = self._before_heads(query)
         key, key_norm = self._before_heads(key)
         value, value_norm = self._before_heads(new_value)
@@ -139,21 +136,19 @@ class AttentionFinder:
         products = q.astype(np.float64) @ np.repeat(k, group, axis=1).swapaxes(-1, -2)
         part = regions.part(scores, {query: q, keys: k})
         mask = part({query: np.zeros_like(q), keys: k})
-        is_visible = np.broadcast_to(mask > INVISIBLE, products.shape)
-        window = self._window(scores, {query, keys}, is_visible)
+        is_visible = np.broadcast_to(mask > HIDDEN, products.shape)
+        if mask[mask > HIDDEN].any():
+            self._refuse("numbers are added to its scores")
+        window = self._window({query, keys, values}, scores, result, is_visible)
         seen = products[is_visible]
 
         def scores_of(factor: float) -> Array:
             return part({query: (q * factor).astype(q.dtype), keys: k})[is_visible].astype(np.float64)
 
         scale = float(1e3 * (scores_of(1e-3) @ seen) / (seen @ seen))
-        soft_cap = 0.0
-        if not self._is_same(scores_of(1), scale * seen, q.dtype):
-            soft_cap = float(np.abs(scores_of(1e4)).max())
-            products = soft_cap * np.tanh(scale * products / soft_cap)
-            self._require(scores_of(1), products[is_visible], q.dtype, "its scores are no products of queries and keys")
-        else:
-            products = products * scale
+        for factor, reason in ((1, "its scores are no products of queries and keys"), (1e2, "its scores are capped")):
+            self._require(scores_of(factor), factor * scale * seen, q.dtype, reason)
+        products = products * scale
         weights = np.where(is_visible, np.exp(products - products.max(axis=-1, keepdims=True)), 0)
         expected = (weights / weights.sum(axis=-1, keepdims=True)) @ np.repeat(v, group, axis=1)
         self._require(
@@ -169,12 +164,16 @@ class AttentionFinder:
             result=result,
             scale=float(f"{scale:.7g}"),
             window=window,
-            soft_cap=float(f"{soft_cap:.7g}"),
         )
 
-    def _window(self, scores: str, roots: set[str], is_visible: NDArray[np.bool_]) -> int:
-        """How many keys a row sees by the mask; 0 for all before it."""
+    def _window(self, roots: set[str], scores: str, result: str, is_visible: NDArray[np.bool_]) -> int:
+        """How many keys a row sees by the mask; 0 for all before it.
+
+        Beside the mask nothing but sizes may depend on how many tokens there are, and sizes grow as these do: what is
+        so at the probe is so at any length.
+        """
         regions, total = self._regions, self._regions.probe.past + self._regions.probe.length
+        read = regions.positional_inputs(result, roots)
         masks = [
             name
             for name in regions.positional_inputs(scores, roots)
@@ -183,25 +182,15 @@ class AttentionFinder:
         if len(masks) != 1:
             self._refuse(f"it has {len(masks)} masks, expected one")
         mask = masks[0]
-        if not np.array_equal(np.broadcast_to(_shows(regions.frozen[mask]), is_visible.shape), is_visible):
+        if others := [name for name in read if name != mask and not regions.is_size(name)]:
+            self._refuse(f"it reads {others[0]!r}, which depends on positions and is no mask")
+        try:
+            window = self._masks.window(mask, self._regions.context)
+        except MaskError as error:
+            self._refuse(f"its mask {mask!r} is no causal mask: {error}")
+        if (visible(regions.probe, window or self._regions.context) != is_visible).any():
             self._refuse(f"its mask {mask!r} does not say what is seen")
-        if mask not in self._windows:
-            whole = Probe(self._context - 1, 1)
-            probes = [
-                whole,
-                regions.probe,
-                *(p for p in (Probe(0, 6), Probe(7, 1)) if p.past + p.length <= self._context),
-            ]
-            shown = [_shows(found) for found in regions.evaluator.probe(mask, probes)]
-            window = int(shown[0].sum())
-            if window < self._context:
-                probes.append(Probe(max(window - 3, 1), 7))
-                shown += [_shows(found) for found in regions.evaluator.probe(mask, probes[-1:])]
-            for probe, found in zip(probes, shown, strict=True):
-                if not np.array_equal(found.reshape(found.shape[-2:]), _visible(probe, window)):
-                    self._refuse(f"its mask {mask!r} is neither causal nor that of a window")
-            self._windows[mask] = 0 if window == self._context else window
-        return self._windows[mask]
+        return window
 
     def _before_rotation(self, name: str) -> tuple[str, Tables | None]:
         """Where the rotation starts that ends in `name`, and its tables; `name` itself if there is none."""
@@ -216,7 +205,9 @@ class AttentionFinder:
             if (width := rotary_dim(regions, source, name)) is None:
                 self._refuse("its queries or keys are rotated, but not by halves")
             if turning not in self._tables:
-                self._tables[turning] = read_tables(regions, source, name, width, self._context)
+                if not is_by_position(regions, turning):
+                    self._refuse("its rotation depends on how many tokens there are")
+                self._tables[turning] = read_tables(regions, source, name, width)
             tables = self._tables[turning]
             x = regions.random(source, self._rng)
             is_same = x.shape == regions.shape(name)
@@ -283,13 +274,3 @@ class AttentionFinder:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UnsupportedModelError(f"{self._model}: {self._where} cannot be imported: {reason}")
-
-
-def _shows(mask: Array) -> NDArray[np.bool_]:
-    return mask if mask.dtype == np.bool_ else mask > INVISIBLE
-
-
-def _visible(probe: Probe, window: int) -> NDArray[np.bool_]:
-    """Which keys each row sees."""
-    rows, keys = np.arange(probe.length)[:, None] + probe.past, np.arange(probe.past + probe.length)
-    return (keys <= rows) & (keys > rows - window)

@@ -27,8 +27,8 @@ CONTRIB = "com.microsoft"
 
 
 def is_written_out(proto: onnx.ModelProto) -> bool:
-    """Whether a decoder has attention of small operators."""
-    return any(node.op_type == "Softmax" for node in proto.graph.node)
+    """Whether a decoder has attention or norms of small operators."""
+    return any(node.op_type in ("Softmax", "ReduceMean") for node in proto.graph.node)
 
 
 def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: int) -> onnx.ModelProto:
@@ -41,9 +41,9 @@ def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: i
         UnsupportedModelError: a Softmax that is not that of causal attention over past and present keys.
         ModelError: ONNX Runtime cannot run a part of it.
     """
-    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature))
+    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature), context)
     norms = find_norms(regions)
-    finder = AttentionFinder(regions, norms, set(signature.states), context, path.name)
+    finder = AttentionFinder(regions, norms, set(signature.states), path.name)
     softmaxes = [n.output[0] for n in proto.graph.node if n.op_type == "Softmax" and n.output[0] in regions.data]
     writer = _Writer(signature)
     for softmax in softmaxes:
@@ -86,18 +86,17 @@ class _Writer:
         core, heads, kv_heads = found.core, found.num_heads, found.num_kv_heads
         query = self._normalised(found.query, found.query_norm, heads * found.head_dim, found.head_dim)
         key = self._normalised(found.key, found.key_norm, kv_heads * found.head_dim, found.head_dim)
-        tables = self._names(found.tables) if found.tables else ("", "")
+        lengths = self._of_lengths(found.past_key)
         self.node(
             "GroupQueryAttention",
-            [query, key, found.value, found.past_key, found.past_value, *self._of_lengths(found.past_key), *tables],
+            [query, key, found.value, found.past_key, found.past_value, *lengths, *self._names(found.tables)],
             [core.result, core.keys, core.values],
             domain=CONTRIB,
             num_heads=heads,
             kv_num_heads=kv_heads,
             scale=core.scale,
-            softcap=core.soft_cap,
             local_window_size=core.window or -1,
-            do_rotary=int(found.tables is not None),
+            do_rotary=1,
         )
 
     def constants(self, values: Mapping[str, np.ndarray]) -> None:

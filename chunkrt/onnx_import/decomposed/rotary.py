@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ Array = NDArray[Any]
 
 BLOCK = 1024
 """Positions whose rows are read at once."""
+
+FEW = 8
+"""Tokens of a short prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,9 +58,23 @@ def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
     )
 
 
-def read_tables(regions: Regions, source: str, result: str, width: int, context: int) -> Tables:
+def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
+    """Whether what turns the first rows is the same however many follow: not so where a long context has a table of its
+    own, as in longrope."""
+    few = min(FEW, regions.context)
+    short, long = regions.evaluator.runs(names, [Probe(0, few), Probe(0, regions.context)])
+    for name in names:
+        whole = long[name]
+        axis = next((axis for axis, size in enumerate(whole.shape) if size == regions.context), None)
+        first = whole if axis is None else whole.take(range(few), axis=axis)
+        if first.shape != short[name].shape or not np.allclose(first, short[name], rtol=0, atol=1e-6):
+            return False
+    return True
+
+
+def read_tables(regions: Regions, source: str, result: str, width: int) -> Tables:
     """The rows of all positions, from what becomes of a vector of ones in its first half."""
-    names = regions.positional_inputs(result, {source})
+    context, names = regions.context, regions.positional_inputs(result, {source})
     like = regions.random(source, np.random.default_rng(0))
     half = width // 2
     cos, sin = (np.empty((context, half), np.float32) for _ in range(2))

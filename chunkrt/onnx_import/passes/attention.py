@@ -87,7 +87,7 @@ def _multi_head(draft: Draft, node: ir.Node) -> Attention:
         node,
         (query, input_of(node, 1), value),
         (input_of(node, 6), input_of(node, 7)),
-        window=0 if mask is None else find_window(draft, node, mask),
+        mask=mask,
         heads=(int_attribute(node, "num_heads"), int_attribute(node, "num_heads")),
     )
 
@@ -99,11 +99,12 @@ def _standard(draft: Draft, node: ir.Node) -> Attention:
     mask = input_of(node, 3)
     if not int_attribute(node, "is_causal") and mask is None:
         raise draft.unsupported(node, "it is not causal: it has no mask, and is_causal is 0")
-    window = 0 if mask is None else find_window(draft, node, mask)
     operands, pasts = [], []
     for operand, past in zip(node.inputs[:3], (None, input_of(node, 4), input_of(node, 5)), strict=True):
         appended = producer(operand, "Concat") if past is None and operand is not node.inputs[0] else None
         is_cached = appended is not None and int_attribute(appended, "axis") in (2, -2) and len(appended.inputs) == 2
+        if is_cached and mask is None:
+            raise draft.unsupported(node, "keys are appended before it, and is_causal counts rows from the first key")
         pasts.append(appended.inputs[0] if appended is not None and is_cached else past)
         operands.append(appended.inputs[1] if appended is not None and is_cached else operand)
     is_by_row = "q_num_heads" in node.attributes
@@ -112,7 +113,7 @@ def _standard(draft: Draft, node: ir.Node) -> Attention:
         node,
         (operands[0], operands[1], operands[2]),
         (pasts[1], pasts[2]),
-        window=window,
+        mask=mask,
         heads=(int_attribute(node, "q_num_heads"), int_attribute(node, "kv_num_heads")) if is_by_row else None,
         results=() if is_by_row else results_of(draft, node),
     )
@@ -133,11 +134,12 @@ def _from_heads(
     operands: tuple[ir.Value | None, ir.Value | None, ir.Value | None],
     past: tuple[ir.Value | None, ir.Value | None],
     *,
-    window: int,
+    mask: ir.Value | None,
     heads: tuple[int, int] | None,
     results: Sequence[ir.Value] = (),
 ) -> Attention:
-    """Attention whose operands may be by head, and whose queries and keys are rotated before it."""
+    """Attention whose operands may be by head, and whose queries and keys are rotated before it; causal by itself where
+    it has no mask."""
     query, key, value = (rows_of(draft, node, operand) for operand in operands)
     tables = same_tables(draft, node, query.tables, key.tables)
     if tables is None or value.tables is not None:
@@ -153,7 +155,7 @@ def _from_heads(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         scale=float_attribute(node, "scale"),
-        window=window,
+        window=0 if mask is None else find_window(draft, node, mask, draft.shape(tables.cos)[0]),
         results=results,
     )
 

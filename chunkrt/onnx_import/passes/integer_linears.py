@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from chunkrt.onnx_import.constants import is_constant, raw, row
-from chunkrt.onnx_import.draft import CONTRIB, Draft, Weight, input_of, producer
+from chunkrt.onnx_import.constants import is_constant, raw
+from chunkrt.onnx_import.draft import CONTRIB, Draft, input_of, producer
+from chunkrt.onnx_import.passes.linears import put_linear
 from chunkrt.onnx_import.tensors import dequantised_tensor, transposed
 
 
@@ -24,8 +25,8 @@ def raise_integer_linears(draft: Draft) -> None:
         if (node.domain, node.op_type) == ("", "MatMulInteger"):
             _integer(draft, node)
         elif (node.domain, node.op_type) == (CONTRIB, "DynamicQuantizeMatMul"):
-            weight = _weight(draft, node, node.inputs[1], input_of(node, 2), input_of(node, 3))
-            _replace(draft, node, node.inputs[0], weight, input_of(node, 4))
+            matrix = _matrix(draft, node, node.inputs[1], input_of(node, 2), input_of(node, 3))
+            put_linear(draft, node, node.inputs[0], matrix, input_of(node, 4))
 
 
 def _integer(draft: Draft, node: ir.Node) -> None:
@@ -40,14 +41,12 @@ def _integer(draft: Draft, node: ir.Node) -> None:
     scales = [value for value in of_both.inputs if value is not quantised.outputs[1]] if of_both else []
     if len(scales) != 1 or input_of(node, 2) not in (None, quantised.outputs[2]):
         raise draft.unsupported(node, "its result is not multiplied by the scales of its input and its weight")
-    weight = _weight(draft, node, node.inputs[1], scales[0], input_of(node, 3))
-    _replace(draft, result, quantised.inputs[0], weight, None)
+    matrix = _matrix(draft, node, node.inputs[1], scales[0], input_of(node, 3))
+    put_linear(draft, result, quantised.inputs[0], matrix, None)
 
 
-def _weight(
-    draft: Draft, node: ir.Node, value: ir.Value | None, scale: ir.Value | None, zero: ir.Value | None
-) -> ir.Value:
-    """A constant [K, N] with a scale for all, or for each column."""
+def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, scale: ir.Value | None, zero: ir.Value | None) -> str:
+    """A constant [K, N] with a scale for all, or for each column, in the source as [N, K]."""
     if value is None or scale is None or not is_constant(draft, value) or not is_constant(draft, scale):
         raise draft.unsupported(node, "its weight or its scale is not constant")
     integers, steps = raw(value), raw(scale)
@@ -56,15 +55,4 @@ def _weight(
         raise draft.unsupported(node, "its weight is no initializer [in, out]")
     where = f"{draft.where}: node {node.name!r}"
     tensor = dequantised_tensor(integers, steps, zeros, axis=1, block_size=0, where=where)
-    name = draft.keep(value.name or "", transposed(tensor))
-    return draft.add_weight(Weight(tensors=(name,), layout="linear"))
-
-
-def _replace(draft: Draft, node: ir.Node, x: ir.Value | None, weight: ir.Value, bias: ir.Value | None) -> None:
-    (output,) = draft.insert(node, "MatMul", [x, weight])
-    if bias is not None:
-        if (name := row(draft, bias)) is None:
-            raise draft.unsupported(node, "its bias is no constant vector")
-        of_bias = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
-        (output,) = draft.insert(node, "Add", [output, of_bias])
-    draft.replace(node.outputs[0], output)
+    return draft.keep(value.name or "", transposed(tensor))

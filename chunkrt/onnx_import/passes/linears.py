@@ -73,13 +73,19 @@ def packed_matrix(draft: Draft, node: ir.Node, operands: Sequence[ir.Value | Non
     return draft.keep(name or "", tensor)
 
 
-def _replace(draft: Draft, node: ir.Node, matrix: str, bias: ir.Value | None) -> None:
+def put_linear(draft: Draft, node: ir.Node, x: ir.Value | None, matrix: str, bias: ir.Value | None) -> None:
+    """Have those who read a node's first output read MatMul(x, matrix) + bias. Raises UnsupportedModelError if the bias
+    is no vector."""
     weight = draft.add_weight(Weight(tensors=(matrix,), layout="linear"))
-    (output,) = draft.insert(node, "MatMul", [node.inputs[0], weight])
+    (output,) = draft.insert(node, "MatMul", [x, weight])
     if bias is not None:
         if (name := row(draft, bias)) is None:
             raise draft.unsupported(node, "its bias is no constant vector")
         of_bias = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
         (output,) = draft.insert(node, "Add", [output, of_bias])
     draft.replace(node.outputs[0], output)
+
+
+def _replace(draft: Draft, node: ir.Node, matrix: str, bias: ir.Value | None) -> None:
+    put_linear(draft, node, node.inputs[0], matrix, bias)
     draft.graph.remove(node, safe=True)
