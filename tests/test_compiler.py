@@ -19,7 +19,14 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt import compiler, engine_directory, shared_folder
 from chunkrt.compiler import compile_checkpoint
-from chunkrt.engine_directory import FORMAT, cached_folder, is_engine_directory, read_manifest, sampled_digest, write_manifest
+from chunkrt.engine_directory import (
+    FORMAT,
+    cached_folder,
+    is_engine_directory,
+    read_manifest,
+    sampled_digest,
+    write_manifest,
+)
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.quant.scheme import SCHEMES, Recipe
 from chunkrt.weights.store import WeightWriter
@@ -389,4 +396,3 @@ def test_another_checkpoint_has_another_digest(tmp_path):
     assert len({one, odd_byte, longer, sampled_digest(tmp_path / "one")}) == 3
     renamed = paths[0].rename(tmp_path / "one" / "other.gguf")
     assert sampled_digest(renamed) != one
-

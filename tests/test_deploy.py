@@ -113,6 +113,7 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
         ],
         "placement": {},
         "ranks": {"rank": 0, "size": 1},
+        "checkpoint": sampled_digest(CHECKPOINT),
     }
 
 
