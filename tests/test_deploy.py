@@ -21,7 +21,7 @@ import chunkrt
 from chunkrt import deploy
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
 from chunkrt.deploy import compile_engine
-from chunkrt.engine_directory import FORMAT, NpuTarget, read_manifest
+from chunkrt.engine_directory import FORMAT, NpuTarget, read_manifest, sampled_digest
 from chunkrt.errors import CompileError, ConfigError, ModelError
 from chunkrt.npu import compiled_chunk_length
 from chunkrt.options import EngineOptions
