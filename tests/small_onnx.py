@@ -12,14 +12,14 @@ class SmallDecoder:
     """Embedding, norm, q, k and v, attention, o, residual, norm, head; weights are random.
 
     `attention(decoder, q, k, v)` adds nodes and returns the result [1, T, heads * head_dim]; `before_head(decoder, x)`
-    adds others to what the head reads.
+    adds others to what the head reads. `context`: rows of the rotary tables.
     """
 
-    def __init__(self, attention, *, kv_heads=KV_HEADS, before_head=None):
+    def __init__(self, attention, *, kv_heads=KV_HEADS, before_head=None, context=CONTEXT):
         self.nodes, self.initializers = [], []
         self.kv_heads = kv_heads
         self.rng = np.random.default_rng(0)
-        angles = np.outer(np.arange(CONTEXT), 100.0 ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)))
+        angles = np.outer(np.arange(context), 100.0 ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)))
         self.constant("cos", np.cos(angles).astype(np.float32))
         self.constant("sin", np.sin(angles).astype(np.float32))
         hidden = self.node("Gather", [self.weight("embedding", VOCAB, HIDDEN), "input_ids"])

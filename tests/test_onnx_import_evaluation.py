@@ -23,7 +23,8 @@ def evaluator_of(folder):
     proto = read_proto(folder / "model.onnx")
     model = ir.from_proto(proto)
     signature = find_signature(model, folder.name)
-    return proto, Evaluator(proto, folder, signature), feeds(signature, {v.name: v for v in model.graph.inputs}, PROBE)
+    fed = feeds(signature, {v.name: v for v in model.graph.inputs}, PROBE)
+    return proto, Evaluator(proto, folder, signature, 128), fed
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)

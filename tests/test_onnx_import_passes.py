@@ -45,7 +45,7 @@ def draft_of(body, **constants):
         where="small.onnx",
         model=ir.from_proto(proto),
         signature=signature,
-        evaluator=Evaluator(proto, Path(), signature),
+        evaluator=Evaluator(proto, Path(), signature, 128),
         source=OnnxSource(Path("small.onnx"), "onnx", {}),
         logits_index=0,
     )

@@ -27,16 +27,28 @@ SIZES = ("Shape", "Size")
 PROBES = (Probe(0, 1), Probe(0, 6), Probe(5, 1), Probe(5, 3), Probe(19, 7))
 """A first chunk, a lone token, and a chunk after others; sizes that no tensor has by chance."""
 
+LONGEST_PROMPT = 1024
+"""Tokens of the longest prompt at which positions, lengths and masks are tried whole."""
+
+MOST_TOKENS, MOST_STATES = 256, 2**30
+"""Of a run that learns sizes far from the start: tokens at once, and bytes of the states that it reads."""
+
+
+def far_probes(context: int) -> tuple[Probe, Probe]:
+    """The longest prompt that is tried, and the context's last token alone."""
+    return Probe(0, min(context, LONGEST_PROMPT)), Probe(context - 1, 1)
+
 
 class Evaluator:
     """A foreign model as it was read, of which any value can be had.
 
     Args:
         proto: its external data stay in their files, in `folder`.
+        context: positions that it is thought to have; sizes are tried near its end.
     """
 
-    def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature) -> None:
-        self._proto, self._folder, self._signature = proto, folder, signature
+    def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature, context: int) -> None:
+        self._proto, self._folder, self._signature, self._context = proto, folder, signature, context
         self._writers = {name: node for node in proto.graph.node for name in node.output if name}
         self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
 
@@ -122,8 +134,10 @@ class Evaluator:
         names = [n.output[0] for n in self._proto.graph.node if n.op_type in SIZES and self._data.intersection(n.input)]
         if not names:
             return {}
-        terms = np.array([(1, probe.past, probe.length) for probe in PROBES])
-        runs = self._run(names, PROBES, {})
+        far, of_far = self._far_sizes(names)
+        probes = (*PROBES, *far)
+        terms = np.array([(1, probe.past, probe.length) for probe in probes])
+        runs = [*self._run(names, PROBES, {}), *of_far]
         sizes = {}
         for name in names:
             found = np.stack([run[name].reshape(-1) for run in runs])
@@ -131,6 +145,30 @@ class Evaluator:
             if np.array_equal(terms @ factors, found):
                 sizes[name] = factors
         return sizes
+
+    def _far_sizes(self, names: Sequence[str]) -> tuple[list[Probe], list[dict[str, NDArray[Any]]]]:
+        """Sizes of a longer prompt, and of the context's last token: of an earlier one where the states would be more
+        than `MOST_STATES`, or the model cannot run so far.
+
+        A context that nothing but a default says may be more than the model has.
+        """
+        part = _part(names, *self._skeleton, set())
+        read = {name for node in part.node for name in node.input}.intersection(self._signature.states)
+        states = {name: value for name, value in self._inputs.items() if name in read}
+        near, farther = (
+            sum(v.nbytes for v in feeds(self._signature, states, Probe(past, 1)).values()) for past in (0, 1)
+        )
+        tried = self._context
+        if farther > near:
+            tried = min(tried, (MOST_STATES - near) // (farther - near))
+        least = max(probe.past + probe.length for probe in PROBES)
+        while tried > least:
+            probes = [Probe(0, min(tried, MOST_TOKENS)), Probe(tried - 1, 1)]
+            try:
+                return probes, self._run(names, probes, {})
+            except ModelError:
+                tried //= 2
+        return [], []
 
     def _run(
         self, names: Sequence[str], probes: Sequence[Probe], sizes: Mapping[str, NDArray[np.int64]]

@@ -98,16 +98,17 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
     model = to_graph(proto, file)
     signature = find_signature(model, file.name)
     family, config = read_settings(file.parent)
+    context = _context_length(config)
     if not has_plan(model):
-        _refuse_rounding(proto, Evaluator(proto, file.parent, signature), file)
+        _refuse_rounding(proto, Evaluator(proto, file.parent, signature, context), file)
     if is_written_out(proto) and not has_plan(model):
-        proto = compose(proto, file, signature, _context_length(config))
+        proto = compose(proto, file, signature, context)
     model = to_graph(proto, file)
     draft = Draft(
         where=file.name,
         model=model,
         signature=signature,
-        evaluator=Evaluator(proto, file.parent, signature),
+        evaluator=Evaluator(proto, file.parent, signature, context),
         source=OnnxSource(file, family, config),
         logits_index=[value.name for value in model.graph.outputs].index(signature.logits),
     )

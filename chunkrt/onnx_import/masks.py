@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.onnx_import.evaluation import PROBES, Evaluator
+from chunkrt.onnx_import.evaluation import PROBES, Evaluator, far_probes
 from chunkrt.onnx_import.signature import Probe
 
 HIDDEN = -1e4
 """A mask adds this or less to a score that a row must not see: its exponential is 0 in float32."""
-
-LONGEST_PROMPT = 1024
-"""Tokens of the longest prompt at which a mask is tried whole; at the context's end its last row is."""
 
 
 class MaskError(Exception):
@@ -45,12 +42,12 @@ class Masks:
         return self._windows[name, context]
 
     def _find(self, name: str, context: int) -> int:
-        last = Probe(context - 1, 1)
-        (row,) = self._visible(name, [last])
+        far = far_probes(context)
+        (row,) = self._visible(name, far[-1:])
         window = int(row.sum())
         crossing = [Probe(max(window - 3, 1), 7)]  # where the window begins to move
         tried = [probe for probe in (*PROBES, *crossing) if probe.past + probe.length <= context]
-        tried += [Probe(0, min(context, LONGEST_PROMPT)), last]
+        tried += far
         for probe, found in zip(tried, self._visible(name, tried), strict=True):
             if not np.array_equal(found, visible(probe, window)):
                 raise MaskError(

@@ -9,35 +9,52 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.onnx_import.draft import Draft
-from chunkrt.onnx_import.evaluation import PROBES
+from chunkrt.onnx_import.evaluation import PROBES, far_probes
 from chunkrt.onnx_import.masks import MaskError
 from chunkrt.onnx_import.signature import Probe
 
 
-def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None) -> None:
-    """Refuse positions that do not count on from the past's length. None means that the operator counts so itself."""
+def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None, context: int) -> None:
+    """Refuse positions that do not count on from the past's length, up to the end of the context.
+
+    None means that the operator counts so itself.
+    """
     if value is not None:
-        _check(draft, node, value, "positions", lambda probe: np.arange(probe.past, probe.past + probe.length))
+        _check(draft, node, value, "positions", context, lambda probe: np.arange(probe.past, probe.past + probe.length))
 
 
-def check_total(draft: Draft, node: ir.Node, value: ir.Value | None, *, less: int = 0) -> None:
+def check_total(draft: Draft, node: ir.Node, value: ir.Value | None, context: int, *, less: int = 0) -> None:
     """Refuse a length that is not that of past and present together, less some."""
     if value is None:
         raise draft.unsupported(node, "it is not told how many tokens there are")
-    _check(draft, node, value, "length", lambda probe: np.array([probe.past + probe.length - less]))
+    _check(draft, node, value, "length", context, lambda probe: np.array([probe.past + probe.length - less]))
 
 
 def _check(
-    draft: Draft, node: ir.Node, value: ir.Value, what: str, expected: Callable[[Probe], NDArray[np.int64]]
+    draft: Draft,
+    node: ir.Node,
+    value: ir.Value,
+    what: str,
+    context: int,
+    expected: Callable[[Probe], NDArray[np.int64]],
 ) -> None:
     _check_positional(draft, node, value, what)
-    for probe, values in zip(PROBES, draft.evaluator.probe(value.name or ""), strict=True):
-        if not np.array_equal(values.reshape(-1), expected(probe)):
+    probes = [*(probe for probe in PROBES if probe.past + probe.length <= context), *far_probes(context)]
+    for probe, values in zip(probes, draft.evaluator.probe(value.name or "", probes), strict=True):
+        found, wanted = values.reshape(-1), expected(probe)
+        if not np.array_equal(found, wanted):
+            start = int(np.argmax(found != wanted)) if found.shape == wanted.shape else 0
             raise draft.unsupported(
                 node,
-                f"its {what} {value.name!r} are {values.reshape(-1)[:4].tolist()} for {probe.length} tokens after "
-                f"{probe.past}, expected {expected(probe)[:4].tolist()}",
+                f"its {what} {value.name!r} are {_few(found, start)} for {probe.length} tokens after {probe.past}, "
+                f"expected {_few(wanted, start)}",
             )
+
+
+def _few(values: NDArray[np.int64], start: int) -> str:
+    """Four of them from the first that is wrong, where that is not the first of all."""
+    few = str(values[start : start + 4].tolist())
+    return f"{few} from number {start}" if start > 3 else str(values[:4].tolist())
 
 
 def find_window(draft: Draft, node: ir.Node, value: ir.Value, context: int) -> int:

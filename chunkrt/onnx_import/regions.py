@@ -122,14 +122,20 @@ class Regions:
 
     @cached_property
     def fixed(self) -> dict[str, Array]:
-        """Of `frozen`, what is the same at another probe: sizes that are fixed, although they are worked out."""
-        return {name: value for name, value in self.frozen.items() if np.array_equal(value, self._frozen[1][name])}
+        """Of `frozen`, what is the same at other probes: sizes that are fixed, although they are worked out."""
+        others = self._frozen[1:]
+        return {
+            name: value
+            for name, value in self.frozen.items()
+            if all(np.array_equal(value, other[name]) for other in others)
+        }
 
     @cached_property
     def _frozen(self) -> list[dict[str, Array]]:
-        """`frozen` at the probe and at another."""
+        """`frozen` at the probe, at another near it, and at the context's end."""
         read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
-        probes = [self.probe, Probe(self.probe.past + 2, self.probe.length + 6)]
+        near, last = Probe(self.probe.past + 2, self.probe.length + 6), Probe(self.context - 1, 1)
+        probes = [self.probe, near, *([last] if last.past > near.past else [])]
         return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
 
     def is_size(self, name: str) -> bool:

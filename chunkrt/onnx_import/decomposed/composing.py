@@ -41,7 +41,7 @@ def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: i
         UnsupportedModelError: a Softmax that is not that of causal attention over past and present keys.
         ModelError: ONNX Runtime cannot run a part of it.
     """
-    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature), context)
+    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature, context), context)
     norms = find_norms(regions)
     finder = AttentionFinder(regions, norms, set(signature.states), path.name)
     softmaxes = [n.output[0] for n in proto.graph.node if n.op_type == "Softmax" and n.output[0] in regions.data]

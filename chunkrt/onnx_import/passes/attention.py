@@ -35,22 +35,23 @@ def _group_query(draft: Draft, node: ir.Node) -> Attention:
             raise draft.unsupported(node, f"its {name} is {float_attribute(node, name)}, which is not supported")
     if extra := [v.name for v in node.inputs[10:] if v is not None]:
         raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias, a sink or a scale, which is not supported")
-    check_total(draft, node, input_of(node, 5), less=1)
-    check_total(draft, node, input_of(node, 6))
     query, key, value = node.inputs[:3]
     assert query is not None
     tables = None
     if int_attribute(node, "do_rotary"):
         if int_attribute(node, "rotary_interleaved"):
             raise draft.unsupported(node, "it rotates neighbours (interleaved); only rotation by halves is supported")
-        check_positions(draft, node, input_of(node, 9))
         tables = make_tables(draft, node, input_of(node, 7), input_of(node, 8))
+        check_positions(draft, node, input_of(node, 9), draft.shape(tables.cos)[0])
     elif key is not None:
         query, tables = take_off(draft, query)
         key, of_keys = take_off(draft, key)
         tables = same_tables(draft, node, tables, of_keys)
     if tables is None:
         raise draft.unsupported(node, "nothing rotates its queries and keys; attention without RoPE is not supported")
+    context = draft.shape(tables.cos)[0]
+    check_total(draft, node, input_of(node, 5), context, less=1)
+    check_total(draft, node, input_of(node, 6), context)
     window = int_attribute(node, "local_window_size", -1)
     return Attention(
         query=query,

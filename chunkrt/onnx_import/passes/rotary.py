@@ -52,7 +52,8 @@ def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
         raise draft.unsupported(node, "it rotates neighbours (interleaved); only rotation by halves is supported")
     if positions is None:
         raise draft.unsupported(node, "it is told no positions")
-    check_positions(draft, node, positions)
+    tables = make_tables(draft, node, cos, sin)
+    check_positions(draft, node, positions, draft.shape(tables.cos)[0])
     read = node.inputs[0]
     assert read is not None
-    return read, make_tables(draft, node, cos, sin)
+    return read, tables
