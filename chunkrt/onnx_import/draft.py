@@ -23,6 +23,7 @@ from chunkrt.graph.shares import Share
 from chunkrt.graph.tracing import attribute
 from chunkrt.onnx_import.evaluation import Evaluator
 from chunkrt.onnx_import.masks import Masks
+from chunkrt.onnx_import.regions import Regions
 from chunkrt.onnx_import.signature import Signature
 from chunkrt.onnx_import.source import OnnxSource
 from chunkrt.onnx_import.tensors import StoredTensor
@@ -98,6 +99,11 @@ class Draft:
     def masks(self) -> Masks:
         """The masks of the foreign graph."""
         return Masks(self.evaluator)
+
+    @cached_property
+    def regions(self) -> Regions:
+        """Parts of the foreign graph, to be run on values of our choice."""
+        return Regions(self.evaluator.proto, self.evaluator.folder, self.evaluator, self.evaluator.context)
 
     @property
     def graph(self) -> ir.Graph:

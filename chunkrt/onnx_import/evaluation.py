@@ -48,13 +48,13 @@ class Evaluator:
     """
 
     def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature, context: int) -> None:
-        self._proto, self._folder, self._signature, self._context = proto, folder, signature, context
+        self.proto, self.folder, self._signature, self.context = proto, folder, signature, context
         self._writers = {name: node for node in proto.graph.node for name in node.output if name}
         self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
 
     @cached_property
     def _inputs(self) -> dict[str, ir.Value]:
-        values = (ir.serde.deserialize_value_info_proto(v, None) for v in self._proto.graph.input)
+        values = (ir.serde.deserialize_value_info_proto(v, None) for v in self.proto.graph.input)
         return {v.name or "": v for v in values}
 
     def is_positional(self, name: str) -> bool:
@@ -87,8 +87,8 @@ class Evaluator:
     def constant(self, name: str) -> NDArray[Any]:
         """A value that depends on no input at all. Raises ModelError as `probe` does."""
         if (tensor := self._tensor(name)) is not None:
-            return ir.serde.deserialize_tensor(tensor, self._folder).numpy()
-        graph = _part([name], self._proto.graph.node, self._initializers, set())
+            return ir.serde.deserialize_tensor(tensor, self.folder).numpy()
+        graph = _part([name], self.proto.graph.node, self._initializers, set())
         return _run(self._open(graph), [name], {})[0]
 
     def _tensor(self, name: str) -> onnx.TensorProto | None:
@@ -101,13 +101,13 @@ class Evaluator:
 
     @cached_property
     def _known(self) -> set[str]:
-        return {*self._writers, *self._initializers, *(v.name for v in self._proto.graph.input)}
+        return {*self._writers, *self._initializers, *(v.name for v in self.proto.graph.input)}
 
     @cached_property
     def _data(self) -> set[str]:
         """Values that depend on tokens or states by more than their shapes."""
         data = {self._signature.tokens, *self._signature.states}
-        for node in self._proto.graph.node:
+        for node in self.proto.graph.node:
             if node.op_type not in SIZES and (data.intersection(node.input) or _has_subgraph(node)):
                 data.update(name for name in node.output if name)
         return data
@@ -116,14 +116,14 @@ class Evaluator:
     def constants(self) -> set[str]:
         """Values that depend on no input."""
         known = set(self._initializers)
-        for node in self._proto.graph.node:
+        for node in self.proto.graph.node:
             if known.issuperset(n for n in node.input if n) and not _has_subgraph(node):
                 known.update(name for name in node.output if name)
         return known
 
     @cached_property
     def _skeleton(self) -> Skeleton:
-        return skeleton(self._proto, self._data)
+        return skeleton(self.proto, self._data)
 
     @cached_property
     def _sizes(self) -> dict[str, NDArray[np.int64]]:
@@ -131,7 +131,7 @@ class Evaluator:
 
         So large contexts are tried without running anything over them. What is no such sum is not here.
         """
-        names = [n.output[0] for n in self._proto.graph.node if n.op_type in SIZES and self._data.intersection(n.input)]
+        names = [n.output[0] for n in self.proto.graph.node if n.op_type in SIZES and self._data.intersection(n.input)]
         if not names:
             return {}
         far, of_far = self._far_sizes(names)
@@ -158,7 +158,7 @@ class Evaluator:
         near, farther = (
             sum(v.nbytes for v in feeds(self._signature, states, Probe(past, 1)).values()) for past in (0, 1)
         )
-        tried = self._context
+        tried = self.context
         if farther > near:
             tried = min(tried, (MOST_STATES - near) // (farther - near))
         least = max(probe.past + probe.length for probe in PROBES)
@@ -179,7 +179,7 @@ class Evaluator:
         read = {name for node in graph.node for name in node.input}.union(made)
         inputs = {name: value for name, value in self._inputs.items() if name in read}
         shapes = {n: [] if self._writers[n].op_type == "Size" else [sizes[n].shape[1]] for n in sizes}
-        graph.input.extend(v for v in self._proto.graph.input if v.name in inputs and v.name not in initializers)
+        graph.input.extend(v for v in self.proto.graph.input if v.name in inputs and v.name not in initializers)
         for name in sizes.keys() & read:
             graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shapes[name]))
         session = self._open(graph) if made else None
@@ -192,13 +192,13 @@ class Evaluator:
         return results
 
     def _open(self, graph: onnx.GraphProto) -> Any:
-        model = onnx.ModelProto(ir_version=self._proto.ir_version, graph=graph)
-        model.opset_import.extend(self._proto.opset_import)
+        model = onnx.ModelProto(ir_version=self.proto.ir_version, graph=graph)
+        model.opset_import.extend(self.proto.opset_import)
         if not any(opset.domain == "" for opset in model.opset_import):
             model.opset_import.append(helper.make_opsetid("", 18))
-        model.functions.extend(self._proto.functions)
+        model.functions.extend(self.proto.functions)
         try:
-            return open_session(model.SerializeToString(), self._folder)
+            return open_session(model.SerializeToString(), self.folder)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             made = graph.output[0].name
             raise ModelError(f"ONNX Runtime cannot make {made!r} of this model: {reason_of(error)}") from error

@@ -20,8 +20,9 @@ from chunkrt.onnx_import.module_tree import build_tree
 from chunkrt.onnx_import.names import name_nodes
 from chunkrt.onnx_import.passes.activations import raise_activations
 from chunkrt.onnx_import.passes.attention import raise_attention
-from chunkrt.onnx_import.passes.columns import raise_columns
+from chunkrt.onnx_import.passes.columns import raise_columns, separate_columns
 from chunkrt.onnx_import.passes.convolution import raise_convolutions
+from chunkrt.onnx_import.passes.delta_rule import raise_decays, raise_delta_rules, raise_gated_norms
 from chunkrt.onnx_import.passes.elementwise import raise_constants
 from chunkrt.onnx_import.passes.embedding import raise_embedding
 from chunkrt.onnx_import.passes.feed_forward import merge_gates
@@ -45,10 +46,17 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
     raise_activations,
     raise_norms,
     raise_columns,
+    raise_decays,
+    raise_delta_rules,
+    raise_gated_norms,
     raise_head_norms,
     raise_attention,
+    prune,
     raise_convolutions,
     merge_gates,
+    prune,
+    separate_columns,
+    prune,
 )
 """In order; each requires no more than what those before it ensure."""
 
@@ -116,7 +124,6 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
         return draft.source, replay_plan(draft)
     for one_pass in PASSES:
         one_pass(draft)
-    prune(draft)
     logit_rows = pick_rows(draft)
     if unread := draft.signature.states.keys() - _read_states(draft):
         raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")

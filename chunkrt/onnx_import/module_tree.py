@@ -18,6 +18,11 @@ WEIGHTS = {
     ("LinearAttention", 3): ("conv", "weight"),
     ("LinearAttention", 4): ("conv", "bias"),
 }
+OF_DELTA_RULE = {
+    ("LinearAttention", 3): ("conv1d", "weight"),
+    ("LinearAttention", 4): ("conv1d", "bias"),
+}
+OF_DECAY = {("Add", 1): ("", "dt_bias"), ("Mul", 1): ("", "rate")}
 """Where an operator's constants are kept, by its input: the module below its own, and the attribute. Others are the
 weight of its own."""
 
@@ -78,8 +83,14 @@ def _add_weights(draft: Draft, decoder: ReplayedDecoder, node: ir.Node, path: st
         parameter = draft.weights[value].parameter(draft.source)
         if parameter.shape == (1,):
             parameter = _spread(parameter, width(draft, node.inputs[0]) or 1)
-        below, attribute = WEIGHTS.get((node.op_type, index), ("", "weight"))
+        below, attribute = _kept(path).get((node.op_type, index), ("", "weight"))
         decoder.add_weight(value, f"{path}.{below}" if below else path, attribute, parameter)
+
+
+def _kept(path: str) -> Mapping[tuple[str, int], tuple[str, str]]:
+    """`WEIGHTS`, as the module at a path has them."""
+    last = path.rpartition(".")[2]
+    return WEIGHTS | {"linear_attn": OF_DELTA_RULE, "decay": OF_DECAY}.get(last, {})
 
 
 class _Tables:

@@ -45,7 +45,7 @@ def name_nodes(draft: Draft) -> dict[ir.Node, Place]:
     """A place for every node. Requires: a pruned graph of the vocabulary. Ensures: no two outputs share a name."""
     nodes = list(draft.graph)
     mixers = [node for node in nodes if node.domain == DOMAIN and node.op_type in MIXERS]
-    namer = _Namer(draft, LFM2 if any(mixer.op_type == "LinearAttention" for mixer in mixers) else Words())
+    namer = _Namer(draft, LFM2 if any(_is_short_convolution(mixer) for mixer in mixers) else Words())
     for layer, mixer in enumerate(mixers):
         namer.name_mixer(mixer, f"model.layers.{layer}")
     layer = -1
@@ -54,6 +54,11 @@ def name_nodes(draft: Draft) -> dict[ir.Node, Place]:
             layer += 1
         namer.name(node, layer)
     return _unique(namer.places)
+
+
+def _is_short_convolution(mixer: ir.Node) -> bool:
+    kind = mixer.attributes.get("attn_type")
+    return kind is not None and kind.value == "short_conv"
 
 
 class _Namer:
@@ -65,6 +70,9 @@ class _Namer:
 
     def name_mixer(self, mixer: ir.Node, layer: str) -> None:
         """A layer's mixer with the linears before and after it."""
+        if mixer.op_type == "LinearAttention" and not _is_short_convolution(mixer):
+            self._name_delta_rule(mixer, layer)
+            return
         is_attention = mixer.op_type == "CachedAttention"
         path = f"{layer}.{'self_attn' if is_attention else 'conv'}"
         self.places[mixer] = Place(path, ["attention" if is_attention else "linear_attention"])
@@ -75,9 +83,52 @@ class _Namer:
         product = self._name_linear(read, f"{path}.{'qkv_proj' if is_attention else 'in_proj'}")
         if product and (norm := producer(product.inputs[0], "RMSNormalization")):
             self.places[norm] = Place(f"{layer}.{self._words.before_mixer}", ["output"])
+        self._name_result(mixer.outputs[0], path, "o_proj" if is_attention else "out_proj")
+
+    def _name_delta_rule(self, mixer: ir.Node, layer: str) -> None:
+        """A recurrence, what it is told by row, and the norm of its heads."""
+        path = f"{layer}.linear_attn"
+        self.places[mixer] = Place(path, ["linear_attention"])
+        qkv, decay, step = mixer.inputs[:3]
+        product = self._name_linear(qkv, f"{path}.qkv_proj")
+        if product and (norm := producer(product.inputs[0], "RMSNormalization")):
+            self.places[norm] = Place(f"{layer}.{self._words.before_mixer}", ["output"])
+        made = decay
+        for op, name in (("Mul", "output"), ("Softplus", "softplus"), ("Add", "biased")):
+            if found := producer(made, op):
+                self.places[found] = Place(f"{path}.decay", [name])
+                made = found.inputs[0]
+        if sigmoid := producer(step, "Sigmoid"):
+            self.places[sigmoid] = Place(f"{path}.step", ["output"])
+        if split := producer(made, "Split"):
+            self.places[split] = Place(path, ["b", "a"])
+            self._name_linear(split.inputs[0], f"{path}.ba_proj")
+        result = mixer.outputs[0]
         for user, _ in mixer.outputs[0].uses():
+            if (user.domain, user.op_type) == (DOMAIN, "HeadNorm"):
+                self.places[user] = Place(f"{path}.head_norm", ["output"])
+                result = user.outputs[0]
+        self._name_result(result, path, "out_proj")
+
+    def _name_result(self, result: ir.Value, path: str, linear: str) -> None:
+        """The linear behind a mixer, and the gate between them if there is one."""
+        for user, _ in result.uses():
             if user.op_type == "MatMul":
-                self._name_linear(self._sum(user.outputs[0]), f"{path}.{'o_proj' if is_attention else 'out_proj'}")
+                self._name_linear(self._sum(user.outputs[0]), f"{path}.{linear}")
+            elif user.op_type == "Mul" and user.inputs[1] not in self._weights:
+                self.places[user] = Place(path, ["gated"])
+                self._name_gate(next(value for value in user.inputs if value is not result), path)
+                self._name_result(user.outputs[0], path, linear)
+
+    def _name_gate(self, gate: ir.Value | None, path: str) -> None:
+        """What multiplies a mixer's result: the sigmoid of a linear, or its SiLU."""
+        silu, sigmoid = producer(gate, "Mul"), producer(gate, "Sigmoid")
+        if silu is not None:
+            self.places[silu] = Place(path, ["silu"])
+            sigmoid = producer(silu.inputs[1], "Sigmoid")
+        if sigmoid is not None:
+            self.places[sigmoid] = Place(path, ["silu_sigmoid" if silu is not None else "sigmoid"])
+            self._name_linear(sigmoid.inputs[0], f"{path}.{'z_proj' if silu is not None else 'gate_proj'}")
 
     def name(self, node: ir.Node, layer: int) -> None:
         """A node that is not named yet; `layer` is that of the last mixer before it."""

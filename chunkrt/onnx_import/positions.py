@@ -14,13 +14,17 @@ from chunkrt.onnx_import.masks import MaskError
 from chunkrt.onnx_import.signature import Probe
 
 
-def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None, context: int) -> None:
+def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None, context: int, *, streams: int = 1) -> None:
     """Refuse positions that do not count on from the past's length, up to the end of the context.
 
-    None means that the operator counts so itself.
+    None means that the operator counts so itself. `streams`: how many times it is told them all.
     """
+
+    def expected(probe: Probe) -> NDArray[np.int64]:
+        return np.tile(np.arange(probe.past, probe.past + probe.length), streams)
+
     if value is not None:
-        _check(draft, node, value, "positions", context, lambda probe: np.arange(probe.past, probe.past + probe.length))
+        _check(draft, node, value, "positions", context, expected)
 
 
 def check_total(draft: Draft, node: ir.Node, value: ir.Value | None, context: int, *, less: int = 0) -> None:

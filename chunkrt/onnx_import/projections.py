@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from chunkrt.onnx_import.draft import DOMAIN, Draft, Weight, producer
 from chunkrt.onnx_import.tensors import Derived
-from chunkrt.onnx_import.widths import width
+from chunkrt.onnx_import.widths import groups_of, width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,12 @@ def find_projection(draft: Draft, value: ir.Value | None) -> Projection | None:
     """The linear that a value is, or is a part of; None if it comes from another operator."""
     if value is None or (columns := width(draft, value)) is None:
         return None
-    start = 0
+    chosen = np.arange(columns)
     while (part := producer(value, "Columns", DOMAIN)) is not None:
-        start += int(part.attributes["start"].value)
-        value = part.inputs[0]
+        start, stop = (int(part.attributes[name].value) for name in ("start", "stop"))
+        of_group = (width(draft, part.inputs[0]) or 0) // groups_of(part)
+        group, column = np.divmod(chosen, stop - start)
+        chosen, value = group * of_group + start + column, part.inputs[0]
     assert value is not None
     total, bias = value, None
     add = producer(value, "Add")
@@ -43,7 +45,7 @@ def find_projection(draft: Draft, value: ir.Value | None) -> Projection | None:
     product = producer(value, "MatMul")
     if product is None or product.inputs[1] not in draft.weights:
         return None
-    return Projection(product=product, bias=bias, value=total, columns=np.arange(start, start + columns))
+    return Projection(product=product, bias=bias, value=total, columns=chosen)
 
 
 def merge(draft: Draft, before: ir.Node, parts: Sequence[Projection]) -> ir.Value | None:

@@ -18,7 +18,7 @@ from chunkrt.graph.tracing import current_trace
 
 DOMAIN = "chunkrt"
 
-ON_CPU = ("embed_tokens", "lm_head", "soft_cap", "qk_norm")
+ON_CPU = ("embed_tokens", "lm_head", "soft_cap", "qk_norm", "head_norm", "decay", "step")
 """Modules that chunkrt's decoders put there unless they are placed, by the last part of their path."""
 
 

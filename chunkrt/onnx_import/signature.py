@@ -117,7 +117,10 @@ def feeds(
     if signature.mask:
         values[signature.mask] = np.ones((1, total), np.int64)
     if signature.positions:
-        values[signature.positions] = np.arange(probe.past, total)[None]
+        rows = inputs[signature.positions].shape if signature.positions in inputs else None
+        streams = rows[0] if rows is not None and len(rows) == 3 else None  # M-RoPE's three are the same for text
+        shape = (streams, 1, probe.length) if isinstance(streams, int) else (1, probe.length)
+        values[signature.positions] = np.broadcast_to(np.arange(probe.past, total), shape)
     for name in signature.states:
         if name in inputs:
             shape = _state_shape(inputs[name], probe, (widths or {}).get(name, 1))

@@ -18,6 +18,11 @@ SAME = {
 """Operators of the vocabulary whose result is as wide as their first operand."""
 
 
+def groups_of(columns: ir.Node) -> int:
+    """Of how many equal groups of a row a node Columns takes the same columns each."""
+    return int(columns.attributes["groups"].value)
+
+
 def width(draft: Draft, value: ir.Value | None) -> int | None:
     """Columns of a value that the vocabulary's operators made; None if another one did."""
     while value is not None and (node := value.producer()) is not None:
@@ -27,7 +32,7 @@ def width(draft: Draft, value: ir.Value | None) -> int | None:
         if kind == ("", "Gather") and node.inputs[0] in draft.weights:
             return draft.shape(node.inputs[0])[1]
         if kind == (DOMAIN, "Columns"):
-            return int(node.attributes["stop"].value) - int(node.attributes["start"].value)
+            return groups_of(node) * (int(node.attributes["stop"].value) - int(node.attributes["start"].value))
         if kind == (DOMAIN, "CachedAttention"):
             return int(node.attributes["num_heads"].value) * int(node.attributes["head_dim"].value)
         if kind == (DOMAIN, "LinearAttention"):

@@ -53,9 +53,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CONFIGS["lfm2"] = (
     recurrent_fixtures.CONFIGS["lfm2"] | SIZES | HALVED_HEADS | {"num_hidden_layers": 3, "full_attn_idxs": [1]}
 )
+CONFIGS["qwen3_5"] = recurrent_fixtures.CONFIGS["qwen3_5"] | SIZES | HALVED_HEADS | {"num_hidden_layers": 3}
+RECURRENT = ("lfm2", "qwen3_5")
+"""Optimum exports none of these."""
+
 # Without Gemma 3, whose rotary tables the builder of 0.18 does not find in Transformers 5's configuration.
 GENAI_PRECISIONS = {"llama": ("fp32", "fp16", "int4", "int4_qdq"), "qwen2": ("fp32", "int4")}
-GENAI_PRECISIONS |= {"qwen3": ("fp32", "int4"), "phi3": ("fp32",), "lfm2": ("fp32",)}
+GENAI_PRECISIONS |= {"qwen3": ("fp32", "int4"), "phi3": ("fp32",), "lfm2": ("fp32",), "qwen3_5": ("fp32",)}
 
 
 def main() -> None:
@@ -70,8 +74,11 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = Path(folder) / "checkpoint"
-            weights = recurrent_fixtures.random_weights if family == "lfm2" else random_weights
-            _write_checkpoint(checkpoint, config, weights(config, np.random.default_rng(seed)))
+            if family == "qwen3_5":
+                _write_with_vision(checkpoint, config, np.random.default_rng(seed))
+            else:
+                weights = recurrent_fixtures.random_weights if family == "lfm2" else random_weights
+                _write_checkpoint(checkpoint, config, weights(config, np.random.default_rng(seed)))
             _write_tokenizer(checkpoint)
             make(family, checkpoint, Path(folder))
 
@@ -93,7 +100,7 @@ def make_genai(family: str, checkpoint: Path, scratch: Path) -> None:
 
 def make_optimum(family: str, checkpoint: Path, scratch: Path) -> None:
     """Export `checkpoint` by `optimum-cli export onnx`, and quantise a llama's linears by ONNX Runtime."""
-    if family == "lfm2":  # Optimum has no export of it
+    if family in RECURRENT:
         return
     target = scratch / "optimum"
     command = ["-m", "optimum.commands.optimum_cli", "export", "onnx", "--model", str(checkpoint)]
@@ -113,6 +120,23 @@ def make_optimum(family: str, checkpoint: Path, scratch: Path) -> None:
                 weight_type=weight,
             )
             _keep(quantised, f"optimum_{family}_{'int8' if weight is QuantType.QInt8 else 'uint8'}")
+
+
+def _write_with_vision(folder: Path, text: dict[str, Any], rng: np.random.Generator) -> None:
+    """A checkpoint of text and images, the only form of Qwen3.5 that the builder of 0.18 takes; it exports the text."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+    vision |= {"out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": []}
+    text = {key: value for key, value in text.items() if key != "architectures"}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=False)
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    model = AutoModelForImageTextToText.from_config(config)
+    shapes = {name: tuple(v.shape) for name, v in model.state_dict().items() if "visual" not in name}
+    weights = {name: recurrent_fixtures._random(name, shape, text, rng) for name, shape in shapes.items()}
+    model.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(w)) for n, w in weights.items()}, strict=False)
+    model.save_pretrained(folder)
 
 
 def _keep(exported: Path, name: str) -> None:

@@ -35,11 +35,9 @@ def _raise(draft: Draft, node: ir.Node) -> None:
     activation = node.attributes.get("activation")
     if activation is not None and activation.value not in ("none", ""):
         raise draft.unsupported(node, f"its activation is {activation.value!r}, expected none")
-    if int_attribute(node, "ndim", 1) != 1 or int_attribute(node, "state_window"):
-        raise draft.unsupported(node, "it is not one-dimensional, or has a window of states")
-    past = input_of(node, 3)
-    if past is None or past.name not in draft.signature.states:
-        raise draft.unsupported(node, "its past is not an input of the model that an output renews")
+    past = check_convolution(draft, node)
+    if int_attribute(node, "channels_last"):
+        raise draft.unsupported(node, "it has rows where its gates have channels")
     gated = producer(node.inputs[0], "Mul")
     users = [user for user, _ in node.outputs[0].uses()]
     if gated is None or len(users) != 1 or users[0].op_type != "Mul":
@@ -48,9 +46,9 @@ def _raise(draft: Draft, node: ir.Node) -> None:
     thirds = [_part(draft, value) for value in (gated.inputs[0], others[0], gated.inputs[1])]
     parts = [part for part in thirds if part is not None]
     results = [user for user, _ in users[0].outputs[0].uses()]
-    if len(parts) < 3 or any(not _is_transposition(user) for user in results):
+    if len(parts) < 3 or any(not is_transposition(user) for user in results):
         raise draft.unsupported(node, "its gates are not parts of one linear's result")
-    weight, bias = _weights(draft, node)
+    weight, bias = convolution_weights(draft, node)
     before, after, x = parts
     if x.columns[0] < before.columns[0]:  # a product has no order; the linear's columns have
         before, x = x, before
@@ -74,7 +72,20 @@ def _raise(draft: Draft, node: ir.Node) -> None:
         draft.replace(user.outputs[0], output)
 
 
-def _weights(draft: Draft, node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
+def check_convolution(draft: Draft, node: ir.Node) -> ir.Value:
+    """The past of a CausalConvWithState. Raises UnsupportedModelError if it is of a kind that chunkrt has not."""
+    if int_attribute(node, "ndim", 1) != 1 or int_attribute(node, "state_window"):
+        raise draft.unsupported(node, "it is not one-dimensional, or has a window of states")
+    if int_attribute(node, "dilation", 1) != 1:
+        raise draft.unsupported(node, f"its dilation is {int_attribute(node, 'dilation', 1)}, expected 1")
+    past = input_of(node, 3)
+    if past is None or past.name not in draft.signature.states:
+        raise draft.unsupported(node, "its past is not an input of the model that an output renews")
+    return past
+
+
+def convolution_weights(draft: Draft, node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
+    """Weights [channels, 1, taps] and, if it has one, bias [channels] of a convolution."""
     kernel, bias = node.inputs[1], input_of(node, 2)
     if kernel is None or not is_constant(draft, kernel):
         raise draft.unsupported(node, "its weight is not constant")
@@ -89,7 +100,8 @@ def _weights(draft: Draft, node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
     return weight, draft.add_weight(Weight(tensors=(name,), layout="as it is"))
 
 
-def _is_transposition(node: ir.Node) -> bool:
+def is_transposition(node: ir.Node) -> bool:
+    """Whether it turns rows to channels, or back."""
     perm = node.attributes.get("perm")
     return node.op_type == "Transpose" and perm is not None and tuple(perm.value) == BY_CHANNEL
 
@@ -100,7 +112,7 @@ def _part(draft: Draft, value: ir.Value | None) -> Projection | None:
     if value is None or split is None or int_attribute(split, "axis") != 1:
         return None
     turned = producer(split.inputs[0], "Transpose")
-    if turned is None or not _is_transposition(turned):
+    if turned is None or not is_transposition(turned):
         return None
     whole, columns = find_projection(draft, turned.inputs[0]), width(draft, turned.inputs[0])
     sizes = input_of(split, 1)

@@ -7,8 +7,12 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from chunkrt.onnx_import.constants import is_constant, stored
-from chunkrt.onnx_import.draft import CONTRIB, Draft, Weight, input_of, int_attribute
+from chunkrt.onnx_import.draft import CONTRIB, Draft, Weight, float_attribute, input_of, int_attribute
 from chunkrt.onnx_import.positions import check_positions
+
+
+ROTATIONS = (("", "RotaryEmbedding"), (CONTRIB, "RotaryEmbedding"), (CONTRIB, "MRotaryEmbedding"))
+"""The last is told three positions of each token, which are the same in text: then it is the one before."""
 
 
 class Tables(NamedTuple):
@@ -44,7 +48,7 @@ def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
         UnsupportedModelError: it is rotated in another way than by halves, or by other positions than its own.
     """
     node = value.producer()
-    if node is None or node.op_type != "RotaryEmbedding" or node.domain not in ("", CONTRIB):
+    if node is None or (node.domain, node.op_type) not in ROTATIONS:
         return value, None
     order = (1, 2, 3) if node.domain == CONTRIB else (3, 1, 2)
     positions, cos, sin = (input_of(node, index) for index in order)
@@ -52,8 +56,13 @@ def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
         raise draft.unsupported(node, "it rotates neighbours (interleaved); only rotation by halves is supported")
     if positions is None:
         raise draft.unsupported(node, "it is told no positions")
+    if int_attribute(node, "is_packed_batching") or float_attribute(node, "scale", 1.0) != 1:
+        raise draft.unsupported(node, "it packs prompts of a batch, or scales positions")
     tables = make_tables(draft, node, cos, sin)
-    check_positions(draft, node, positions, draft.shape(tables.cos)[0])
+    context, half = draft.shape(tables.cos)
+    if int_attribute(node, "rotary_embedding_dim") not in (0, 2 * half):
+        raise draft.unsupported(node, f"its tables have {half} columns, expected half of its rotary_embedding_dim")
+    check_positions(draft, node, positions, context, streams=3 if node.op_type == "MRotaryEmbedding" else 1)
     read = node.inputs[0]
     assert read is not None
     return read, tables
