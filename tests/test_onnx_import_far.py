@@ -1,9 +1,12 @@
 """What a file says of its first few tokens is not taken for granted of all: positions, lengths and sizes far on."""
 
 import json
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, rotated
 
 from chunkrt.compiler import plan_checkpoint
@@ -97,3 +100,30 @@ def test_sizes_of_data_are_tried_far_on(tmp_path, context):
     import_decoder(decoder(all_keys).save(tmp_path))
     with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is no causal mask"):
         import_decoder(decoder(first_keys).save(tmp_path))
+
+
+@pytest.mark.parametrize("far", [CHANGE, 1000])  # the second is beyond the 128 positions of this decoder
+def test_numbers_that_are_worked_out_and_change_far_on_are_no_constants(tmp_path, far):
+    """A factor that is 1 up to some length and 2 from there on, in a decoder with its attention written out."""
+    folder = Path(__file__).parent / "data" / "onnx" / "optimum_llama_fp32"
+    model = onnx.load(folder / "model.onnx")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    head = next(node for node in model.graph.node if "logits" in node.output)
+    for name, value in (("far", np.int64(far)), ("one", np.float32(1)), ("two", np.float32(2)), ("axis", [0, 1])):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    made = [
+        helper.make_node("ReduceSum", ["attention_mask", "axis"], ["total"], keepdims=0),
+        helper.make_node("Less", ["total", "far"], ["is near"]),
+        helper.make_node("Where", ["is near", "one", "two"], ["factor"]),
+        helper.make_node("Mul", [head.input[0], "factor"], ["changed"], "the change"),
+    ]
+    head.input[0] = "changed"
+    index = list(model.graph.node).index(head)
+    for node in reversed(made):
+        model.graph.node.insert(index, node)
+    onnx.save(model, tmp_path / "model.onnx")
+    if far > CONTEXT:
+        import_decoder(tmp_path)
+        return
+    with pytest.raises(UnsupportedModelError, match=r"an operator ReduceSum of the domain ai\.onnx"):
+        import_decoder(tmp_path)

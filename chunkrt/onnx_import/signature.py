@@ -119,8 +119,8 @@ def feeds(
     if signature.positions:
         rows = inputs[signature.positions].shape if signature.positions in inputs else None
         streams = rows[0] if rows is not None and len(rows) == 3 else None  # M-RoPE's three are the same for text
-        shape = (streams, 1, probe.length) if isinstance(streams, int) else (1, probe.length)
-        values[signature.positions] = np.broadcast_to(np.arange(probe.past, total), shape)
+        positions = np.arange(probe.past, total)[None]
+        values[signature.positions] = np.stack([positions] * streams) if isinstance(streams, int) else positions
     for name in signature.states:
         if name in inputs:
             shape = _state_shape(inputs[name], probe, (widths or {}).get(name, 1))

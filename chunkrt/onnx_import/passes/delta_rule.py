@@ -41,9 +41,7 @@ def raise_decays(draft: Draft) -> None:
         if (node.domain, node.op_type) != (CONTRIB, "LinearAttentionGate"):
             continue
         names = [None if v is None else row(draft, v) for v in node.inputs[1:3]]
-        bias, rate = (
-            None if n is None else draft.add_weight(Weight(tensors=(n,), layout="as it is")) for n in names
-        )
+        bias, rate = (None if n is None else draft.add_weight(Weight(tensors=(n,), layout="as it is")) for n in names)
         if bias is None or rate is None:
             raise draft.unsupported(node, "its bias or its scale is no constant vector")
         (biased,) = draft.insert(node, "Add", [node.inputs[0], bias])
@@ -93,7 +91,7 @@ def _raise(draft: Draft, node: ir.Node) -> None:
     rule = _string(node, "update_rule", "gated_delta")
     past, decay, beta = (input_of(node, index) for index in (3, 4, 5))
     if rule != "gated_delta" or decay is None or beta is None:
-        raise draft.unsupported(node, f"its update_rule is {rule!r} or it lacks a decay or a step, expected gated_delta")
+        raise draft.unsupported(node, f"its update_rule is {rule!r} or it has no decay or no step")
     if int_attribute(node, "state_window"):
         raise draft.unsupported(node, "it has a window of states")
     if past is None or past.name not in draft.signature.states or past.shape is None:
@@ -166,7 +164,7 @@ def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[
     found = _results(draft, node, convolution, given)
     kernel, bias = (None if v is None else numbers(draft, v) for v in (convolution.inputs[1], convolution.inputs[2]))
     assert kernel is not None
-    is_half = any(array.dtype != np.float32 for array in given)
+    tolerance = TOLERANCE if all(array.dtype == np.float32 for array in given) else FLOAT16_TOLERANCE
     for has_unit_length in (True, False):
         x, decay, beta, conv_state, recurrent = (array[0].astype(np.float32) for array in given)
         output = linear_attention(
@@ -182,7 +180,7 @@ def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[
             **heads,
         )
         expected = (output, conv_state, recurrent)
-        if all(_agree(*pair, FLOAT16_TOLERANCE if is_half else TOLERANCE) for pair in zip(found, expected, strict=True)):
+        if all(_agree(*pair, tolerance) for pair in zip(found, expected, strict=True)):
             return has_unit_length
     raise draft.unsupported(
         node,
@@ -194,11 +192,10 @@ def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[
 def _random(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[str, int]) -> list[Array]:
     """Values of the convolution's input [1, C, T], decay and step [1, T, Hv], and both states."""
     rng, length = np.random.default_rng(0), draft.regions.probe.length
-    types = {v.name: v.dtype for v in draft.graph.inputs}
-    of_conv, of_state = (
-        np.dtype(kind.numpy() if kind is not None else np.float32)
-        for kind in (types.get(past.name) if past is not None else None for past in (convolution.inputs[3], node.inputs[3]))
-    )
+    types = {v.name: np.dtype(v.dtype.numpy()) for v in draft.graph.inputs if v.dtype is not None}
+    conv_past, past = convolution.inputs[3], node.inputs[3]
+    assert conv_past is not None
+    assert past is not None
     kernel = convolution.inputs[1]
     assert kernel is not None
     channels, _, taps = numbers(draft, kernel).shape
@@ -207,7 +204,8 @@ def _random(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[str, 
     x, conv_state, state = (rng.standard_normal(shape) for shape in shapes)
     decay = -np.abs(rng.standard_normal((1, length, v_heads)))
     beta = rng.uniform(0, min(1, 4 / k_dim), decay.shape)  # small enough for keys of any length
-    return [*(array.astype(of_conv) for array in (x, decay, beta, conv_state)), state.astype(of_state)]
+    rows = (array.astype(types[conv_past.name]) for array in (x, decay, beta, conv_state))
+    return [*rows, state.astype(types[past.name])]
 
 
 def _results(draft: Draft, node: ir.Node, convolution: ir.Node, given: list[Array]) -> list[Array]:

@@ -10,7 +10,6 @@ from chunkrt.onnx_import.constants import is_constant, stored
 from chunkrt.onnx_import.draft import CONTRIB, Draft, Weight, float_attribute, input_of, int_attribute
 from chunkrt.onnx_import.positions import check_positions
 
-
 ROTATIONS = (("", "RotaryEmbedding"), (CONTRIB, "RotaryEmbedding"), (CONTRIB, "MRotaryEmbedding"))
 """The last is told three positions of each token, which are the same in text: then it is the one before."""
 
