@@ -285,6 +285,10 @@ def test_a_settings_file_and_the_command_line(command, tmp_path: Path) -> None:
 
 def test_doctor_shows_the_big_cores(command, machine) -> None:
     machine(capacity=[300, 300, 1024, 1024])
-    assert "ok   big cores        CPUs 2-3 of 0-3\n" in command("doctor").out
+    assert "ok big cores CPUs 2-3 of 0-3" in _lines(command("doctor").out)
     machine(capacity=[1024] * 3)
-    assert "ok   big cores        all CPUs alike, 0-2\n" in command("doctor").out
+    assert "ok big cores all CPUs alike, 0-2" in _lines(command("doctor").out)
+
+
+def _lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]

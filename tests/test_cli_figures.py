@@ -167,7 +167,7 @@ def test_a_pulled_model_is_said_to_be_there(command, tmp_path, monkeypatch):
 def test_doctor_for_people_and_in_json(command):
     finished = command("doctor")
     assert (finished.status, finished.err) == (0, "")
-    assert all(line.startswith(("ok  ", "lack", " " * 22)) for line in finished.out.splitlines())
+    assert all(line.startswith(("ok  ", "lack", " " * 21)) for line in finished.out.splitlines())
     findings = {finding["what"]: finding for finding in json.loads(command("doctor", "--json").out)}
     assert findings["native kernels"]["ok"]
     assert findings["onnx_ir"]["ok"]

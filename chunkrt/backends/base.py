@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import WeightStore
@@ -29,6 +30,11 @@ class Support:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    def require(self, backend: str, subgraph: Subgraph) -> None:
+        """Raises PartitionError, with backend, node and reason, unless it is `ok`."""
+        if not self.ok:
+            raise PartitionError(f"{backend} cannot run {subgraph.name}: node {self.node!r}: {self.reason}")
 
 
 class Executable(Protocol):

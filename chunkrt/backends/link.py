@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.registry import LINK, operators
-from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import ALL_REDUCE_OP, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.ranks import Communicator
@@ -42,8 +41,7 @@ class LinkBackend:
         Raises:
             PartitionError: see `supports`.
         """
-        if not (support := self.supports(subgraph, plan, scheme)):
-            raise PartitionError(f"link cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         return LinkExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
 
 

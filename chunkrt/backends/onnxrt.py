@@ -13,7 +13,7 @@ import numpy as np
 
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.lowering import missing_expansion
-from chunkrt.errors import BackendError, CompileError, PartitionError
+from chunkrt.errors import BackendError, CompileError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import WeightStore
@@ -42,8 +42,7 @@ class OnnxRuntimeBackend:
             PartitionError: see `supports`.
             CompileError: ONNX Runtime refused the model; its own words are in the cause.
         """
-        if not (support := self.supports(subgraph, plan, scheme)):
-            raise PartitionError(f"onnxrt cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         return OnnxRuntimeExecutable((subgraph,), plan, scheme, weights)
 
 

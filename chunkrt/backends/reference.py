@@ -49,8 +49,7 @@ class ReferenceBackend:
         Raises:
             PartitionError: see `supports`.
         """
-        if not (support := self.supports(subgraph, plan, scheme)):
-            raise PartitionError(f"reference cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         steps = [(use.node, own_function(use.operator)) for use in uses(subgraph, plan)]
         return FunctionExecutable(subgraph.name, steps, constants(subgraph, plan, scheme, weights), plan.tensors)
 

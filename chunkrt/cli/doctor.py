@@ -24,6 +24,7 @@ from chunkrt.runtime import policy
 PARTS = {
     "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
     "onnx_ir": "builds graphs when a model is compiled; pip install onnx-ir",
+    "mpi4py": "lets ranks share a decoder; pip install 'chunkrt[mpi]'",
     "huggingface_hub": "pulls catalogue entries from Hugging Face; pip install 'chunkrt[hub]'",
 }
 

@@ -55,15 +55,13 @@ class NativeBackend:
         Raises:
             PartitionError: see `supports`, or operands of a shape or type that an operator does not take.
         """
-        support = self.supports(subgraph, plan, scheme)
-        if not support:
-            raise _refusal(subgraph, support.node, support.reason)
+        self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         lowering = Lowering(self._pool, chunk_length, subgraph, plan, scheme, weights)
         for node in fuse(subgraph, plan, scheme):
             try:
                 lowering.lower(node)
             except ValueError as error:
-                raise _refusal(subgraph, node.name, error) from error
+                raise PartitionError(f"native cannot run {subgraph.name}: node {node.name!r}: {error}") from error
         return NativeExecutable(subgraph, lowering.build())
 
 
@@ -86,7 +84,3 @@ class NativeExecutable:
             raise BackendError(f"native, {self._name}: no array was given for {error}") from error
         except (ValueError, IndexError, TypeError, MemoryError) as error:
             raise BackendError(f"native, {self._name}: {error}") from error
-
-
-def _refusal(subgraph: Subgraph, node: str, reason: object) -> PartitionError:
-    return PartitionError(f"native cannot run {subgraph.name}: node {node!r}: {reason}")

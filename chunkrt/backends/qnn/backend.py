@@ -15,7 +15,7 @@ from chunkrt.backends.qnn.library import open_htp, open_session
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import graph_rows, npu_support
-from chunkrt.errors import CompileError, DeviceLostError, PartitionError
+from chunkrt.errors import CompileError, DeviceLostError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import WeightStore
@@ -72,8 +72,7 @@ class QnnBackend:
 
     def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
         """The context of a subgraph on disk, compiled now if need be. Raises as `compile`."""
-        if not (support := self.supports(subgraph, plan, scheme)):
-            raise PartitionError(f"qnn cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         key = self.key(subgraph, plan, chunk_length, scheme, weights)
         for folder in (f for f in (self._compiled, self._contexts) if f):
             if wrapper := folder.find(key):

@@ -15,7 +15,7 @@ import torch
 
 from chunkrt.backends import Support
 from chunkrt.backends.base import Array
-from chunkrt.errors import BackendError, CompileError, PartitionError
+from chunkrt.errors import BackendError, CompileError
 from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 from chunkrt.weights.store import WeightStore
@@ -55,8 +55,7 @@ class TorchBackend:
             PartitionError: see `supports`.
             CompileError: the device has no memory left for the weights.
         """
-        if not (support := self.supports(subgraph, plan, scheme)):
-            raise PartitionError(f"torch cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+        self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         linears = {node.inputs[1] for node in subgraph.nodes if node.op == "MatMul"}
         try:
             constants = {
