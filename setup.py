@@ -47,7 +47,7 @@ setup(
     package_data={
         "chunkrt": ["py.typed", "*.pyi", "*.txt"],
         "chunkrt.models": ["*.toml"],
-        "chunkrt.simulate": ["devices/*.toml", "shapes/*.toml"],
+        "chunkrt.simulate": ["devices/*.toml", "links/*.toml", "shapes/*.toml"],
     },
     ext_modules=[Extension("chunkrt._native", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

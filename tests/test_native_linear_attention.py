@@ -268,7 +268,7 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
     assert not support
     assert support.node == "out"
     assert support.reason == (
-        "native has no LinearAttention of attn_type 'gated_linear_attention'; it has: gated_delta_rule, short_conv"
+        "native has no linear attention of attn_type 'gated_linear_attention'; it has: gated_delta_rule, short_conv"
     )
 
 

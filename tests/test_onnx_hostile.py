@@ -276,7 +276,7 @@ def run_bounded(folder):
         "from chunkrt.cli import main\n"
         "main()\n"
     )
-    command = [sys.executable, "-c", program, "run", str(folder), "-p", "a", "-n", "1"]
+    command = [sys.executable, "-P", "-c", program, "run", str(folder), "-p", "a", "-n", "1"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
 
 

@@ -236,7 +236,7 @@ assert all(found.find_own(name, "reference") for name in found.names() if name !
 
 
 def test_the_registry_is_whole_whatever_was_imported_before():
-    finished = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
+    finished = subprocess.run([sys.executable, "-P", "-c", FRESH], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
 
 

@@ -59,7 +59,7 @@ def python(installed):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
 
     def run(*arguments):
-        command = [sys.executable, *map(str, arguments)]
+        command = [sys.executable, "-P", *map(str, arguments)]
         finished = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
         return finished.returncode, finished.stdout, finished.stderr
 
