@@ -236,6 +236,26 @@ def test_what_gives_other_numbers_is_refused(tmp_path, change):
         import_decoder(saved(model, tmp_path))
 
 
+def test_queries_that_change_with_the_length_are_refused(tmp_path):
+    """They are twice as long from 100 tokens on, which is beyond what is run on random rows."""
+    model = load()
+    rule = nodes_of(model, "LinearAttention")[0]
+    for name, value in (("far", np.int64(100)), ("one", np.float32(1)), ("two", np.float32(2)), ("axes", [0, 1])):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    made = [
+        helper.make_node("ReduceSum", ["attention_mask", "axes"], ["total"], keepdims=0),
+        helper.make_node("Less", ["total", "far"], ["is near"]),
+        helper.make_node("Where", ["is near", "one", "two"], ["factor"]),
+        helper.make_node("Mul", [rule.input[0], "factor"], ["changed"]),
+    ]
+    rule.input[0] = "changed"
+    index = list(model.graph.node).index(rule)
+    for node in reversed(made):
+        model.graph.node.insert(index, node)
+    with pytest.raises(UnsupportedModelError, match="made of 'factor', which changes with the length"):
+        import_decoder(saved(model, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("op", "attribute", "value", "reason"),
     [

@@ -18,13 +18,15 @@ WEIGHTS = {
     ("LinearAttention", 3): ("conv", "weight"),
     ("LinearAttention", 4): ("conv", "bias"),
 }
+"""Where an operator's constants are kept, by its input: the module below its own, and the attribute. Others are the
+weight of its own."""
+
 OF_DELTA_RULE = {
     ("LinearAttention", 3): ("conv1d", "weight"),
     ("LinearAttention", 4): ("conv1d", "bias"),
 }
 OF_DECAY = {("Add", 1): ("", "dt_bias"), ("Mul", 1): ("", "rate")}
-"""Where an operator's constants are kept, by its input: the module below its own, and the attribute. Others are the
-weight of its own."""
+"""The same, in the modules of the gated delta rule."""
 
 
 def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Value) -> ReplayedDecoder:

@@ -215,6 +215,10 @@ def _results(draft: Draft, node: ir.Node, convolution: ir.Node, given: list[Arra
     of_rule, of_conv = (draft.regions.writer(name) for name in (result, new_conv))
     names = [of_conv.input[0], *of_rule.input[4:6], of_conv.input[3], of_rule.input[3]]
     roots = dict(zip(names, given, strict=True))
+    for target in (result, new_conv, state):
+        for name in draft.regions.positional_inputs(target, set(names)):
+            if name not in draft.regions.fixed and not draft.regions.is_size(name):
+                raise draft.unsupported(node, f"what comes to it is made of {name!r}, which changes with the length")
     return [draft.regions.part(name, roots)(roots)[0].astype(np.float32) for name in (result, new_conv, state)]
 
 
