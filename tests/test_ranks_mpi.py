@@ -86,6 +86,7 @@ def result(finished):
 def test_a_launch_is_known_by_its_variables(monkeypatch, variables, expected):
     for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "mpi4py", raising=False)  # others may have imported it
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launched_ranks() == expected
