@@ -57,7 +57,7 @@ def test_int8_caches_have_room_for_the_scales() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages of an array are there")
 def test_memory_is_reserved_and_not_committed() -> None:
-    tensor = Tensor(name="cache", dtype="float32", shape=(64, "P", 128), kind="state")
+    tensor = Tensor(name="cache.0", dtype="float32", shape=(64, "P", 128), kind="state")
     plan = replace(PLAN, context_length=2**15, tensors={**PLAN.tensors, "cache.0": tensor})
     state = State(plan, 2**15)
     assert state.num_bytes > 2**30
