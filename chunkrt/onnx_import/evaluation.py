@@ -96,7 +96,8 @@ class Evaluator:
         if name in self._initializers:
             return self._initializers[name]
         node = self._writers[name]
-        held = [a.t for a in node.attribute if a.name == "value"] if node.op_type == "Constant" else []
+        is_constant = node.op_type == "Constant"
+        held: list[onnx.TensorProto] = [a.t for a in node.attribute if is_constant and a.name == "value"]
         return held[0] if held else None
 
     @cached_property
