@@ -50,7 +50,7 @@ class Evaluator:
     def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature, context: int) -> None:
         self.proto, self.folder, self._signature, self.context = proto, folder, signature, context
         self._writers = {name: node for node in proto.graph.node for name in node.output if name}
-        self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
+        self._initializers: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in proto.graph.initializer}
 
     @cached_property
     def _inputs(self) -> dict[str, ir.Value]:
