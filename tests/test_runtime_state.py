@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -65,6 +67,25 @@ def test_memory_is_reserved_and_not_committed() -> None:
     assert committed_pages(cache) == 0
     cache[7, 100] = 1
     assert 1 <= committed_pages(cache) <= 2**21 // mmap.PAGESIZE  # one page, or a huge one
+
+
+AFTER_MUCH_WAS_FREED = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: what is freed stays with the process
+    assert libc.mallopt(parameter, 2**31 - 1)
+libc.free(libc.malloc(3 * 2**29))
+import test_runtime_state
+test_runtime_state.test_memory_is_reserved_and_not_committed()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to keep what is freed")
+def test_memory_is_not_what_the_process_has_freed() -> None:
+    command = [sys.executable, "-c", AFTER_MUCH_WAS_FREED]
+    finished = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
 
 
 def committed_pages(array: NDArray[np.float32]) -> int:

@@ -6,7 +6,10 @@ it starts only after all that write or read the other have ended, in whatever or
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -20,6 +23,10 @@ Array = NDArray[Any]
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load."""
+
+MAPPED_BYTES = 32 * 2**20
+"""Arrays from so many bytes on are mapped. `np.zeros` may take them from what this process has freed before, and would
+then write the zeros."""
 
 WHOLE = slice(None)
 EMPTY = slice(0)
@@ -35,9 +42,25 @@ def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     Large ones cost memory only where they are written: the operating system commits their pages on first use.
     """
     num_bytes = prod(shape) * np.dtype(dtype).itemsize
+    if num_bytes >= MAPPED_BYTES:
+        return np.frombuffer(_mapped(num_bytes), dtype).reshape(shape)
     raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """Fresh pages of zeros, huge ones where the system has them. They go with the last array that uses them."""
+    try:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, num_bytes)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {num_bytes} bytes are to be had: {error.strerror or error}") from error
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel may have none
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 class BufferLayout:
