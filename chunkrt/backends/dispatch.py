@@ -180,7 +180,7 @@ class Dispatcher:
         reason = self._why_off(use.operator)
         if not reason:
             if plugin := self._registry.find_plugin(use.operator, device):
-                return self._call(plugin, f"plug-in {plugin.distribution or plugin.module} has it")
+                return self._call(plugin, f"plug-in {plugin.provider} has it")
             reason = self._why_not_melted(use.operator) or self._why_missing(use, backend, device)
             if not reason:
                 own = self._registry.find_own(use.operator, device)
@@ -221,7 +221,7 @@ class Dispatcher:
         reason = self._why_off(part if is_named else operator)
         plugin = None if reason else self._registry.find_plugin(part, REFERENCE)
         if plugin:
-            return self._call(plugin, f"plug-in {plugin.distribution or plugin.module} has it")
+            return self._call(plugin, f"plug-in {plugin.provider} has it")
         reference = self._own_reference(part)
         assert reference is not None, part
         return self._call(reference, reason or f"there is no other form of {part}")
@@ -237,7 +237,7 @@ class Dispatcher:
             if part in self._switches.off:
                 return f"its part {part} is switched off by --ops -{part}"
             if plugin := self._registry.find_plugin(part, REFERENCE):
-                return f"plug-in {plugin.distribution or plugin.module} has its part {part}"
+                return f"plug-in {plugin.provider} has its part {part}"
         return ""
 
     def _why_not_called(self, reference: Implementation | None, use: Use) -> str:

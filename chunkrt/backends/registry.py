@@ -61,6 +61,11 @@ class Implementation:
         return bool(self.distribution) or self.module.partition(".")[0] != OWN_PACKAGE
 
     @property
+    def provider(self) -> str:
+        """Who brings it, for people: the distribution, or the module of one that was registered by hand."""
+        return self.distribution or self.module
+
+    @property
     def origin(self) -> str:
         """Where it comes from: "chunkrt.backends.reference", "chunkrt-torch (chunkrt_torch.norms)"."""
         return f"{self.distribution} ({self.module})" if self.distribution else self.module

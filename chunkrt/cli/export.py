@@ -80,7 +80,8 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
             onnx_export.check_beside(output.parent, files)
             onnx_export.save_model(exported, output, external_data=settings["external_data"], progress=told)
             onnx_export.write_beside(output.parent, files)
-            click.echo(f"{output}: {sum(f.stat().st_size for f in _files(output)) / 1e6:.0f} MB", err=True)
+            num_bytes = sum(f.stat().st_size for f in onnx_export.model_files(output) if f.exists())
+            click.echo(f"{output}: {num_bytes / 1e6:.0f} MB", err=True)
         if static_subgraphs is not None:
             chosen = onnx_export.SubgraphSettings(
                 window=settings["window"], dtype=settings["dtype"], opset=int(settings["opset"])
@@ -131,8 +132,3 @@ def _check_dynamic(output: Path | None, keys: str | None) -> None:
     for name in ("window", "sequence"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(f"--dynamic takes any number of rows; leave --{name} away")
-
-
-def _files(output: Path) -> list[Path]:
-    data = output.with_name(f"{output.name}.data")
-    return [file for file in (output, data) if file.exists()]

@@ -4,7 +4,7 @@ the static subgraphs of a plan."""
 from chunkrt.onnx_export.beside import check_beside, tokenizer_files, write_beside
 from chunkrt.onnx_export.dynamic import dynamic_model
 from chunkrt.onnx_export.genai import genai_config
-from chunkrt.onnx_export.save import check_absent, save_model
+from chunkrt.onnx_export.save import check_absent, model_files, save_model
 from chunkrt.onnx_export.settings import DynamicSettings, SubgraphSettings, WindowSettings
 from chunkrt.onnx_export.subgraphs import save_static_subgraphs
 from chunkrt.onnx_export.window import window_model
@@ -17,6 +17,7 @@ __all__ = [
     "check_beside",
     "dynamic_model",
     "genai_config",
+    "model_files",
     "save_model",
     "save_static_subgraphs",
     "tokenizer_files",

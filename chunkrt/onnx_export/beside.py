@@ -9,6 +9,7 @@ from typing import Any
 
 from chunkrt.compiler import Planned
 from chunkrt.errors import ConfigError
+from chunkrt.shared_folder import written_aside
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.tokenizer.library import VOCABULARY_FILE
 
@@ -71,11 +72,10 @@ def check_beside(folder: Path, files: Files) -> None:
 def write_beside(folder: Path, files: Files) -> None:
     """Write what is not there yet, each aside and then renamed. Raises ConfigError if that fails."""
     for name, content in files.items():
-        aside = folder / f".{name}.part"
+        if (folder / name).exists():
+            continue
         try:
-            aside.write_bytes(content)
-            aside.replace(folder / name)
+            with written_aside(folder / name) as aside:
+                aside.write_bytes(content)
         except OSError as error:
             raise ConfigError(f"cannot write {folder / name}: {error.strerror or error}") from error
-        finally:
-            aside.unlink(missing_ok=True)

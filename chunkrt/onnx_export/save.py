@@ -20,11 +20,16 @@ SMALLEST_EXTERNAL = 1024
 """Bytes: what is smaller stays in the model, where shape inference finds it."""
 
 
+def model_files(path: Path) -> tuple[Path, Path]:
+    """Where a model is, and where its weights are if they are in a file of their own."""
+    return path, path.with_name(path.name + DATA_SUFFIX)
+
+
 def check_absent(path: Path) -> None:
     """Raises ConfigError if a model, or its weights, are there already, or the name is none for a model."""
     if path.suffix != ".onnx":
         raise ConfigError(f"--output is {path}, expected a name that ends in .onnx")
-    for file in (path, path.with_name(path.name + DATA_SUFFIX)):
+    for file in model_files(path):
         if file.exists():
             raise ConfigError(f"{file} exists already; remove it, or write to another name")
 

@@ -15,6 +15,7 @@ from chunkrt.onnx_import.draft import (
     float_attribute,
     producer,
 )
+from chunkrt.onnx_import.evaluation import decimal
 from chunkrt.onnx_import.passes.rotary import Tables
 from chunkrt.onnx_import.projections import find_projection, merge
 from chunkrt.onnx_import.widths import width
@@ -79,7 +80,7 @@ def put(draft: Draft, node: ir.Node, attention: Attention) -> None:
 def _scale(stated: float, head_dim: int) -> float:
     """What scores are multiplied by: the number that a float32 stands for, head_dim^-1/2 if that is it."""
     usual: float = head_dim**-0.5
-    return usual if not stated or np.float32(stated) == np.float32(usual) else float(f"{stated:.7g}")
+    return usual if not stated or np.float32(stated) == np.float32(usual) else decimal(stated)
 
 
 def _joined(draft: Draft, node: ir.Node, attention: Attention) -> ir.Value:

@@ -34,6 +34,11 @@ MOST_TOKENS, MOST_STATES = 256, 2**30
 """Of a run that learns sizes far from the start: tokens at once, and bytes of the states that it reads."""
 
 
+def decimal(number: float) -> float:
+    """The decimal number that was meant by its nearest float32."""
+    return float(f"{number:.7g}")
+
+
 def far_probes(context: int) -> tuple[Probe, Probe]:
     """The longest prompt that is tried, and the context's last token alone."""
     return Probe(0, min(context, LONGEST_PROMPT)), Probe(context - 1, 1)

@@ -109,9 +109,9 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
     context = _context_length(config)
     if not has_plan(model):
         _refuse_rounding(proto, Evaluator(proto, file.parent, signature, context), file)
-    if is_written_out(proto) and not has_plan(model):
-        proto = compose(proto, file, signature, context)
-    model = to_graph(proto, file)
+        if is_written_out(proto):
+            proto = compose(proto, file, signature, context)
+            model = to_graph(proto, file)
     draft = Draft(
         where=file.name,
         model=model,

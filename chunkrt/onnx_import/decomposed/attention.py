@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx_import.decomposed.norms import Norm
 from chunkrt.onnx_import.decomposed.rotary import Tables, is_by_position, read_tables, rotary_dim
+from chunkrt.onnx_import.evaluation import decimal
 from chunkrt.onnx_import.masks import HIDDEN, MaskError, Masks, visible
 from chunkrt.onnx_import.regions import Regions
 
@@ -162,7 +163,7 @@ class AttentionFinder:
             keys=keys,
             values=values,
             result=result,
-            scale=float(f"{scale:.7g}"),
+            scale=decimal(scale),
             window=window,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from chunkrt.onnx_import.evaluation import decimal
 from chunkrt.onnx_import.regions import Regions
 
 TOLERANCE = 1e-5
@@ -80,7 +81,7 @@ def _epsilon(regions: Regions, mean: str) -> float | None:
             for name in node.input:
                 if name in regions.evaluator.constants:
                     value = regions.evaluator.constant(name)
-                    return float(f"{float(value.reshape(-1)[0]):.7g}") if value.size == 1 else None
+                    return decimal(value.item()) if value.size == 1 else None
     return None
 
 

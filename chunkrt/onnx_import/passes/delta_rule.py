@@ -25,6 +25,7 @@ from chunkrt.onnx_import.draft import (
     int_attribute,
     producer,
 )
+from chunkrt.onnx_import.evaluation import decimal
 from chunkrt.onnx_import.passes.convolution import check_convolution, convolution_weights, is_transposition
 from chunkrt.onnx_import.projections import find_projection, merge
 from chunkrt.onnx_import.widths import width
@@ -78,7 +79,7 @@ def raise_gated_norms(draft: Draft) -> None:
         if activation not in ("silu", "swish", "sigmoid"):
             raise draft.unsupported(node, f"its activation is {activation!r}")
         weight = draft.add_weight(Weight(tensors=(name,), layout="heads", repeats=(columns // head_dim,)))
-        epsilon = float(f"{float_attribute(node, 'epsilon', 1e-5):.7g}")
+        epsilon = decimal(float_attribute(node, "epsilon", 1e-5))
         (normed,) = draft.insert(node, "HeadNorm", [x, weight], domain=DOMAIN, epsilon=epsilon)
         (active,) = draft.insert(node, "Sigmoid", [gate])
         if activation != "sigmoid":

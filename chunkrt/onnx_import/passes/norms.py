@@ -15,6 +15,7 @@ from chunkrt.onnx_import.draft import (
     int_attribute,
     producer,
 )
+from chunkrt.onnx_import.evaluation import decimal
 from chunkrt.onnx_import.widths import width
 
 PLAIN = (("", "SimplifiedLayerNormalization"), (CONTRIB, "SimplifiedLayerNormalization"), ("", "RMSNormalization"))
@@ -73,7 +74,7 @@ def _replace(draft: Draft, node: ir.Node, x: ir.Value | None, weight: ir.Value |
     if weight is None or (name := row(draft, weight)) is None:
         raise draft.unsupported(node, "its weight is no constant vector")
     vector = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
-    (output,) = draft.insert(node, "RMSNormalization", [x, vector], epsilon=_rounded(epsilon))
+    (output,) = draft.insert(node, "RMSNormalization", [x, vector], epsilon=decimal(epsilon))
     draft.replace(node.outputs[0], output)
     draft.graph.remove(node, safe=True)
 
@@ -83,8 +84,3 @@ def _with_bias(draft: Draft, node: ir.Node, total: ir.Value, bias: ir.Value) -> 
         raise draft.unsupported(node, "its bias is no constant vector")
     vector = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
     return draft.insert(node, "Add", [total, vector])[0]
-
-
-def _rounded(epsilon: float) -> float:
-    """The decimal number that was meant, of its nearest float32."""
-    return float(f"{epsilon:.7g}")
