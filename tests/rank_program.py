@@ -13,6 +13,7 @@ import psutil
 import chunkrt
 from chunkrt.cli import main
 from chunkrt.errors import ChunkrtError
+from chunkrt.ranks.follower import Follower
 from chunkrt.ranks.mpi import MpiCommunicator
 
 FLOAT = {"scheme": "float", "npu": "reference", "chunk_length": 8}
@@ -119,6 +120,25 @@ def failing(model):
 def signalled(name, *arguments):
     """`chunkrt` with arguments; rank 1 sends itself a signal in the middle of a prompt."""
     on_sum(1, 24, lambda: os.kill(os.getpid(), signal.Signals[name]))
+    command(*arguments)
+
+
+def silent_leader(*arguments):
+    """`chunkrt` with arguments; rank 0 stops in the middle of a prompt."""
+    on_sum(0, 24, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    command(*arguments)
+
+
+def ending(how, *arguments):
+    """`chunkrt` with arguments; rank 1 ends, in one of two ways, while the others wait for it."""
+
+    def end(self, number, command):
+        if how == "leaves":
+            sys.exit(1)
+        raise ValueError("made to fail")
+
+    if os.environ["PMI_RANK"] == "1":
+        Follower._run = end
     command(*arguments)
 
 

@@ -393,7 +393,7 @@ class CountsItsCalls(Odd):
         super().run(inputs, outputs)
         self.calls += 1
         for output in outputs.values():
-            output[...] = np.nextafter(output, np.float32(self.calls % 2))
+            np.nextafter(output, np.float32(self.calls % 2), out=output, where=output != 0)  # shadows add exact zeros
 
 
 @breaks("threads")

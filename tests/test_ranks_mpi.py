@@ -127,7 +127,16 @@ def test_a_mailbox_keeps_what_comes_early_and_drops_what_comes_late():
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell and signals")
 @pytest.mark.parametrize(
     ("end", "line"),
-    [("words.say('a\\nb')", "a b\n"), ("words.say('')", ""), ("os.kill(os.getpid(), 9)", f"{KILLED}\n")],
+    [
+        ("words.say('a\\nb')", "a b\n"),
+        ("words.say('')", ""),
+        ("os.kill(os.getpid(), 9)", f"{KILLED}\n"),
+        ("words.prepare('a\\nb'); os.kill(os.getpid(), 9)", "a b\n"),
+        ("words.prepare('a'); words.prepare('b'); os.kill(os.getpid(), 9)", "b\n"),
+        ("words.prepare('a'); words.say('b')", "b\n"),
+        ("words.prepare('a'); words.say('')", ""),
+        ("words.say('a'); words.prepare('b'); os.kill(os.getpid(), 9)", "a\n"),
+    ],
 )
 def test_last_words_are_one_line_at_most(end, line):
     program = f"import os; from chunkrt.ranks.last_words import LastWords; words = LastWords(); {end}"
@@ -200,11 +209,33 @@ def test_a_rank_that_dies_ends_all_with_one_line(options, size, name):
 
 
 @needs_mpi
-def test_a_rank_that_falls_silent_ends_all_with_one_line():
-    finished = launch(2, "signalled", "SIGSTOP", *BENCH, "1")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_falls_silent_ends_all_with_one_line(size):
+    finished = launch(size, "signalled", "SIGSTOP", *BENCH, "1")
     assert finished.returncode != 0
     (line,) = said(finished)
-    assert "nothing came from it" in line
+    assert "rank 1 was lost: nothing came from it" in line
+
+
+@needs_mpi
+def test_a_leader_that_falls_silent_ends_all_with_one_line():
+    finished = launch(2, "silent_leader", *BENCH, "1")
+    assert finished.returncode != 0
+    assert said(finished) == [KILLED]
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("breaks", "rank 1 failed: ValueError: made to fail"), ("leaves", "rank 1 ended before the leader did")],
+)
+def test_a_rank_that_ends_says_why(how, why, size):
+    """mpiexec kills the others at once: what rank 0 says has to be known before."""
+    finished = launch(size, "ending", how, *BENCH, "1")
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert line.endswith(f"{why}; start all ranks again")
 
 
 @needs_mpi

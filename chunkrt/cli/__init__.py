@@ -92,7 +92,7 @@ def main() -> None:
     except ChunkrtError as error:
         _report(str(error), is_verbose, 1)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        say("interrupted")
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

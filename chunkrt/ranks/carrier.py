@@ -30,6 +30,8 @@ class Carrier:
         self._outbox: deque[tuple[int, Bytes]] = deque()
         self._sending: list[tuple[Any, Bytes]] = []
         self._receiving: list[tuple[Any, int, Bytes]] = []
+        self._dropped: list[tuple[Any, Bytes]] = []
+        """MPI may still read these messages, so they stay."""
 
     def open(self, mpi: Any, world: Any) -> None:
         """Begin. `mpi`: mpi4py's module; `world`: a communicator of all ranks that nobody else uses."""
@@ -48,6 +50,11 @@ class Carrier:
     def post(self, message: Bytes, to: Iterable[int]) -> None:
         """Have a message sent by whoever carries next; it must not be changed after that."""
         self._outbox.extend((rank, message) for rank in to)
+
+    def drop(self) -> None:
+        """Wait for nothing that was to be sent until now: whom it is for may be gone."""
+        self._outbox.clear()
+        self._dropped, self._sending = self._sending, []
 
     def carry(self, *, blocking: bool = True) -> bool:
         """Send and take what there is; without `blocking` not if another thread does. Returns whether there was any."""

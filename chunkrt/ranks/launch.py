@@ -60,7 +60,9 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
         if ranks.rank == 0 and _last_words is None:
             _last_words = LastWords()
             atexit.register(_last_words.say, "")
-        _communicator = MpiCommunicator(ranks, version=version("chunkrt"), arguments=arguments, end=_end)
+        _communicator = MpiCommunicator(
+            ranks, version=version("chunkrt"), arguments=arguments, foretell=_foretell, end=_end
+        )
     return _communicator
 
 
@@ -70,6 +72,12 @@ def say(line: str, *, is_verbose: bool = False) -> None:
         _last_words.say(line)
     elif is_verbose or launched_ranks().rank == 0:
         print(line, file=sys.stderr)
+
+
+def _foretell(why: str) -> None:
+    """What is printed if this process is killed before it speaks."""
+    if _last_words is not None:
+        _last_words.prepare(f"chunkrt: {why}")
 
 
 def _end(why: str) -> NoReturn:

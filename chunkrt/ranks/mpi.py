@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from chunkrt.affinity import available_cpus
-from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
+from chunkrt.errors import BackendError, ClosedError
 from chunkrt.ranks.base import Float32, Key, Ranks
 from chunkrt.ranks.exchange import is_sent_whole
 from chunkrt.ranks.interrupts import Interrupts
@@ -30,6 +30,7 @@ class MpiCommunicator:
     Args:
         ranks: what mpiexec said; at least 2.
         version, arguments: have to be the same on all ranks.
+        foretell: told why the launch ends, before any other rank is; what mpiexec then kills cannot tell any more.
         end: ends the process, if a rank is lost and nobody notices; told why.
 
     Raises:
@@ -37,14 +38,22 @@ class MpiCommunicator:
         DeviceLostError: a rank did not come.
     """
 
-    def __init__(self, ranks: Ranks, *, version: str, arguments: Sequence[str], end: Callable[[str], NoReturn]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        version: str,
+        arguments: Sequence[str],
+        foretell: Callable[[str], None],
+        end: Callable[[str], NoReturn],
+    ) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self._me = Peer(
             pid=os.getpid(), machine=_machine(), cpus=available_cpus(), version=version, arguments=tuple(arguments)
         )
         self._mailbox = Mailbox()
-        self._transport = MpiTransport(ranks, self._me, self._mailbox, end)
+        self._transport = MpiTransport(ranks, self._me, self._mailbox, foretell=foretell, end=end)
         self._run = 0
         self._is_urgent = False
         """Whether nothing else is computed while a sum is waited for."""
@@ -55,7 +64,6 @@ class MpiCommunicator:
         self._transport.let_others_carry(self.interrupts)
         self._has_cpu_each = self._share_of(self._me.cpus) >= 1
         atexit.register(self.close)
-        _check_alike(self._transport.peers)
 
     def share_of(self, cpus: Collection[int]) -> int:
         """How many threads this rank gets, of some CPUs that it may use; ranks of one machine share those they have."""
@@ -108,17 +116,17 @@ class MpiCommunicator:
 
     def leave(self, why: str) -> None:
         """End this rank, and tell the others why; they end too."""
-        if self._mailbox.fail(DeviceLostError(why)):
-            self.send(Envelope(Channel.LOST), why.encode())
+        if self._mailbox.failure is None:
+            self._transport.give_up(why)
         self.close()
 
     def close(self) -> None:
         """Leave MPI. When the leader leaves, all others end. Closing twice is allowed."""
-        if self.rank == 0:
-            if self._mailbox.fail(ClosedError("the leader has ended")):
-                self.send(Envelope(Channel.END))
-        elif self._mailbox.fail(DeviceLostError(why := f"rank {self.rank} ended before the leader did")):
-            self.send(Envelope(Channel.LOST), why.encode())
+        if self.rank:
+            if self._mailbox.failure is None:
+                self._transport.give_up(f"rank {self.rank} ended before the leader did")
+        elif self._mailbox.fail(ClosedError("the leader has ended")):
+            self.send(Envelope(Channel.END))
         self._transport.close()
 
     def _handle_signals(self) -> None:
@@ -144,19 +152,6 @@ class MpiCommunicator:
     def _take_floats(self, envelope: Envelope) -> dict[int, Float32]:
         payloads = self.take(envelope, self.others)
         return {rank: np.frombuffer(payload, np.float32) for rank, payload in payloads.items()}
-
-
-def _check_alike(peers: Sequence[Peer]) -> None:
-    for rank, peer in enumerate(peers):
-        if peer.version != peers[0].version:
-            raise ConfigError(
-                f"rank {rank} has chunkrt {peer.version}, rank 0 has {peers[0].version}; install one version everywhere"
-            )
-        if peer.arguments != peers[0].arguments:
-            raise ConfigError(
-                f"rank {rank} was started with {' '.join(peer.arguments)!r}, rank 0 with "
-                f"{' '.join(peers[0].arguments)!r}; start all ranks alike"
-            )
 
 
 def _machine() -> tuple[str, ...]:

@@ -7,6 +7,10 @@ nothing else to do may ask by itself for a moment (`MpiTransport.hurry`); this t
 A rank is lost when its process is gone, where that can be seen, or when nothing has come from it for `LOST_S`; each
 sends a beat every second. MPI cannot go on without one, so the launch ends: whoever waits for a message gets
 DeviceLostError. A process in which nobody notices, or that goes on after the leader has ended, is ended here.
+
+mpiexec kills all ranks when one ends, so the order matters. The leader has its last words ready before it tells anybody
+or ends a silent rank. A follower that cannot go on tells the leader why, and leaves when the leader has answered, or is
+lost itself. What ranks were started with is compared before any of them may leave.
 """
 
 from __future__ import annotations
@@ -64,14 +68,24 @@ class MpiTransport:
         ranks: what mpiexec said; at least 2.
         me: told to all others.
         mailbox: where messages and failures go.
+        foretell: told why the launch ends, before anybody else is.
         end: ends the process; told why.
     """
 
-    def __init__(self, ranks: Ranks, me: Peer, mailbox: Mailbox, end: Callable[[str], NoReturn]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        me: Peer,
+        mailbox: Mailbox,
+        *,
+        foretell: Callable[[str], None],
+        end: Callable[[str], NoReturn],
+    ) -> None:
         self._ranks = ranks
         self._others = [rank for rank in range(ranks.size) if rank != ranks.rank]
         self._me = me
         self._mailbox = mailbox
+        self._foretell = foretell
         self._end = end
         self._carrier = Carrier(self._deliver)
         self._interrupts: Interrupts | None = None
@@ -84,6 +98,10 @@ class MpiTransport:
         self._is_closing = False
         self._is_check_due = False
         self._is_over = False
+        self._losing = Lock()
+        self._why_lost = ""
+        self._latest_answer = 0.0
+        """How long others are waited for once `_why_lost` is known: a follower waits for the leader's answer."""
         self._heard: dict[int, float] = {}
         """When something last came from each."""
         self._met = Event()
@@ -95,7 +113,7 @@ class MpiTransport:
         """Start, and wait for the other ranks.
 
         Raises:
-            ConfigError: MPI cannot be loaded, or is another than mpiexec's.
+            ConfigError: MPI cannot be loaded, is another than mpiexec's, or a rank was started with something else.
             DeviceLostError: a rank did not come.
         """
         self._thread.start()
@@ -146,6 +164,10 @@ class MpiTransport:
         """Look soon whether all ranks live. For a signal's handler: it takes no lock."""
         self._is_check_due = True
 
+    def give_up(self, why: str) -> None:
+        """End the launch, because of this rank."""
+        self._lose(why)
+
     def close(self) -> None:
         """Send what is to be sent, and leave MPI; wait for it a few seconds at most."""
         self._is_closing = True
@@ -169,6 +191,7 @@ class MpiTransport:
         except Exception as error:
             self._look_for_lost()  # which is why MPI fails, mostly
             self._lose(f"MPI failed: {error}")
+            self._fail()
         with self._wake:
             self._wake.wait_for(lambda: self._is_closing, GRACE_S)
         if not isinstance(self._mailbox.failure, DeviceLostError):
@@ -203,6 +226,11 @@ class MpiTransport:
                 f"use the mpiexec of {MPI.Get_library_version().splitlines()[0]}"
             )
         self.peers = [pickle.loads(peer) for peer in world.allgather(pickle.dumps(self._me))]
+        if odd := _difference(self.peers):
+            self._foretell(odd)
+            world.Barrier()  # so that nobody leaves before the leader has its last words ready
+            library.MPI_Finalize()
+            raise ConfigError(odd)
         self._carrier.open(MPI, world.Dup())
         return library
 
@@ -211,7 +239,7 @@ class MpiTransport:
         now = time.monotonic()
         self._last_news = last_beat = last_round = now
         self._heard = dict.fromkeys(self._others, now)
-        while not (self._is_over or (self._is_closing and self._carrier.is_done)):
+        while not self._may_leave():
             if self._carrier.carry():
                 self._last_news = time.monotonic()
             now = time.monotonic()
@@ -239,6 +267,8 @@ class MpiTransport:
             self._is_over = True
         elif envelope.channel == Channel.LOST:
             self._lose(bytes(payload).decode())
+            if source == 0:  # the leader knows
+                self._fail()
         elif envelope.channel == Channel.ABORT:
             self._mailbox.abort(envelope.number, bytes(payload).decode())
         elif envelope.channel != Channel.BEAT:
@@ -250,16 +280,51 @@ class MpiTransport:
             peer = self.peers[rank]
             is_near = peer.machine == self._me.machine
             if is_near and not _lives(peer.pid):
-                self._lose(f"rank {rank} was lost: its process {peer.pid} has ended")
+                self._lose(f"rank {rank} was lost: its process {peer.pid} has ended", lost=rank)
             elif now - self._heard.get(rank, now) > LOST_S:
-                self._lose(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s")
-                if is_near:  # mpiexec would wait for it
+                self._lose(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s", lost=rank)
+                if is_near and 0 in (rank, self._ranks.rank):  # mpiexec would wait for it
                     with contextlib.suppress(psutil.Error):
                         psutil.Process(peer.pid).kill()
 
-    def _lose(self, why: str) -> None:
-        self._mailbox.fail(DeviceLostError(f"{why}; start all ranks again"))
+    def _lose(self, why: str, *, lost: int | None = None) -> None:
+        """The launch ends: tell the leader why, or if this is the leader, everybody."""
+        with self._losing:
+            if not self._why_lost:
+                self._why_lost, self._latest_answer = why, time.monotonic() + LOST_S
+                self._foretell(f"{why}; start all ranks again")
+                self._carrier.drop()
+                to = [rank for rank in (self._others if self._ranks.rank == 0 else [0]) if rank != lost]
+                self.send(Envelope(Channel.LOST), np.frombuffer(why.encode(), np.uint8), to)
+        if self._ranks.rank == 0 or lost == 0:
+            self._fail()
+
+    def _fail(self) -> None:
+        """Whoever waits for a message gets DeviceLostError."""
+        self._mailbox.fail(DeviceLostError(f"{self._why_lost}; start all ranks again"))
         self._is_over = True
+
+    def _may_leave(self) -> bool:
+        if not self._why_lost:
+            return self._is_over or (self._is_closing and self._carrier.is_done)
+        if time.monotonic() > self._latest_answer:
+            self._fail()
+            return True
+        return self._is_over and self._carrier.is_done
+
+
+def _difference(peers: Sequence[Peer]) -> str:
+    """Which rank was started with something else than rank 0; empty if none was."""
+    first = peers[0]
+    for rank, peer in enumerate(peers):
+        if peer.version != first.version:
+            return f"rank {rank} has chunkrt {peer.version}, rank 0 has {first.version}; install one version everywhere"
+        if peer.arguments != first.arguments:
+            return (
+                f"rank {rank} was started with {' '.join(peer.arguments)!r}, rank 0 with "
+                f"{' '.join(first.arguments)!r}; start all ranks alike"
+            )
+    return ""
 
 
 def _lives(pid: int) -> bool:

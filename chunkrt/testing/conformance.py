@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +21,13 @@ from chunkrt.testing.calls import Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.error import ConformanceError
 from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
-from chunkrt.testing.executables import CompiledSubgraph, check_executable
+from chunkrt.testing.executables import (
+    CompiledSubgraph,
+    check_chunks,
+    check_repetition,
+    check_threads,
+    check_values,
+)
 from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"
@@ -57,6 +64,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     Args:
         chunk_length: an NPU's compiler decides anew for every length; check it with those that it is used with.
 
+    One clause of all subgraphs is checked before the next, in about the order below: those that take long come last.
+
     Clauses:
         description: `name` is text, `concurrency` None or at least 1; with None it has one of `cache_dtypes` at least.
         support: at least one subgraph is supported; one that is supported compiles.
@@ -86,74 +95,105 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         shadows: a linear's shadow alone, on steps and half steps. What lies at most 127 steps from zero, or rounds to
             that, ties to even, adds exactly nothing; of all else what it exceeds 127 steps by is multiplied, within the
             bound of an output in float.
+        repetition: the same call gives the same bits.
         chunks: two chunks at once give, within the tolerance of `values`, what one after the other does, or one row
             and then the rest.
-        repetition: the same call gives the same bits.
         threads: so do two calls of one executable at once, in two threads.
 
     Raises:
         ConformanceError: an AssertionError that names the first clause that was broken.
     """
-    static_or_in_blocks = [scheme for scheme in TRIED if scheme.is_static or scheme.weight_bits == 4]
-    suites = [
-        _Suite(backend, TRIED, CONFIG, chunk_length),
-        _Suite(backend, static_or_in_blocks, CONFIG_IN_BLOCKS, chunk_length),
-        _Suite(backend, TRIED_HYBRID, HYBRID_CONFIG, chunk_length, hybrid),
-    ]
-    suites[0].check_description()
-    if not sum([suite.check() for suite in suites]):
-        subgraphs = len(suites[0].decoder.plan.subgraphs)
+    _check_description(backend)
+    decoders = _tried_decoders(chunk_length)
+    suites = [_Suite(backend, decoder) for decoder in decoders]
+    compiled = [subgraph for suite in suites for subgraph in suite.compile_all()]
+    if not compiled:
+        subgraphs = len(decoders[0].decoder.plan.subgraphs)
         detail = f"it supports none of {subgraphs} subgraphs under any scheme"
         raise ConformanceError(backend.name, "support", detail)
+    for subgraph in compiled:
+        check_values(subgraph)
+    for suite in suites:
+        suite.check_linears()
+    for check in (check_repetition, check_chunks, check_threads):
+        for subgraph in compiled:
+            check(subgraph)
 
 
-class _Suite:
-    """The clauses on one decoder."""
+def _check_description(backend: Backend) -> None:
+    """Check the clause description."""
+
+    def fail(detail: str) -> NoReturn:
+        raise ConformanceError(backend.name, "description", detail)
+
+    name, concurrency, dtypes = backend.name, backend.concurrency, backend.cache_dtypes
+    if not isinstance(name, str) or not name:
+        fail(f"name is {name!r}, expected text")
+    if concurrency is not None and concurrency < 1:
+        fail(f"concurrency is {concurrency}, expected None or at least 1")
+    if not set(dtypes) <= set(CACHE_DTYPES) or (concurrency is None and not dtypes):
+        fail(f"cache_dtypes is {dtypes!r}, expected some of {', '.join(CACHE_DTYPES)}")
+
+
+@lru_cache(maxsize=1)
+def _tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
+    """What every backend is checked with; it is kept for the next, for nothing changes it."""
+    static_or_in_blocks = [scheme for scheme in TRIED if scheme.is_static or scheme.weight_bits == 4]
+    return [
+        _TriedDecoder(TRIED, CONFIG, chunk_length),
+        _TriedDecoder(static_or_in_blocks, CONFIG_IN_BLOCKS, chunk_length),
+        _TriedDecoder(TRIED_HYBRID, HYBRID_CONFIG, chunk_length, hybrid),
+    ]
+
+
+class _TriedDecoder:
+    """A decoder under some schemes, and what the reference makes of it. `recordings`: by the scheme's name."""
 
     def __init__(
         self,
-        backend: Backend,
         schemes: Sequence[Scheme],
         config: Mapping[str, Any],
         chunk_length: int,
         family: Callable[[DecoderConfig], Module] | None = None,
     ) -> None:
-        self.backend = backend
         self.chunk_length = chunk_length
         room = 3 * chunk_length if family is None else 2 * RING_STEP + 3 * chunk_length
         context = max(config["max_position_embeddings"], room)
         self.decoder = random_decoder(schemes, {**config, "max_position_embeddings": context}, family)
         plan = self.decoder.plan
         ring = plan.slots(context, 2 * chunk_length)["W"] if plan.window else 0
-        self.num_tokens = max(3 * chunk_length, ring + chunk_length)
-        self.schemes = list(self.decoder.schemes.values())
+        num_tokens = max(3 * chunk_length, ring + chunk_length)
+        self.recordings = {
+            name: Recording(
+                self.decoder.plans[name], scheme, self.decoder.weights[name], num_tokens, most_rows=2 * chunk_length
+            )
+            for name, scheme in self.decoder.schemes.items()
+        }
 
-    def check(self) -> int:
-        """How many executables were checked."""
-        compiled = [c for scheme in self.schemes for c in self._compile_all(scheme)]
-        for subgraph in compiled:
-            check_executable(subgraph)
-        for scheme in self.schemes:
-            if scheme.weight_bits is not None:
-                self._check_linears(scheme)
-        return len(compiled)
+
+class _Suite:
+    """The clauses on one decoder."""
+
+    def __init__(self, backend: Backend, tried: _TriedDecoder) -> None:
+        self.backend = backend
+        self.chunk_length = tried.chunk_length
+        self.recordings = tried.recordings
+
+    def compile_all(self) -> list[CompiledSubgraph]:
+        """What the backend supports; checks the clauses support and refusal."""
+        return [subgraph for recording in self.recordings.values() for subgraph in self._compile(recording)]
+
+    def check_linears(self) -> None:
+        """Check the clauses linears and shadows."""
+        for recording in self.recordings.values():
+            if recording.scheme.weight_bits is not None:
+                self._check_linears(recording)
 
     def _break(self, clause: str, detail: str, cause: BaseException | None = None) -> NoReturn:
         raise ConformanceError(self.backend.name, clause, detail) from cause
 
-    def check_description(self) -> None:
-        name, concurrency = self.backend.name, self.backend.concurrency
-        if not isinstance(name, str) or not name:
-            self._break("description", f"name is {name!r}, expected text")
-        if concurrency is not None and concurrency < 1:
-            self._break("description", f"concurrency is {concurrency}, expected None or at least 1")
-        dtypes = self.backend.cache_dtypes
-        if not set(dtypes) <= set(CACHE_DTYPES) or (concurrency is None and not dtypes):
-            self._break("description", f"cache_dtypes is {dtypes!r}, expected some of {', '.join(CACHE_DTYPES)}")
-
-    def _compile_all(self, scheme: Scheme) -> list[CompiledSubgraph]:
-        plan, weights = self.decoder.plans[scheme.name], self.decoder.weights[scheme.name]
-        recording = Recording(plan, scheme, weights, self.num_tokens, most_rows=2 * self.chunk_length)
+    def _compile(self, recording: Recording) -> list[CompiledSubgraph]:
+        plan, scheme, weights = recording.plan, recording.scheme, recording.weights
         compiled = []
         for subgraph in plan.subgraphs:
             self._check_refusal(_with_unknown_operator(subgraph), recording)
@@ -198,8 +238,8 @@ class _Suite:
             self._break("refusal", f"{where}: compile raised {error!r}, expected PartitionError", error)
         self._break("refusal", f"{where} is refused by supports, and compiled nevertheless")
 
-    def _check_linears(self, scheme: Scheme) -> None:
-        plan, weights = self.decoder.plans[scheme.name], self.decoder.weights[scheme.name]
+    def _check_linears(self, recording: Recording) -> None:
+        plan, scheme, weights = recording.plan, recording.scheme, recording.weights
         shadows = {n.inputs[1]: n for s in plan.subgraphs for n in s.nodes if n.op == SHADOW_OP}
         one_of_each_kind = {
             (plan.tensors[name].shape, scheme.has_blocks(name), scheme.activation_bits_of(name), name in shadows): node

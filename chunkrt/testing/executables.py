@@ -47,7 +47,7 @@ class CompiledSubgraph:
     @property
     def cache_dtypes(self) -> Sequence[str]:
         """The dtypes that its caches may have."""
-        return ("float32", "float16") if self.calls()[0].caches else ("float32",)
+        return ("float32", "float16") if self.shortest_and_longest()[0].caches else ("float32",)
 
     @property
     def has_quantized_linears(self) -> bool:
@@ -77,6 +77,14 @@ class CompiledSubgraph:
     def calls(self, cache_dtype: str = "float32") -> list[Call]:
         """Every number of rows that it takes; tokens at position 0, at one within a chunk, and where a
         ring wraps; the fewest rows first."""
+        return [make() for make in self._makers(cache_dtype)]
+
+    def shortest_and_longest(self) -> list[Call]:
+        """The first and the last of `calls`."""
+        makers = self._makers("float32")
+        return [makers[0](), makers[-1]()]
+
+    def _makers(self, cache_dtype: str) -> list[Callable[[], Call]]:
         fixed = self.executable.fixed_length
         lengths = range(1, self.chunk_length + 1) if fixed is None else (fixed,)
         call = partial(self.recording.call, self.subgraph)
@@ -84,12 +92,14 @@ class CompiledSubgraph:
             places = [0, START]
             if any("W" in self.recording.plan.tensors[name].shape for name in self.subgraph.state):
                 places.append(self.recording.ring - self.chunk_length // 2)
-            return [call(at, length, cache_dtype=cache_dtype) for length in lengths for at in places]
+            return [partial(call, at, length, cache_dtype=cache_dtype) for length in lengths for at in places]
         last_first = range(self.chunk_length)[::-1]
-        calls = [call(START, self.chunk_length, logit_rows=last_first[:length]) for length in lengths]
+        makers: list[Callable[[], Call]] = [
+            partial(call, START, self.chunk_length, logit_rows=last_first[:length]) for length in lengths
+        ]
         if fixed is None:
-            calls += [call(0, length, logit_rows=[length - 1]) for length in lengths]
-        return calls
+            makers += [partial(call, 0, length, logit_rows=[length - 1]) for length in lengths]
+        return makers
 
     def fail(self, clause: str, detail: str, cause: BaseException | None = None) -> NoReturn:
         """Say which clause was broken here."""
@@ -97,15 +107,12 @@ class CompiledSubgraph:
         raise ConformanceError(self.backend, clause, f"{where}: {detail}") from cause
 
 
-def check_executable(subgraph: CompiledSubgraph) -> None:
-    """Check the clauses length, rows, inputs, outputs, values, chunks, repetition and threads; see `check_backend`."""
+def check_values(subgraph: CompiledSubgraph) -> None:
+    """Check the clauses length, rows, inputs, outputs and values; see `check_backend`."""
     _check_length(subgraph, subgraph.executable.fixed_length, subgraph.chunk_length)
     _check_length(subgraph, subgraph.of_two_chunks.fixed_length, 2 * subgraph.chunk_length)
     for cache_dtype in subgraph.cache_dtypes:
         _check_values(subgraph, cache_dtype)
-        _check_chunks(subgraph, cache_dtype)
-    _check_repetition(subgraph)
-    _check_threads(subgraph)
 
 
 def _check_length(subgraph: CompiledSubgraph, fixed: int | None, chunk_length: int) -> None:
@@ -128,9 +135,13 @@ def _check_values(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
     _compare("values", subgraph, _all_results(found), _all_results(expected), cache_dtype)
 
 
+def check_chunks(subgraph: CompiledSubgraph) -> None:
+    """Check the clause chunks."""
+    for cache_dtype in () if subgraph.subgraph.rows == "R" else subgraph.cache_dtypes:
+        _check_chunks(subgraph, cache_dtype)
+
+
 def _check_chunks(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
-    if subgraph.subgraph.rows == "R":
-        return
     length = subgraph.chunk_length
     whole = _stream_results(_in_parts(subgraph, [2 * length], cache_dtype))
     splits = [[length, length]]
@@ -157,21 +168,23 @@ def _in_parts(subgraph: CompiledSubgraph, lengths: Sequence[int], cache_dtype: s
     return calls
 
 
-def _check_repetition(subgraph: CompiledSubgraph) -> None:
+def check_repetition(subgraph: CompiledSubgraph) -> None:
+    """Check the clause repetition."""
     for first, second in zip(subgraph.calls(), subgraph.calls(), strict=True):
         _run(subgraph, subgraph.executable, first)
         _run(subgraph, subgraph.executable, second)
         _expect_same_bits("repetition", subgraph, first, second)
 
 
-def _check_threads(subgraph: CompiledSubgraph) -> None:
-    alone = [subgraph.calls()[index] for index in (0, -1)]
+def check_threads(subgraph: CompiledSubgraph) -> None:
+    """Check the clause threads."""
+    alone = subgraph.shortest_and_longest()
     for call in alone:
         _run(subgraph, subgraph.executable, call)
-    for _ in range(ROUNDS):
-        together = [subgraph.calls()[index] for index in (0, -1)]
-        for error in _at_once([partial(_run, subgraph, subgraph.executable, call) for call in together]):
-            subgraph.fail("threads", f"two calls at once: {error}", error)
+    rounds = [subgraph.shortest_and_longest() for _ in range(ROUNDS)]
+    for error in _at_once(partial(_run, subgraph, subgraph.executable), rounds):
+        subgraph.fail("threads", f"two calls at once: {error}", error)
+    for together in rounds:
         for call, expected in zip(together, alone, strict=True):
             _expect_same_bits("threads", subgraph, call, expected)
 
@@ -229,18 +242,22 @@ def _by_row(result: Array) -> NDArray[np.float64]:
     return (result if result.ndim == 2 else result.swapaxes(0, 1)).astype(np.float64)
 
 
-def _at_once(actions: Sequence[Callable[[], None]]) -> list[BaseException]:
-    """Run actions in threads that start together; what they raised."""
-    barrier, errors = threading.Barrier(len(actions)), list[BaseException]()
+def _at_once(act: Callable[[Call], None], rounds: Sequence[Sequence[Call]]) -> list[BaseException]:
+    """A thread for each call of a round; they start every round together. What they raised, which ends them."""
+    barrier, errors = threading.Barrier(len(rounds[0])), list[BaseException]()
 
-    def act(action: Callable[[], None]) -> None:
-        barrier.wait()
+    def work(calls: Sequence[Call]) -> None:
         try:
-            action()
+            for call in calls:
+                barrier.wait()
+                act(call)
+        except threading.BrokenBarrierError:
+            return
         except BaseException as error:
             errors.append(error)
+            barrier.abort()
 
-    threads = [threading.Thread(target=act, args=[action]) for action in actions]
+    threads = [threading.Thread(target=work, args=[calls]) for calls in zip(*rounds, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
