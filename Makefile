@@ -10,6 +10,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+PYTEST = $(BIN)/pytest --numprocesses $(JOBS)
 PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
@@ -20,13 +21,18 @@ PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md L
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
 CPP_SOURCES := $(shell find csrc bench/roofline -name '*.cc' -o -name '*.h')
 
-# Installs one list of requirements out of pyproject.toml, in $(BIN).
+# Installs a list of requirements out of pyproject.toml, in $(BIN): a Python expression on all that it holds.
 define install_requirements
-$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); print(*project$(1), sep="\n")' \
+$(BIN)/python -c 'import tomllib; root = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' \
   | $(PIP) install --requirement /dev/stdin
 endef
 
-.PHONY: help run test lint parity test-arm test-sanitize clean
+# Installs extras out of pyproject.toml, in $(BIN).
+define install_extras
+$(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
+endef
+
+.PHONY: help run test test-exhaustive test-all tests-ready lint parity test-arm test-sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -35,9 +41,18 @@ help: ## list these targets
 run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded the first time
 	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
 
-test: $(VENV)/.package $(VENV)/.test ## run the Python tests on the package as it is installed
+test: tests-ready ## run the Python tests on the package as it is installed
+	$(PYTEST) -rs -m "not exhaustive"
+
+test-exhaustive: tests-ready $(VENV)/.exhaustive ## run every case of what `test` takes samples of
+	$(PYTEST) -rs -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive
+
+test-all: test test-exhaustive ## run all Python tests
+
+tests-ready:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.wheel $(VENV)/.test # one compiles, the other downloads
+	@$(MAKE) --no-print-directory $(VENV)/.package
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model will be skipped" >&2
-	$(BIN)/pytest -rs
 
 lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of all code
 	$(BIN)/ruff check --extend-exclude build .
@@ -94,18 +109,28 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.build: $(VENV)/.created pyproject.toml
-	$(call install_requirements,["build-system"]["requires"])
+	$(call install_requirements,root["build-system"]["requires"])
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.build $(PACKAGE_SOURCES)
-	rm -rf build/lib*
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation .
+$(VENV)/.wheel: $(VENV)/.build $(PACKAGE_SOURCES)
+	rm -rf build/lib* build/wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.qnn $(VENV)/.plot $(VENV)/.mpi
+$(VENV)/.dependencies: $(VENV)/.build
+	$(call install_requirements,root["project"]["dependencies"])
+	@touch $@
 
-$(VENV)/.test $(VENV)/.lint $(VENV)/.qnn $(VENV)/.plot $(VENV)/.mpi: $(VENV)/.%: $(VENV)/.created pyproject.toml
-	$(call install_requirements,["project"]["optional-dependencies"]["$*"])
+$(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies
+	$(PIP) install --no-deps --force-reinstall build/wheel/*.whl
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.dependencies
+	$(call install_extras,test qnn plot mpi)
+	@touch $@
+
+$(VENV)/.lint $(VENV)/.exhaustive: $(VENV)/.%: $(VENV)/.test
+	$(call install_extras,$*)
 	@touch $@
 
 build/parity/.installed:

@@ -1,7 +1,9 @@
 """What all tests share: a cache of their own, never the user's; and the command line, called in this process."""
 
 import io
+import signal
 import sys
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -9,8 +11,21 @@ from hypothesis import settings
 
 from chunkrt.cli import main
 
-settings.register_profile("any machine", deadline=None)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
+settings.register_profile("any machine", deadline=None, max_examples=30)
+settings.register_profile("exhaustive", deadline=None, max_examples=300)
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test with `sampled(every=n)` the cases between are exhaustive: `make test` leaves them out."""
+    num_cases = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            if num_cases[item.function] % mark.kwargs["every"]:
+                item.add_marker("exhaustive")
+            num_cases[item.function] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

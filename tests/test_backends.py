@@ -15,6 +15,7 @@ from chunkrt.testing import ConformanceError, check_backend
 from chunkrt.testing.decoder import random_decoder
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_our_backends_conform(name):
     check_backend(make_backend(name, threads=2))
@@ -54,6 +55,12 @@ class Odd:
     @property
     def is_attention(self):
         return bool(self.subgraph.state)
+
+    @property
+    def caches(self):
+        """Those that hold every position, where it has them."""
+        is_plain = not self.subgraph.window and any(node.op == "CachedAttention" for node in self.subgraph.nodes)
+        return self.subgraph.state if is_plain else ()
 
 
 CASES = []
@@ -183,7 +190,7 @@ class NormalisesInPlace(Odd):
 class WritesThePositionAfter(Odd):
     def run(self, inputs, outputs):
         super().run(inputs, outputs)
-        for name in self.subgraph.state:
+        for name in self.caches:
             inputs[name][:, inputs["position"][0] + len(inputs[self.subgraph.inputs[0]])] = 0
 
 
@@ -191,7 +198,7 @@ class WritesThePositionAfter(Odd):
 class RotatesOldKeysAgain(Odd):
     def run(self, inputs, outputs):
         super().run(inputs, outputs)
-        for name in self.subgraph.state:
+        for name in self.caches:
             inputs[name][:, : inputs["position"][0]] *= -1
 
 
@@ -216,7 +223,7 @@ class WritesARowTooMany(Odd):
 @breaks("outputs")
 class ForgetsTheCache(Odd):
     def run(self, inputs, outputs):
-        caches = {name: inputs[name].copy() for name in self.subgraph.state}
+        caches = {name: inputs[name].copy() for name in self.caches}
         super().run({**inputs, **caches}, outputs)
 
 
@@ -225,7 +232,7 @@ class ReadsBeyondThePosition(Odd):
     """Attends to positions that hold nothing yet."""
 
     def run(self, inputs, outputs):
-        beyond = sum(float(inputs[name][0, -1, 0]) for name in self.subgraph.state)
+        beyond = sum(float(inputs[name][0, -1, 0]) for name in self.caches)
         super().run(inputs, outputs)
         for output in outputs.values():
             output += beyond

@@ -299,6 +299,7 @@ def test_a_choice_is_made_once(home, planned, monkeypatch, caplog):
     assert not caplog.records
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"scheme": []}', "half", "\udcff"], ids=ascii)
 def test_a_damaged_choice_is_made_again(home, planned, caplog, damage):
     calibration = calibration_of(planned)

@@ -5,7 +5,8 @@ import pytest
 
 from chunkrt.backends.operands import quantize_rows
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.testing import ConformanceError, check_backend
+from chunkrt.testing import ConformanceError
+from chunkrt.testing.conformance import check_linears
 
 
 class StaticLinear:
@@ -133,7 +134,7 @@ class GoesOneStepBeyondTheLastLevel(StaticLinear):
 
 
 def test_linears_in_int64_conform():
-    check_backend(OwnStaticLinears())
+    check_linears(OwnStaticLinears())
 
 
 @pytest.mark.parametrize("linear", WRONG, ids=lambda linear: linear.__name__)
@@ -141,7 +142,7 @@ def test_what_a_linear_gets_wrong_is_noticed(linear):
     backend = OwnStaticLinears()
     backend.linear = linear
     with pytest.raises(ConformanceError) as raised:
-        check_backend(backend)
+        check_linears(backend)
     assert raised.value.clause == "linears"
 
 
@@ -264,7 +265,7 @@ WRONG_DYNAMIC = [
 
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_dynamic_linears_in_float64_conform(in_blocks):
-    check_backend(OwnDynamicLinears(in_blocks=in_blocks))
+    check_linears(OwnDynamicLinears(in_blocks=in_blocks))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_what_a_dynamic_linear_gets_wrong_is_noticed(linear, in_blocks):
     backend = OwnDynamicLinears(in_blocks=in_blocks)
     backend.linear = linear
     with pytest.raises(ConformanceError) as raised:
-        check_backend(backend)
+        check_linears(backend)
     assert raised.value.clause == "linears"
 
 
@@ -384,7 +385,7 @@ class RoundsTheExcess(Shadow):
 
 
 def test_shadows_in_float64_conform():
-    check_backend(OwnShadows())
+    check_linears(OwnShadows())
 
 
 @pytest.mark.parametrize("shadow", WRONG_SHADOWS, ids=lambda shadow: shadow.__name__)
@@ -392,5 +393,5 @@ def test_what_a_shadow_gets_wrong_is_noticed(shadow):
     backend = OwnShadows()
     backend.shadow = shadow
     with pytest.raises(ConformanceError) as raised:
-        check_backend(backend)
+        check_linears(backend)
     assert raised.value.clause == "shadows"

@@ -117,6 +117,7 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
     }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("soc", "chunk"), COMPILED_FOR)
 def test_it_gives_what_the_checkpoint_gives_and_compiles_nothing(device, tmp_path, soc, chunk):
     found, num_compiled = run(device, soc=soc, chunk_length=chunk)
@@ -353,7 +354,6 @@ from chunkrt.cli import main
 print("ready", flush=True)
 main()
 """
-NUM_KILLS = 20
 
 
 def start_compiling(place):
@@ -377,7 +377,8 @@ def listing(place):
     }
 
 
-def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, monkeypatch, num_kills):
     process = start_compiling(tmp_path / "clean")
     began = time.monotonic()
     process.communicate()
@@ -388,13 +389,13 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, mon
     expected, _ = run(tmp_path / "clean" / "output")
 
     place, rng, num_started, num_killed = tmp_path / "killed", random.Random(20240607), 0, 0
-    while num_killed < NUM_KILLS:
+    while num_killed < num_kills:
         num_started += 1
         if num_killed % 2 == 0 or (place / "output").exists():  # else it goes on where the last one was killed
             shutil.rmtree(place, ignore_errors=True)
         process = start_compiling(place)
         try:
-            process.communicate(timeout=duration * (num_killed + rng.random()) / NUM_KILLS)
+            process.communicate(timeout=duration * (num_killed + rng.random()) / num_kills)
             duration *= 0.9  # it was through before it could be killed
         except subprocess.TimeoutExpired:
             process.kill()

@@ -41,6 +41,7 @@ def softmax(logits):
     return weights / weights.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_perplexity_is_that_of_transformers_logits(name):
     tokens = input_ids(name)

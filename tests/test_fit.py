@@ -180,6 +180,7 @@ def test_what_the_npu_cannot_run_is_said():
     assert find_remedy(odd, found) == ""
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("chunk", [32, 64])
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a16"])
 def test_contexts_are_as_large_as_estimated(scheme, chunk, tmp_path):

@@ -22,6 +22,7 @@ def whole(name, window):
     return {"window": window, "sequence": length, "context": length + 5}
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("keys", ["pre-rope", "post-rope"])
 @pytest.mark.parametrize("window", [1, 8, 32])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -64,6 +65,7 @@ def test_norms_take_squares_beyond_float16(opset):
     np.testing.assert_allclose(narrow, wide, rtol=0, atol=2e-2 * np.abs(wide).max())
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_left_padding_is_invisible(name, dtype):

@@ -25,6 +25,7 @@ def exported(name, folder, *options):
     return path
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_fixed_window_comes_back_as_the_plan_that_it_was(tmp_path, name):
     path = exported(name, tmp_path)

@@ -49,6 +49,7 @@ def test_every_family_has_fixtures():
     assert architectures == set(FAMILIES)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", NAMES)
 def test_chunked_logits_are_those_of_transformers(name, chunk_length):
@@ -64,6 +65,7 @@ def test_so_are_those_of_a_backend_that_shares_no_code(name):
     np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(name):
     """In one call, with empty caches: no chunk, no executor, no kernel of ours."""
@@ -83,6 +85,7 @@ def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(na
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -93,6 +96,7 @@ def test_a_prompt_of_any_length_is_what_it_is_in_one_chunk(name, chunk_length, n
             assert_same_but_for_order(logits_of(engine, tokens), in_one_chunk(name, num_tokens))
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize(("num_prefilled", "num_decoded"), [(1, 12), (31, 2), (33, 9)])
 @pytest.mark.parametrize("name", FAMILY_NAMES)

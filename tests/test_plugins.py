@@ -169,6 +169,7 @@ for name in ("tiny", "tiny_npu"):
 """
 
 
+@pytest.mark.exhaustive
 def test_backends_conform(python):
     status, _, err = python("-c", BACKENDS_CONFORM)
     assert status == 0, err

@@ -70,6 +70,7 @@ def sum_of_two(decoder):
     return subgraph, replace(decoder.plan, subgraphs=(subgraph,), inputs=(left, right), output=HIDDEN)
 
 
+@pytest.mark.exhaustive
 def test_it_conforms(backend):
     check_backend(backend)
 

@@ -123,6 +123,7 @@ def test_progress_tells_of_every_graph(model, tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("scheme", TOLERANCES)
 @pytest.mark.parametrize("num_tokens", [2, 33, 512])
 def test_logits_are_those_of_the_reference(model, scheme, num_tokens):
@@ -143,6 +144,7 @@ def check_against_reference(model, tokens, **options):
     assert relative_error(found, in_float) < 1.1 * relative_error(expected, in_float)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("shadow", ["all", "*.down_proj.weight"])
 def test_shadows_run_on_the_cpu_beside_their_linears_on_the_npu(model, shadow):
     """Main halves with outputs of 8 bits by column; five chunks, pipelined."""

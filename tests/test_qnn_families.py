@@ -30,6 +30,7 @@ OPERATORS_OF = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", OPERATORS_OF)
 def test_a_layer_is_what_the_reference_computes(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))

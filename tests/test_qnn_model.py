@@ -17,7 +17,10 @@ if not open_htp().is_emulated:
 
 NAME = "smollm2-135m-instruct"
 MODEL = pulled(find(NAME))
-pytestmark = pytest.mark.skipif(MODEL is None, reason=f"{NAME} is not here: chunkrt pull {NAME}")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(MODEL is None, reason=f"{NAME} is not here: chunkrt pull {NAME}"),
+]
 
 PROMPT = (
     "The sun rises in the east, climbs to its highest point in the sky at noon, and then it slowly sinks down again, "

@@ -244,6 +244,7 @@ def test_products_in_the_table_are_within_one_step(htp, soc, activation_bits, we
     assert most <= (LEVELS[16] / 1000 if is_rough else 1)
 
 
+@pytest.mark.sampled(every=4)
 @EVERY_ARCH
 @pytest.mark.parametrize("weight_bits", [8, 4])
 @pytest.mark.parametrize("reach", [4000, 250, 20])

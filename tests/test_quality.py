@@ -57,6 +57,7 @@ def perplexity(logits, tokens):
     return np.exp(np.mean(np.log(np.exp(shifted).sum(axis=1)) - chosen))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("engine", ["native", "native_in_blocks"])
 def test_integers_are_close_to_float(request, engine, oracle, text):

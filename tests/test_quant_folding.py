@@ -57,6 +57,7 @@ NOT_ROTATED = {
 """By how their fixtures' names begin: what has norms whose weights no linear takes over."""
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("fold", [equalised, rotated, both])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_stay_those_of_transformers(name, fold):

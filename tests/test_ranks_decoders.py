@@ -67,6 +67,7 @@ def of_one_rank(name):
     return prefill_and_decode(name)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_ranks_are_those_of_transformers(name, size):
@@ -75,6 +76,7 @@ def test_logits_of_ranks_are_those_of_transformers(name, size):
     assert all(np.array_equal(logits, found[0]) for logits in found)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FOUR_FAMILIES)
 def test_logits_of_ranks_are_those_of_one_rank_under_every_policy(name, policy):
@@ -300,6 +302,7 @@ def test_what_the_command_line_refuses(arguments, message, command):
 
 
 @needs_real_model
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic"])
 def test_smollm2_on_two_ranks_is_as_near_its_float_decoder_as_on_one(scheme):
     """Mean KL divergence in nats; 9 query and 3 key/value heads are padded to 12 and 4."""

@@ -144,6 +144,7 @@ def test_last_words_are_one_line_at_most(end, line):
     assert finished.stderr == line
 
 
+@pytest.mark.sampled(every=3)
 @needs_mpi
 @pytest.mark.parametrize(
     ("name", "sizes"), [("llama_gqa", (2, 4)), ("gemma3_window_5", (2,)), ("lfm2", (2,)), ("qwen3_next", (2,))]
@@ -197,6 +198,7 @@ def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
     assert lines[8].startswith("ModelError cannot load a state from nowhere.npz")
 
 
+@pytest.mark.sampled(every=4)
 @needs_mpi
 @pytest.mark.parametrize("options", [(), ("-disable-auto-cleanup",)], ids=["plain", "disable-auto-cleanup"])
 @pytest.mark.parametrize(("size", "name"), [(2, "SIGKILL"), (4, "SIGKILL"), (2, "SIGTERM")])
@@ -208,6 +210,7 @@ def test_a_rank_that_dies_ends_all_with_one_line(options, size, name):
     assert "|" not in finished.stdout
 
 
+@pytest.mark.sampled(every=2)
 @needs_mpi
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_falls_silent_ends_all_with_one_line(size):
@@ -217,6 +220,7 @@ def test_a_rank_that_falls_silent_ends_all_with_one_line(size):
     assert "rank 1 was lost: nothing came from it" in line
 
 
+@pytest.mark.exhaustive
 @needs_mpi
 def test_a_leader_that_falls_silent_ends_all_with_one_line():
     finished = launch(2, "silent_leader", *BENCH, "1")

@@ -49,6 +49,9 @@ class Instance:
         return run_on_virtual_clock(schedule, schedule.duration)[-1].end_ns
 
 
+pytestmark = pytest.mark.exhaustive
+
+
 def random_instance(random: Random) -> Instance:
     """Every task its own duration, or as in a decoder: linears as long as each other, attention growing."""
     if random.random() < 0.5:

@@ -32,6 +32,7 @@ from chunkrt.runtime.state import State
 NUM_GRAPHS, NUM_BATCHES = 1000, 20
 
 
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_random_graphs_give_the_same_bits_under_every_policy(batch: int) -> None:
     for seed in range(batch, NUM_GRAPHS, NUM_BATCHES):

@@ -181,6 +181,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 on_all_backends = pytest.mark.parametrize("npu", ["reference", "onnxrt", "native"])
 
 
+@pytest.mark.sampled(every=4)
 @on_all_backends
 @pytest.mark.parametrize("window", [3, 8, 40, 300, 1000])
 def test_a_window_sees_the_same_in_chunks_and_at_once(windowed: Any, window: int, npu: str) -> None:

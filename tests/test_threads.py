@@ -54,6 +54,7 @@ def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return seen
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("threads", [1, 2, 4, 8])
 @pytest.mark.parametrize("npu", ["native", "onnxrt", "reference"])
 def test_an_engine_has_the_threads_it_was_asked_to_have(npu: str, threads: int, during_runs: list[set[str]]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
@@ -16,6 +17,7 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 import chunkrt.tune
 from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
 from chunkrt.settings import read_settings
 from chunkrt.simulate import Shape, find_device, simulate
 from chunkrt.tune import NATURAL, PARTITIONS, TIE, Tuned, tune
@@ -50,11 +52,17 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@cache
+def plan_of(partition: str) -> Plan:
+    return SMALL.plan({**PARTITIONS, **MINE}[partition])
+
+
+@cache
 def by_hand(partition: str, chunk_length: int, policy: str, in_flight: int | None) -> tuple[float, int]:
     """Geometric mean of the times, and the most memory, of one choice; simulated here."""
     found = [
         simulate(
-            SMALL.plan({**PARTITIONS, **MINE}[partition]),
+            plan_of(partition),
             find_device("sd8gen3"),
             prompt_length=prompt,
             chunk_length=chunk_length,
