@@ -45,6 +45,7 @@ def assert_agrees(folder, model):
             np.testing.assert_allclose(found, original_logits(model, tokens), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_import_gives_the_logits_of_the_original(family):
     folder = FIXTURES / f"optimum_{family}_fp32"
@@ -156,6 +157,7 @@ def with_a_little_added_to_scores(graph):
     put_behind(graph, "layers.0/self_attn/MatMul", "Add", "bias")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -81,11 +81,13 @@ def test_the_capital_of_france(command):
     assert "Paris" in json.loads(finished.out)["text"]
 
 
+@pytest.mark.exhaustive
 def test_the_quantised_model_takes_a_quarter_of_the_bytes(native, oracle):
     """Linears in int8, the table in float16."""
     assert native.weights.num_bytes < 0.31 * oracle.weights.num_bytes
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_4_bits_take_less(native, native_in_blocks):
     """The layers' linears 5 bits a weight where they took 8; head and table as before."""
     assert native_in_blocks.weights.num_bytes < 0.8 * native.weights.num_bytes

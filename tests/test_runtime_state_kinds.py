@@ -95,6 +95,7 @@ def test_a_ring_without_a_window_is_refused() -> None:
         State(replace(plan, tensors={**plan.tensors, "cache.0": ring}), 20)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("num_tokens", [1, 30, 64, 65, 100])
 def test_a_ring_goes_back_as_far_as_it_holds_what_a_window_sees(num_tokens: int) -> None:
     for position in range(num_tokens + 1):

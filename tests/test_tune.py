@@ -131,6 +131,7 @@ def test_what_the_npu_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert "the NPU has no Gather" in found.left_out["look-up on npu"]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "gemma3_window_5"])
 def test_every_partition_is_one_of_any_family(name: str) -> None:
     found = tune(str(checkpoint(name)), "sd8gen3", prompt_lengths=[40], chunk_lengths=[32], workers=1)
