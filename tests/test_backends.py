@@ -15,7 +15,7 @@ from chunkrt.testing import ConformanceError, check_backend
 from chunkrt.testing.decoder import random_decoder
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_our_backends_conform(name):
     check_backend(make_backend(name, threads=2))

@@ -34,7 +34,7 @@ SMALL = Shape(
     vocab_size=1000,
     context_length=512,
 )
-PROMPTS, CHUNKS = (64, 200), (32, 64)
+PROMPTS, CHUNKS = (64, 100), (32, 64)
 MINE = {"first layer on cpu": {"model.layers.0": "cpu"}}
 
 
@@ -120,7 +120,7 @@ def test_the_file_holds_what_was_chosen_and_tells_from_what(tuned: Tuned, tmp_pa
     assert settings["chunk_length"] == tuned.best.chunk_length
     assert settings.get("placement", {}) == tuned.best.placement
     comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    for part in ("Snapdragon 8 Gen 3", "64, 200 tokens", "no limit", f"{tuned.best.time_ms:.1f} ms"):
+    for part in ("Snapdragon 8 Gen 3", "64, 100 tokens", "no limit", f"{tuned.best.time_ms:.1f} ms"):
         assert any(part in comment for comment in comments), part
 
 
