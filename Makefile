@@ -58,6 +58,7 @@ lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of a
 	$(BIN)/ruff check --extend-exclude build .
 	$(BIN)/ruff format --check --extend-exclude build .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
 parity: $(VENV)/.package $(VENV)/.test build/parity/.installed ## compare with Hugging Face Transformers (torch: large)

@@ -19,9 +19,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import chunkrt
-from chunkrt.compiler import Planned, plan_checkpoint
-from chunkrt.model import find_checkpoint
-from chunkrt.onnx_export import (
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.graph.planned import Planned
+from chunkrt.onnx.exporting import (
     DynamicSettings,
     WindowSettings,
     dynamic_model,
@@ -30,7 +31,7 @@ from chunkrt.onnx_export import (
     window_model,
     write_beside,
 )
-from chunkrt.onnx_session import OnnxSession
+from chunkrt.onnx.session import OnnxSession
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 PROMPT = "The capital of France is"

@@ -19,12 +19,12 @@ import click
 import numpy as np
 import psutil
 
-from chunkrt.compiler import Planned
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
+from chunkrt.graph.planned import Planned
 from chunkrt.graph.tracing import trace
-from chunkrt.onnx_export import WindowSettings, save_model, window_model
-from chunkrt.onnx_session import OnnxSession
+from chunkrt.onnx.exporting import WindowSettings, save_model, window_model
+from chunkrt.onnx.session import OnnxSession
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}

@@ -14,8 +14,8 @@ import click
 
 import chunkrt
 from chunkrt.cli.options import progress_bar
-from chunkrt.experiments import Row
 from chunkrt.graph.placement import Placement
+from chunkrt.simulate.experiments import Row
 
 PLACEMENTS: dict[str, Placement] = {
     "as it is": {},

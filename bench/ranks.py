@@ -28,13 +28,13 @@ from peers.report import describe_machine
 from peers.shapes import SHAPES, write_random_model
 
 import chunkrt
-from chunkrt.cpu import cpu_info
-from chunkrt.model import DEFAULT_SCHEME, find_checkpoint
-from chunkrt.options import CPU_CHUNK_LENGTH
-from chunkrt.ranks import Ranks
-from chunkrt.runtime.link_time import link_time
+from chunkrt.backends.native.cpu import cpu_info
+from chunkrt.engine.options import CPU_CHUNK_LENGTH
+from chunkrt.engine.resolve import DEFAULT_SCHEME, find_checkpoint
+from chunkrt.graph.ranks import Ranks
 from chunkrt.runtime.policy import DEFAULT_POLICY
 from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.trace.link_time import link_time
 from chunkrt.simulate import LinkProfile, Shape, Simulation, find_device, find_link, find_shape, simulate
 
 RANDOM_SHAPE = "qwen2.5-0.5b"

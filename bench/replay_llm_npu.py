@@ -26,8 +26,8 @@ from typing import Literal
 
 import click
 
+from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.graph.plan import Plan
-from chunkrt.quant.figures import weight_bytes
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.simulate import DeviceProfile, find_device, find_shape, simulate
 from chunkrt.simulate.profile import OperatorCost, ProcessorCost

@@ -22,9 +22,9 @@ from roofline_prefill import Overhead, Prefills, start_command, start_fresh
 from roofline_tables import markdown
 from roofline_work import Bounds, Peaks, Spread
 
-from chunkrt.cpu import cpu_info
+from chunkrt.backends.native.cpu import cpu_info
+from chunkrt.engine.options import available_cores
 from chunkrt.errors import ChunkrtError
-from chunkrt.options import available_cores
 from chunkrt.quant.scheme import SCHEMES
 
 

@@ -17,8 +17,8 @@ from roofline_work import Work, work_of
 
 import chunkrt
 from chunkrt.backends.base import Array, Executable
-from chunkrt.engine import Engine, default_cache_dtype, make_processors
-from chunkrt.quant.figures import weight_bytes
+from chunkrt.engine.engine import Engine, default_cache_dtype, make_processors
+from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.state import State

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
-from chunkrt.graph.plan import ATTENTION_OPS, EXPERTS_OP, Plan, resolve
-from chunkrt.quant.figures import weight_bytes
+from chunkrt.graph.plan import ATTENTION_OPS, EXPERTS_OP, Plan, linear_nodes, resolve
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import linear_nodes
-from chunkrt.runtime.policy import Task
+from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.work import Chunk
 
 NOT_COUNTED = (EXPERTS_OP, LINEAR_ATTENTION_OP, "FloatLinear")

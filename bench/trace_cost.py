@@ -17,9 +17,9 @@ import click
 import numpy as np
 
 from chunkrt.cli.options import engine_options, open_engine
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.trace_file import write_trace
+from chunkrt.runtime.trace.file import write_trace
 
 
 @click.command()

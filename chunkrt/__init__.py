@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from chunkrt.cpu import cpu_info
-from chunkrt.engine import Engine, load
+from chunkrt.backends.native.cpu import cpu_info
+from chunkrt.engine.engine import Engine, load
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.sampling import SamplingOptions
+from chunkrt.engine.session import Piece, PrefillResult, Session
 from chunkrt.errors import ChunkrtError
-from chunkrt.options import EngineOptions
-from chunkrt.sampling import SamplingOptions
-from chunkrt.session import Piece, PrefillResult, Session
 
 if TYPE_CHECKING:
-    from chunkrt.experiments import experiment
+    from chunkrt.simulate.experiments import experiment
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """`experiment`, which brings the simulator with it, is imported when it is asked for."""
     if name == "experiment":
-        from chunkrt.experiments import experiment
+        from chunkrt.simulate.experiments import experiment
 
         return experiment
     raise AttributeError(f"module 'chunkrt' has no attribute {name!r}")

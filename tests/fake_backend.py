@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.graph.plan import ALL_REDUCE_OP, Device, Node, Plan, Subgraph, Tensor, resolve
-from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.tasks import Processor
 
 Array = NDArray[Any]
 Result = TypeVar("Result")

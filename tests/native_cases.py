@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from chunkrt.engine_directory.layout import pack
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import LEVELS, Scheme, find_scheme
-from chunkrt.weights.layout import pack
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 
 W8A8 = find_scheme("w8a8-dynamic")
 VOCABULARY = 30

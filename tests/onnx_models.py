@@ -10,8 +10,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 from fixture_checkpoints import checkpoint
 
-from chunkrt.compiler import Planned, plan_checkpoint
-from chunkrt.onnx_export import WindowSettings, window_model
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.graph.planned import Planned
+from chunkrt.onnx.exporting import WindowSettings, window_model
 
 FAMILIES = ("llama_gqa", "qwen3", "gemma3_window_5", "lfm2", "qwen3_next")
 """Fixtures, one for each kind of decoder."""

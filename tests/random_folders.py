@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import chunkrt
 from chunkrt.backends import make_backend
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 

@@ -12,9 +12,9 @@ import psutil
 
 import chunkrt
 from chunkrt.cli import main
+from chunkrt.engine.ranks.follower import Follower
 from chunkrt.errors import ChunkrtError
-from chunkrt.ranks.follower import Follower
-from chunkrt.ranks.mpi import MpiCommunicator
+from chunkrt.runtime.ranks.mpi import MpiCommunicator
 
 FLOAT = {"scheme": "float", "npu": "reference", "chunk_length": 8}
 PROMPT = list(range(3, 34))
@@ -157,14 +157,14 @@ def command(*arguments):
 def waiting(model):
     """Rank 1 dies while rank 0 waits for something else."""
     if os.environ["PMI_RANK"] == "1":
-        load = chunkrt.engine._load_part
+        load = chunkrt.engine.engine._load_part
 
         def load_and_die(*arguments):
             engine = load(*arguments)
             Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
             return engine
 
-        chunkrt.engine._load_part = load_and_die
+        chunkrt.engine.engine._load_part = load_and_die
     with chunkrt.load(model, **FLOAT):
         Event().wait()
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from chunkrt.backends.communicator import Communicator
 from chunkrt.errors import DeviceLostError
-from chunkrt.ranks import Communicator
-from chunkrt.ranks.local import local_communicators
+from chunkrt.runtime.ranks.local import local_communicators
 
 Result = TypeVar("Result")
 TIMEOUT = 60.0

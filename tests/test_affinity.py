@@ -13,13 +13,12 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import affinity
-from chunkrt.affinity import big_cores, cpu_list, find_cpus, running_on
-from chunkrt.backends.native import NativeBackend
-from chunkrt.backends.native.backend import NativeExecutable
+from chunkrt.backends.native.backend import NativeBackend, NativeExecutable
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.settings import read_settings
 from chunkrt.errors import BackendError, ConfigError
-from chunkrt.options import EngineOptions
-from chunkrt.settings import read_settings
+from chunkrt.runtime import affinity
+from chunkrt.runtime.affinity import big_cores, cpu_list, find_cpus, running_on
 
 if not hasattr(os, "sched_setaffinity"):
     pytest.skip(f"{sys.platform} has no affinity", allow_module_level=True)

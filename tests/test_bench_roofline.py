@@ -11,7 +11,7 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES, Scheme
-from chunkrt.runtime.policy import Task
+from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.shape import Shape
 from chunkrt.simulate.work import cut
 

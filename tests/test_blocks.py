@@ -11,20 +11,22 @@ from hypothesis.extra.numpy import arrays
 
 import chunkrt
 from chunkrt.backends.operands import BlockWeight, quantize_rows
-from chunkrt.catalogue import find, pulled
-from chunkrt.compiler import Planned, plan_checkpoint
+from chunkrt.checkpoints.catalogue import find, pulled
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine_directory.figures import linears_by_weight_bits, weight_bytes
+from chunkrt.engine_directory.layout import pack_blocks, packed_blocks_shapes, unpack_blocks
+from chunkrt.engine_directory.store import BLOCK_SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.weights import write_weights
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
+from chunkrt.graph.plan import linear_weights
+from chunkrt.graph.planned import Planned
 from chunkrt.graph.tracing import trace
-from chunkrt.quant.blocks import quantize_to_blocks
-from chunkrt.quant.figures import linears_by_weight_bits, weight_bytes
+from chunkrt.quant.blocks import quantize_to_blocks, settle
 from chunkrt.quant.scheme import SCHEMES, Scheme
-from chunkrt.quant.weights import linear_weights, write_weights
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
-from chunkrt.weights.layout import pack_blocks, packed_blocks_shapes, unpack_blocks
-from chunkrt.weights.source import BlockTensor, TensorInfo
-from chunkrt.weights.store import BLOCK_SCALE_SUFFIX, WeightStore
 
 SCHEME = SCHEMES["w4a8-dynamic"]
 REAL_NAME = "smollm2-135m-instruct"
@@ -141,7 +143,7 @@ QKV, O_PROJ, GATE_UP, DOWN = (
 
 def settled(types, config=CONFIG_IN_BLOCKS, scheme=SCHEME):
     """Linears of the first layer, and the head, that are in 4 bits."""
-    found = Checkpoint(types, config).planned().settle(scheme)
+    found = settle(Checkpoint(types, config).planned(), scheme)
     return {name for name in (QKV, O_PROJ, GATE_UP, DOWN, "lm_head.weight") if found.has_blocks(name)}
 
 
@@ -159,7 +161,7 @@ def test_which_linears_have_blocks_is_the_checkpoint_s_to_say():
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != SCHEME.name])
 def test_other_schemes_are_settled_already(name):
-    assert Checkpoint({}).planned().settle(SCHEMES[name]) is SCHEMES[name]
+    assert settle(Checkpoint({}).planned(), SCHEMES[name]) is SCHEMES[name]
     assert not SCHEMES[name].has_blocks(QKV)
 
 
@@ -167,7 +169,7 @@ def test_a_checkpoint_s_blocks_are_stored_as_they_are(tmp_path):
     """Parts side by side; nothing but them is asked for where blocks are there."""
     types = {f"{LAYER}.self_attn.{n}_proj.weight": "Q4_1" for n in "qkv"}
     planned = Checkpoint(types).planned()
-    scheme, path, loaded = planned.settle(SCHEME), tmp_path / "weights", []
+    scheme, path, loaded = settle(planned, SCHEME), tmp_path / "weights", []
 
     def load(name):
         loaded.append(name)
@@ -205,7 +207,7 @@ def test_backends_agree_on_a_float_checkpoint():
 @pytest.mark.skipif(REAL_MODEL is None, reason=f"{REAL_NAME} is not here: chunkrt pull {REAL_NAME}")
 def test_a_real_checkpoint_keeps_its_blocks(tmp_path):
     planned = plan_checkpoint(REAL_MODEL, {})
-    scheme = planned.settle(SCHEME)
+    scheme = settle(planned, SCHEME)
     assert scheme == replace(SCHEME, weights_of_8_bits=("lm_head.weight",))
     assert linears_by_weight_bits(planned.plan, scheme) == {4: 120, 8: 1, 32: 0}
     for name in ("model.layers.7.self_attn.qkv_proj.weight", "model.layers.29.mlp.down_proj.weight"):

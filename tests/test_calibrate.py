@@ -13,8 +13,10 @@ import pytest
 import safetensors.numpy
 from fixture_checkpoints import checkpoint
 
-from chunkrt import calibrate as calibration_module
-from chunkrt.calibrate import (
+from chunkrt.checkpoints.catalogue import find, pulled
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.compile import calibrate as calibration_module
+from chunkrt.compile.calibrate import (
     DEFAULT_NUM_TOKENS,
     WINDOW_LENGTH,
     cached_calibration,
@@ -23,15 +25,13 @@ from chunkrt.calibrate import (
     shipped_text,
     text_digest,
 )
-from chunkrt.catalogue import find, pulled
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.calibration import SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import METHODS
-from chunkrt.quant.weights import linear_nodes
 from chunkrt.tokenizer import Tokenizer
-from chunkrt.weights.checkpoint import open_checkpoint
 
 FOLDER, GGUF = checkpoint("llama_gqa"), checkpoint("llama_biased_gguf")
 TEXT = "A short text.\n\nIn three parts, two of which\nare short.\n\nAnd an end."
@@ -400,7 +400,7 @@ def test_an_equalised_calibration_takes_the_plain_one_from_the_cache(planned_ggu
 def test_another_version_s_calibration_is_not_used(planned_gguf, cache, monkeypatch):
     """Values may have other names in it."""
     _, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
-    monkeypatch.setattr("chunkrt.engine_directory.version", lambda name: "9.9")
+    monkeypatch.setattr("chunkrt.engine_directory.manifest.version", lambda name: "9.9")
     assert cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)[1] != path
 
 

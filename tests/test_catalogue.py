@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from chunkrt.catalogue import entries, find
-from chunkrt.catalogue.entry import HubSource, PathSource, WheelSource
+from chunkrt.checkpoints.catalogue import entries, find
+from chunkrt.checkpoints.catalogue.entry import HubSource, PathSource, WheelSource
 from chunkrt.errors import ConfigError
 from chunkrt.quant.scheme import find_scheme
 

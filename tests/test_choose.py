@@ -12,9 +12,10 @@ from fixture_checkpoints import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt import choose as choose_module
-from chunkrt.calibrate import WINDOW_LENGTH, cached_calibration
-from chunkrt.choose import (
+from chunkrt.compile import search as choose_module
+from chunkrt.compile.calibrate import WINDOW_LENGTH, cached_calibration
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.search import (
     NEGLIGIBLE,
     NUM_WINDOWS,
     SEARCH_WINDOW_LENGTH,
@@ -23,9 +24,8 @@ from chunkrt.choose import (
     choose,
     held_out,
 )
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.trials import Loss
 from chunkrt.errors import ConfigError, QuantizationError
-from chunkrt.losses import Loss
 from chunkrt.quant.scheme import Recipe, Scheme
 
 GGUF = checkpoint("llama_biased_gguf")

@@ -13,7 +13,7 @@ import safetensors.numpy
 from fixture_checkpoints import checkpoint
 
 from chunkrt.backends.qnn import SOCS
-from chunkrt.session import Session
+from chunkrt.engine.session import Session
 
 GGUF = checkpoint("llama_biased_gguf")
 FOLDER = checkpoint("llama_mha")

@@ -6,7 +6,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 from chunkrt.backends.dispatch import registered_operators
-from chunkrt.compiler import compile_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint
 from chunkrt.quant.scheme import SCHEMES, Recipe
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -49,7 +49,7 @@ def test_every_operator_with_its_uses_and_where_it_comes_from(command):
         "uses": 8,
     }
     assert rows["rope", "cpu"]["reason"] == "a part of cached_attention"
-    assert rows["sampler", "session"]["origin"] == "chunkrt.sampling"
+    assert rows["sampler", "session"]["origin"] == "chunkrt.engine.sampling"
 
 
 def test_the_table_has_what_the_json_has(command):

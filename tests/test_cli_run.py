@@ -9,8 +9,8 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.compiler import compile_checkpoint
-from chunkrt.engine_directory import write_manifest
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.engine_directory.manifest import write_manifest
 from chunkrt.quant.scheme import SCHEMES, Recipe
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -129,7 +129,7 @@ def test_verbose_logs_go_to_stderr(tmp_path):
     environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
     finished = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
     assert finished.stdout == answer("hello", 4) + "\n"
-    assert "chunkrt.compiler: compiled" in finished.stderr
+    assert "chunkrt.compile.compiler: compiled" in finished.stderr
 
 
 def test_a_conversation_keeps_what_was_said(command, chat_model):

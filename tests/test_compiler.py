@@ -17,9 +17,11 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import compiler, engine_directory, shared_folder
-from chunkrt.compiler import compile_checkpoint
-from chunkrt.engine_directory import (
+from chunkrt import files as shared_folder
+from chunkrt.compile import compiler
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.engine_directory import manifest as engine_directory
+from chunkrt.engine_directory.manifest import (
     FORMAT,
     cached_folder,
     is_engine_directory,
@@ -27,9 +29,9 @@ from chunkrt.engine_directory import (
     sampled_digest,
     write_manifest,
 )
+from chunkrt.engine_directory.store import WeightWriter
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.quant.scheme import SCHEMES, Recipe
-from chunkrt.weights.store import WeightWriter
 
 CHECKPOINT = checkpoint("llama_biased_gguf")
 TOKENS = input_ids("llama_biased_gguf")[:20]
@@ -99,7 +101,7 @@ def test_a_weight_that_cannot_be_quantised_leaves_nothing(tmp_path, monkeypatch)
     def refuse(*_, name):
         raise QuantizationError(f"{name} is not finite")
 
-    monkeypatch.setattr("chunkrt.quant.weights.quantize_weight", refuse)
+    monkeypatch.setattr("chunkrt.engine_directory.weights.quantize_weight", refuse)
     with pytest.raises(QuantizationError, match="is not finite"):
         compile_into(tmp_path / "engine")
     assert not any(tmp_path.iterdir())

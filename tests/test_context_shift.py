@@ -11,7 +11,7 @@ from fixture_checkpoints import checkpoint
 from random_folders import load_on, write_folder
 
 from chunkrt.cli.chat import reuse_prefix
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.errors import BackendError, ConfigError
 
 CONTEXT, KEEP, CHUNK = 64, 4, 8

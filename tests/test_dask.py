@@ -8,10 +8,10 @@ import pytest
 from small_shape import SMALL_SHAPE as SMALL
 
 import chunkrt
-import chunkrt.dask_cluster
-from chunkrt.dask_cluster import run_on_dask
+import chunkrt.simulate.dask_cluster
 from chunkrt.errors import ConfigError
-from chunkrt.tune import tune
+from chunkrt.simulate.dask_cluster import run_on_dask
+from chunkrt.simulate.tune import tune
 
 distributed = pytest.importorskip("distributed", reason="distributed is not installed: pip install 'chunkrt[dask]'")
 
@@ -76,7 +76,7 @@ def test_an_interrupt_ends_it(cluster) -> None:
 
 
 def test_a_cluster_without_workers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunkrt.dask_cluster, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(chunkrt.simulate.dask_cluster, "CONNECT_SECONDS", 0.2)
     with (
         distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as empty,
         pytest.raises(ConfigError, match="has no workers; start some with `dask worker"),
@@ -86,7 +86,7 @@ def test_a_cluster_without_workers_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("address", ["nonsense", "", "tcp://127.0.0.1:1", "gopher://127.0.0.1:1"])
 def test_an_address_where_nothing_is_is_one_line(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setattr(chunkrt.dask_cluster, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(chunkrt.simulate.dask_cluster, "CONNECT_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="found no Dask scheduler at"):
         chunkrt.experiment(SMALL, **POINTS, dask=address)
 

@@ -18,13 +18,13 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import deploy
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
-from chunkrt.deploy import compile_engine
-from chunkrt.engine_directory import FORMAT, NpuTarget, read_manifest, sampled_digest
+from chunkrt.engine import deploy
+from chunkrt.engine.deploy import compile_engine
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.roles import compiled_chunk_length
+from chunkrt.engine_directory.manifest import FORMAT, NpuTarget, read_manifest, sampled_digest
 from chunkrt.errors import CompileError, ConfigError, ModelError
-from chunkrt.npu import compiled_chunk_length
-from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import SCHEMES
 
 pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
@@ -349,7 +349,7 @@ def test_ctrl_c_leaves_no_output_and_the_next_call_goes_on(command, tmp_path, mo
 
 COMPILE = """
 import sys
-import chunkrt.backends.qnn.model, chunkrt.compiler, chunkrt.deploy
+import chunkrt.backends.qnn.model, chunkrt.compile.compiler, chunkrt.engine.deploy
 from chunkrt.cli import main
 print("ready", flush=True)
 main()

@@ -19,10 +19,10 @@ from chunkrt.backends.reference import rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.segments import SegmentedExecutable
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.sampling import Sampler
 from chunkrt.errors import BackendError, ConfigError, PartitionError
 from chunkrt.graph.operators import uses
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.sampling import Sampler
 from chunkrt.testing.decoder import random_decoder
 from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
 
@@ -327,7 +327,7 @@ def test_several_threads_call_one_executable_in_segments(decoder, registry):
 @pytest.fixture
 def plugged(registry, monkeypatch):
     """A function that makes engines see a plug-in."""
-    monkeypatch.setattr("chunkrt.engine.registered_operators", lambda: registry)
+    monkeypatch.setattr("chunkrt.engine.engine.registered_operators", lambda: registry)
 
     def add(operator, device, function):
         add_plugin(registry, operator, device, function)

@@ -9,10 +9,10 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import compiler
 from chunkrt.backends import qnn
 from chunkrt.backends.qnn import library
-from chunkrt.engine import Engine, EngineOptions
+from chunkrt.compile import compiler
+from chunkrt.engine.engine import Engine, EngineOptions
 from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError
 
 NAME = "llama_biased_gguf"

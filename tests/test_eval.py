@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chunkrt
+from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.evaluation import logits as logits_module
 from chunkrt.evaluation.logits import divergences, piece_lengths, score_tokens
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import Part, cut_windows, spread
-from chunkrt.session import Session
 
 GGUF, FOLDER = checkpoint("llama_biased_gguf"), checkpoint("llama_gqa")
 FLOAT16_KL = 5e-6

@@ -8,10 +8,10 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
+from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair
-from chunkrt.session import Session
 
 GGUF = checkpoint("llama_biased_gguf")
 SWAG = [

@@ -10,14 +10,14 @@ import chunkrt
 from chunkrt.backends.qnn.library import is_installed, open_htp, open_session
 from chunkrt.backends.qnn.model import npu_model
 from chunkrt.backends.qnn.socs import GB, MIB, SOCS
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import PartitionError
-from chunkrt.fit import MOST_SESSIONS, find_remedy, fit_plan
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.buffers import BufferLayout
+from chunkrt.simulate.fit import MOST_SESSIONS, find_remedy, fit_plan
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
 
 GGUF = checkpoint("llama_biased_gguf")

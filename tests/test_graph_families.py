@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
 from chunkrt.graph.rope import longrope_tables
 from chunkrt.graph.tracing import trace
-from chunkrt.weights.checkpoint import open_checkpoint
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 

@@ -6,9 +6,9 @@ import shutil
 import pytest
 from fixture_checkpoints import checkpoint
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.weights.checkpoint import open_checkpoint
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from chunkrt.engine_directory.figures import attention_figures, subgraph_figures, weight_bytes
 from chunkrt.graph.operations import attended_pairs
 from chunkrt.graph.plan import Node
-from chunkrt.quant.figures import attention_figures, subgraph_figures, weight_bytes
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.costs import Costs
-from chunkrt.runtime.policy import Task
+from chunkrt.runtime.tasks import Task
 from chunkrt.simulate import find_device
 from chunkrt.simulate.profile import OperatorCost
 from chunkrt.simulate.work import Chunk, ModelledWork

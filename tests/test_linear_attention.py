@@ -15,13 +15,13 @@ from safetensors.numpy import save_file
 import chunkrt
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.linear_attention import register
-from chunkrt.backends.onnxrt import OnnxRuntimeBackend
+from chunkrt.backends.onnx.functions import has_expansion
+from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.errors import ConfigError, PartitionError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.parts import CausalDecoder
-from chunkrt.graph.functions import has_expansion
 from chunkrt.graph.linear_attention import Variant, find_variant, register_variant
 from chunkrt.graph.modules import Constant, DepthwiseWeights, Embedding, Module
 from chunkrt.graph.parallel import ReplicatedLinear

@@ -8,18 +8,18 @@ from fixture_checkpoints import checkpoint
 from threadpoolctl import threadpool_info
 
 import chunkrt
-from chunkrt import losses as losses_module
 from chunkrt.backends.operands import BlockWeight, DynamicWeight, StaticWeight
 from chunkrt.backends.reference import run_operator
-from chunkrt.calibrate import cached_calibration
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile import trials as losses_module
+from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.trials import LOSS_EVERY, Loss, Losses, RoundedLinears
+from chunkrt.engine_directory.weights import quantize_weight, quantize_weight_in_blocks
 from chunkrt.errors import QuantizationError
-from chunkrt.graph.plan import resolve
-from chunkrt.losses import LOSS_EVERY, Loss, Losses, RoundedLinears
+from chunkrt.graph.plan import linear_nodes, resolve
 from chunkrt.quant.blocks import quantize_to_blocks
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import SCHEMES, Scheme, find_scheme
-from chunkrt.quant.weights import linear_nodes, quantize_weight, quantize_weight_in_blocks
 
 GGUF = checkpoint("llama_biased_gguf")
 WINDOWS = [np.random.default_rng(seed).integers(0, 128, length) for seed, length in ((0, 41), (1, 24))]

@@ -11,7 +11,7 @@ from native_cases import Case, make_case, node, random_rows, tensor
 
 from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.backends.base import Executable
-from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.errors import BackendError
 from chunkrt.quant.scheme import find_scheme

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from native_cases import VOCABULARY, W8A8, Case, make_case, node, random_rows, run, tensor
 
-from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.errors import BackendError, ConfigError, PartitionError

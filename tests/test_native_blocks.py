@@ -7,13 +7,13 @@ import pytest
 from native_cases import Case, make_case, node, random_rows, run, tensor
 from native_isas import isa_parameters
 
-from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.checkpoints.source import BlockTensor
+from chunkrt.engine_directory.layout import pack_blocks
+from chunkrt.engine_directory.store import BLOCK_SCALE_SUFFIX, WeightStore
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.weights.layout import pack_blocks
-from chunkrt.weights.source import BlockTensor
-from chunkrt.weights.store import BLOCK_SCALE_SUFFIX, WeightStore
 
 SCHEME = SCHEMES["w4a8-dynamic"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from chunkrt import _native
-from chunkrt.backends.native import NativeBackend
-from chunkrt.cpu import cpu_info
+from chunkrt.backends.native.backend import NativeBackend
+from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.errors import ConfigError
 
 

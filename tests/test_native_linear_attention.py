@@ -21,7 +21,7 @@ from native_linear_attention_cases import (
 )
 
 from chunkrt._native import ProgramBuilder, ThreadPool
-from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeBackend
 
 LENGTHS = [1, 2, 31, 32, 33, 64, 95]
 ISAS = isa_parameters("reference", "neon", "avx2", "avx512vnni")

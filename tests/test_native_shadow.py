@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from native_cases import Case, make_case, node, random_rows, run, tensor
 from native_isas import isa_parameters
 
-from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.errors import PartitionError
-from chunkrt.quant.scheme import find_scheme
-from chunkrt.weights.layout import pack
-from chunkrt.weights.store import (
+from chunkrt.engine_directory.layout import pack
+from chunkrt.engine_directory.store import (
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     SCALE_SUFFIX,
@@ -27,6 +25,8 @@ from chunkrt.weights.store import (
     WeightStore,
     WeightWriter,
 )
+from chunkrt.errors import PartitionError
+from chunkrt.quant.scheme import find_scheme
 
 W8A8 = replace(find_scheme("w8a8"), float_outputs=("*",), shadowed=("*",))
 DEPTH, COLUMNS = 70, 41  # neither is whole groups or blocks

@@ -9,12 +9,12 @@ import pytest
 from native_cases import Case, make_case, node, random_rows, run, tensor
 from native_isas import isa_parameters
 
-from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX
 from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import LEVELS, SCHEMES, Scheme, find_scheme
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX
 
 HIDDEN, INNER = 70, 41  # neither is whole groups or blocks
 WIDE = "layers.0.down_proj.weight"

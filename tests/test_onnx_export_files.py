@@ -12,10 +12,11 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from onnx_models import FAMILIES, open_model, planned
 from random_folders import write_folder
 
-from chunkrt.compiler import Planned, plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import ConfigError, QuantizationError, UnsupportedModelError
 from chunkrt.graph.plan import Plan
-from chunkrt.onnx_export import (
+from chunkrt.graph.planned import Planned
+from chunkrt.onnx.exporting import (
     DynamicSettings,
     SubgraphSettings,
     WindowSettings,
@@ -24,10 +25,10 @@ from chunkrt.onnx_export import (
     save_static_subgraphs,
     window_model,
 )
-from chunkrt.onnx_export import save as save_module
-from chunkrt.onnx_export.decoder import PLAN_KEY, ROPE_KEY, SETTINGS_KEY
-from chunkrt.onnx_export.settings import OPSETS
-from chunkrt.onnx_session import OnnxSession
+from chunkrt.onnx.exporting import save as save_module
+from chunkrt.onnx.exporting.decoder import PLAN_KEY, ROPE_KEY, SETTINGS_KEY
+from chunkrt.onnx.exporting.settings import OPSETS
+from chunkrt.onnx.session import OnnxSession
 
 SIZES = {"window": 8, "sequence": 24, "context": 32}
 STANDARD_SINCE_23 = {"RMSNormalization", "RotaryEmbedding", "Attention"}
@@ -217,7 +218,7 @@ def test_static_subgraphs_are_written_all_or_none(tmp_path):
 
 def reference(decoder, subgraph, inputs):
     """Its outputs by the operators of the reference backend."""
-    from chunkrt.float_run import run_node
+    from chunkrt.compile.float_run import run_node
 
     values = {"": None, **inputs, **{name: decoder.load(name) for name in subgraph.weights}}
     for node in subgraph.nodes:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 import chunkrt
 from chunkrt.errors import ModelError
-from chunkrt.onnx_import import import_decoder
+from chunkrt.onnx.importing import import_decoder
 
 FIXTURES = Path(__file__).parent / "data" / "onnx"
 SOURCES = ("genai_llama_fp32", "genai_llama_int4", "optimum_llama_fp32", "optimum_llama_int8")

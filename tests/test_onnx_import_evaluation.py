@@ -8,10 +8,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from chunkrt.onnx_import.evaluation import Evaluator
-from chunkrt.onnx_import.reading import read_proto
-from chunkrt.onnx_import.signature import Probe, feeds, find_signature
-from chunkrt.onnx_import.skeleton import skeleton
+from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.reading import read_proto
+from chunkrt.onnx.importing.signature import Probe, feeds, find_signature
+from chunkrt.onnx.importing.skeleton import skeleton
 
 FIXTURES = Path(__file__).parent / "data" / "onnx"
 WRITTEN_OUT = ("llama_fp32", "llama_int8", "llama_uint8", "qwen3_fp32", "phi3_fp32", "gemma3_fp32")

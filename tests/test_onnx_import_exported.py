@@ -10,10 +10,10 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.cli import cli
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.onnx_import import import_decoder, verify
-from chunkrt.onnx_session import OnnxSession
+from chunkrt.onnx.importing import import_decoder, verify
+from chunkrt.onnx.session import OnnxSession
 
 WINDOWS = ["llama_tied", "gemma3_window_5", "phi3_longrope_long", "lfm2", "qwen3_next", "qwen3_next_experts"]
 

@@ -9,9 +9,9 @@ import pytest
 from onnx import helper, numpy_helper
 from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, rotated
 
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
-from chunkrt.onnx_import import import_decoder
+from chunkrt.onnx.importing import import_decoder
 
 CONTEXT, CHANGE = 128, 100
 """Positions of these decoders, and the one at which something changes."""

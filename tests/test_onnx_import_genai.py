@@ -10,12 +10,12 @@ import pytest
 from onnx import helper, numpy_helper
 
 import chunkrt
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import make_decoder
 from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import trace
-from chunkrt.onnx_import import import_decoder, verify
+from chunkrt.onnx.importing import import_decoder, verify
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 FIXTURES = Path(__file__).parent / "data" / "onnx"

@@ -11,12 +11,12 @@ import pytest
 from onnx import helper, numpy_helper
 
 import chunkrt
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.decoders import make_decoder
 from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import trace
-from chunkrt.onnx_import import import_decoder, verify
+from chunkrt.onnx.importing import import_decoder, verify
 from chunkrt.testing.decoder import RandomCheckpoint
 
 FIXTURE = Path(__file__).parent / "data" / "onnx" / "genai_qwen3_5_fp32"

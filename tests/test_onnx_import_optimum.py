@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 
 import chunkrt
 from chunkrt.errors import UnsupportedModelError
-from chunkrt.onnx_import import import_decoder
+from chunkrt.onnx.importing import import_decoder
 
 FIXTURES = Path(__file__).parent / "data" / "onnx"
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3")
@@ -173,7 +173,7 @@ def with_a_little_added_to_scores(graph):
     ],
 )
 def test_what_only_looks_like_attention_is_refused_by_name(tmp_path, monkeypatch, change):
-    monkeypatch.setattr("chunkrt.onnx_import.decomposed.rotary.BLOCK", 32)  # of 128 positions
+    monkeypatch.setattr("chunkrt.onnx.importing.decomposed.rotary.BLOCK", 32)  # of 128 positions
     folder = changed_copy(tmp_path, change)
     with pytest.raises(UnsupportedModelError, match=r"model\.onnx: node '/model/layers.0/self_attn/Softmax'.*Softmax"):
         import_decoder(folder)

@@ -10,22 +10,22 @@ import pytest
 from onnx import helper, numpy_helper
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.onnx_import.draft import Draft
-from chunkrt.onnx_import.evaluation import Evaluator
-from chunkrt.onnx_import.passes.activations import raise_activations
-from chunkrt.onnx_import.passes.columns import raise_columns
-from chunkrt.onnx_import.passes.elementwise import raise_constants
-from chunkrt.onnx_import.passes.embedding import raise_embedding
-from chunkrt.onnx_import.passes.feed_forward import merge_gates
-from chunkrt.onnx_import.passes.head import pick_rows
-from chunkrt.onnx_import.passes.identities import drop_identities
-from chunkrt.onnx_import.passes.integer_linears import raise_integer_linears
-from chunkrt.onnx_import.passes.linears import raise_linears
-from chunkrt.onnx_import.passes.norms import raise_head_norms, raise_norms
-from chunkrt.onnx_import.passes.pruning import prune
-from chunkrt.onnx_import.signature import Signature
-from chunkrt.onnx_import.source import OnnxSource
-from chunkrt.onnx_import.tensors import FloatTensor, dequantised_tensor, n_bits_tensor
+from chunkrt.onnx.importing.draft import Draft
+from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.passes.activations import raise_activations
+from chunkrt.onnx.importing.passes.columns import raise_columns
+from chunkrt.onnx.importing.passes.elementwise import raise_constants
+from chunkrt.onnx.importing.passes.embedding import raise_embedding
+from chunkrt.onnx.importing.passes.feed_forward import merge_gates
+from chunkrt.onnx.importing.passes.head import pick_rows
+from chunkrt.onnx.importing.passes.identities import drop_identities
+from chunkrt.onnx.importing.passes.integer_linears import raise_integer_linears
+from chunkrt.onnx.importing.passes.linears import raise_linears
+from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
+from chunkrt.onnx.importing.passes.pruning import prune
+from chunkrt.onnx.importing.signature import Signature
+from chunkrt.onnx.importing.source import OnnxSource
+from chunkrt.onnx.importing.tensors import FloatTensor, dequantised_tensor, n_bits_tensor
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.standard_normal((10, 32), np.float32)

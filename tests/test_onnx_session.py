@@ -9,12 +9,12 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from onnx_models import FAMILIES, planned
 from random_folders import load_on, write_folder
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.onnx_export import WindowSettings, save_model, window_model
-from chunkrt.onnx_session import OnnxSession
+from chunkrt.onnx.exporting import WindowSettings, save_model, window_model
+from chunkrt.onnx.session import OnnxSession
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.tokenizer.huggingface_folder import read_folder
-from chunkrt.weights.checkpoint import open_checkpoint
 
 
 @pytest.fixture

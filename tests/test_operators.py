@@ -7,11 +7,11 @@ import pytest
 from fixture_checkpoints import NAMES, checkpoint
 
 from chunkrt.backends.dispatch import registered_operators
-from chunkrt.backends.lowering import FUNCTIONS, STANDARD
+from chunkrt.backends.onnx.functions import has_expansion
+from chunkrt.backends.onnx.lowering import FUNCTIONS, STANDARD
 from chunkrt.backends.registry import OperatorRegistry
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import ConfigError
-from chunkrt.graph.functions import has_expansion
 from chunkrt.graph.operators import canonical_name, use_of, uses
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
 

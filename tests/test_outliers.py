@@ -11,9 +11,9 @@ from native_isas import isa_parameters
 
 from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.backends.operands import BlockWeight, DynamicWeight
+from chunkrt.checkpoints.source import BlockTensor
+from chunkrt.engine_directory.layout import pack, pack_blocks
 from chunkrt.quant.outliers import OUTLIER_RATIO, take_outliers
-from chunkrt.weights.layout import pack, pack_blocks
-from chunkrt.weights.source import BlockTensor
 
 MAGNITUDES = st.sampled_from([0, 1e-30, 1e-3, 1, 3e3, 1e6, 1e30])
 ROWS = st.integers(1, 130).flatmap(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorInfo
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.modules import Module
 from chunkrt.graph.parallel import (
@@ -16,9 +17,8 @@ from chunkrt.graph.parallel import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.shares import Share, share_heads
-from chunkrt.ranks import ALONE, Ranks
-from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor, TensorInfo
 
 SIZES = st.sampled_from([1, 2, 4])
 FACTORS = st.integers(1, 9)

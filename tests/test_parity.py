@@ -7,7 +7,7 @@ import pytest
 from fixture_checkpoints import NAMES, checkpoint, expected_logits, input_ids
 
 import chunkrt
-from chunkrt.backends.onnxrt import OnnxRuntimeExecutable
+from chunkrt.backends.onnx.onnxrt import OnnxRuntimeExecutable
 from chunkrt.graph.decoders import FAMILIES
 from chunkrt.runtime.state import State
 

@@ -19,11 +19,11 @@ import chunkrt
 from chunkrt import plugins
 from chunkrt.backends import Support
 from chunkrt.backends.qnn.support import npu_support
-from chunkrt.compiler import plan_checkpoint
-from chunkrt.engine_directory import cache_key
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine.roles import default_npu_scheme, linear_refusal
+from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.graph import decoders
-from chunkrt.npu import default_npu_scheme, linear_refusal
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import SCHEMES
 
@@ -178,7 +178,7 @@ def test_backends_conform(python):
 ROLES = """
 import sys
 import chunkrt, numpy as np
-from chunkrt.engine import default_cache_dtype
+from chunkrt.engine.engine import default_cache_dtype
 from chunkrt.errors import ConfigError
 with chunkrt.load(sys.argv[1], npu="tiny", chunk_length=8) as engine:
     assert engine.npu_backend is engine.cpu_backend and engine.npu_backend.name == "tiny"

@@ -20,9 +20,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from chunkrt import catalogue, shared_folder
-from chunkrt.catalogue import wheels
-from chunkrt.catalogue.entry import Entry, HubSource, PathSource, WheelPart, WheelSource
+from chunkrt import files as shared_folder
+from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.catalogue import wheels
+from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelPart, WheelSource
 from chunkrt.cli.models import models as models_command
 from chunkrt.cli.pull import pull as pull_command
 from chunkrt.errors import ConfigError, ModelError

@@ -14,14 +14,13 @@ from chunkrt.backends.qnn import model as model_module
 from chunkrt.backends.qnn.executable import QnnExecutable
 from chunkrt.backends.qnn.library import open_session
 from chunkrt.backends.qnn.model import npu_model
+from chunkrt.engine_directory.store import OUTPUT_STEP_SUFFIX, WeightStore
 from chunkrt.errors import BackendError, CompileError, DeviceLostError, PartitionError
-from chunkrt.graph.plan import Node
+from chunkrt.graph.plan import Node, linear_nodes
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, LEVELS, SCHEMES
-from chunkrt.quant.weights import linear_nodes
 from chunkrt.testing import check_backend
 from chunkrt.testing.calls import Recording
 from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
-from chunkrt.weights.store import OUTPUT_STEP_SUFFIX, WeightStore
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 import onnxruntime as ort

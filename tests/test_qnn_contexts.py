@@ -13,11 +13,11 @@ from fixture_checkpoints import checkpoint
 from chunkrt.backends.qnn import HtpOptions, QnnBackend, backend, find_soc
 from chunkrt.backends.qnn.contexts import ContextFolder
 from chunkrt.backends.qnn.library import Htp
-from chunkrt.compiler import compile_checkpoint
-from chunkrt.engine_directory import open_weights, read_plan
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.engine_directory.manifest import open_weights, read_plan
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError
 from chunkrt.quant.scheme import SCHEMES, Recipe
-from chunkrt.weights.store import WeightStore
 
 CHECKPOINT = checkpoint("llama_biased_gguf")
 SCHEME = SCHEMES["w8a16"]

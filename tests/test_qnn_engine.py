@@ -12,13 +12,13 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt import npu
 from chunkrt.backends import qnn
-from chunkrt.backends.native import NativeBackend
+from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.backends.qnn.library import open_session
-from chunkrt.calibrate import calibrate
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine import roles as npu
 from chunkrt.errors import BackendError, CompileError, DeviceLostError, PartitionError
 from chunkrt.quant.scheme import find_scheme
 
@@ -435,7 +435,7 @@ def test_a_soc_that_nothing_is_done_for_is_mentioned(model, caplog):
     for choice in ("auto", "native"):
         load(model, npu=choice, soc="SM8750").close()
     told = "--soc SM8750 has no effect: the CPU does the NPU's work; try --npu qnn"
-    assert warnings_of(caplog, "chunkrt.npu") == [told, told]
+    assert warnings_of(caplog, "chunkrt.engine.roles") == [told, told]
 
 
 def test_auto_leaves_a_dynamic_model_to_the_cpu(model, with_npu, caplog):
@@ -444,7 +444,7 @@ def test_auto_leaves_a_dynamic_model_to_the_cpu(model, with_npu, caplog):
     with chunkrt.load(folder, npu="auto") as engine:
         assert engine.npu_backend.name == "native"
         assert engine.manifest.scheme == find_scheme("w8a8-dynamic")
-    (told,) = warnings_of(caplog, "chunkrt.npu")
+    (told,) = warnings_of(caplog, "chunkrt.engine.roles")
     assert told == "the NPU does not run the scheme w8a8-dynamic, the CPU does; try --scheme w8a16"
 
 
@@ -452,7 +452,7 @@ def test_emulation_is_told_once_a_process(model, caplog):
     npu._tell_of_emulation.cache_clear()
     for _ in range(2):
         load(model).close()
-    (told,) = warnings_of(caplog, "chunkrt.npu")
+    (told,) = warnings_of(caplog, "chunkrt.engine.roles")
     assert told.startswith("there is no Hexagon NPU here, it is emulated")
 
 

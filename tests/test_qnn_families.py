@@ -7,8 +7,8 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.calibrate import calibrate
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.graph.plan import resolve
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")

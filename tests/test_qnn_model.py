@@ -8,7 +8,7 @@ import pytest
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.catalogue import find, pulled
+from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.graph.plan import resolve
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")

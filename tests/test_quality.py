@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import chunkrt
-from chunkrt.catalogue import find, pulled
+from chunkrt.checkpoints.catalogue import find, pulled
 
 NAME = "smollm2-135m-instruct"
 MODEL = pulled(find(NAME))

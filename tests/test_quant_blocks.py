@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from chunkrt.engine_directory.weights import quantize_weight_in_blocks
 from chunkrt.errors import QuantizationError
 from chunkrt.quant.scheme import BLOCK_LENGTH
-from chunkrt.quant.weights import quantize_weight_in_blocks
 
 DEPTHS = st.sampled_from([1, 31, 32, 33, 64, 70])
 COLUMNS = st.sampled_from([1, 2, 5])

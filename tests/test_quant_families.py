@@ -8,13 +8,13 @@ from fixture_checkpoints import checkpoint, input_ids
 from folding_models import Model, assert_same, equalised, rotated
 
 import chunkrt
-from chunkrt.calibrate import calibrate
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.scheme import find_scheme
-from chunkrt.quant.weights import linear_nodes
-from chunkrt.weights.checkpoint import open_checkpoint
 
 FAMILIES = (
     "gemma3_rope_parameters",

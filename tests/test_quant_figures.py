@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkrt.quant.figures import attention_figures, subgraph_figures, weight_bytes
+from chunkrt.engine_directory.figures import attention_figures, subgraph_figures, weight_bytes
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.decoder import random_decoder
 

@@ -19,14 +19,14 @@ from folding_models import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.equalisation import equalise
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.hadamard import rotate
 from chunkrt.quant.rotation import rotation
-from chunkrt.quant.weights import linear_nodes
-from chunkrt.weights.checkpoint import open_checkpoint
 
 SHAPES = {
     "grouped heads, biases of attention": {},

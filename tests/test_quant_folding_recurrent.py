@@ -5,12 +5,12 @@ import pytest
 from fixture_checkpoints import checkpoint
 from folding_models import Model, assert_same, both, equalised, rotated
 
-from chunkrt.calibrate import calibrate
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.quant.weights import linear_nodes, linear_weights
-from chunkrt.weights.checkpoint import open_checkpoint
+from chunkrt.graph.plan import linear_nodes, linear_weights
 
 BEHIND = {"lfm2": ".conv.out_proj.", "qwen3_next": ".linear_attn.out_proj.", "qwen3_5": ".linear_attn.out_proj."}
 """Linears whose input is what linear attention makes."""

@@ -7,16 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.calibrate import calibrate
-from chunkrt.errors import QuantizationError
-from chunkrt.graph.plan import Node
-from chunkrt.quant.calibration import Calibration, num_hot_channels
-from chunkrt.quant.folding import Folding
-from chunkrt.quant.grid import excess_over_grid, grids_of, round_to_grid
-from chunkrt.quant.scheme import LEVELS, SCHEMES
-from chunkrt.quant.weights import linear_nodes, quantize_weight_in_blocks, stored_entries, write_weights
-from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
-from chunkrt.weights.store import (
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.engine_directory.store import (
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
@@ -24,6 +16,14 @@ from chunkrt.weights.store import (
     SCALE_SUFFIX,
     WeightStore,
 )
+from chunkrt.engine_directory.weights import quantize_weight_in_blocks, stored_entries, write_weights
+from chunkrt.errors import QuantizationError
+from chunkrt.graph.plan import Node, linear_nodes
+from chunkrt.quant.calibration import Calibration, num_hot_channels
+from chunkrt.quant.folding import Folding
+from chunkrt.quant.grid import excess_over_grid, grids_of, round_to_grid
+from chunkrt.quant.scheme import LEVELS, SCHEMES
+from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
 
 STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
 W8A16, W8A8, W4A16 = (SCHEMES[name] for name in ("w8a16", "w8a8", "w4a16"))

@@ -6,10 +6,10 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from chunkrt.graph.export import to_onnx
-from chunkrt.quant.linears import initializer_values, quantize_linears
-from chunkrt.quant.qdq import qdq_values
-from chunkrt.quant.weights import linear_nodes
+from chunkrt.backends.onnx.export import to_onnx
+from chunkrt.backends.onnx.qdq import qdq_values
+from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.graph.plan import linear_nodes
 from chunkrt.testing.conformance import TRIED
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.exact_linear import exact_linears, exact_shadow

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from chunkrt.engine_directory.layout import pack, packed_shape, unpack
+from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.weights import quantize_weight, stored_entries, write_weights
 from chunkrt.errors import ConfigError, QuantizationError
+from chunkrt.graph.plan import embedding_tables, linear_weights
 from chunkrt.quant.scheme import SCHEMES, find_scheme
-from chunkrt.quant.weights import embedding_tables, linear_weights, quantize_weight, stored_entries, write_weights
 from chunkrt.testing.decoder import RandomCheckpoint, random_decoder
-from chunkrt.weights.layout import pack, packed_shape, unpack
-from chunkrt.weights.store import SCALE_SUFFIX, WeightStore
 
 FLOATS = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 SIDES = st.sampled_from([1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33])

@@ -28,22 +28,22 @@ from hypothesis import strategies as st
 from ranks_in_threads import on_ranks
 
 from chunkrt.backends.base import Executable
+from chunkrt.backends.communicator import Communicator
 from chunkrt.backends.link import LinkBackend
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, ConfigError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.ranks import Communicator
-from chunkrt.ranks.local import local_communicators
-from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.chunk_slots import ring_slots
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.idle import where_time_went
 from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.ranks.local import local_communicators
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
-from chunkrt.runtime.ring import ring_slots
-from chunkrt.runtime.schedule import Processor, Schedule, with_link
+from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Processor, TaskEvent, with_link
+from chunkrt.runtime.trace.idle import where_time_went
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
-from chunkrt.weights.store import WeightStore
 
 SIZES = (1, 2, 3, 4)
 PLAN = with_links(make_plan())

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from chunkrt.errors import DeviceLostError
-from chunkrt.ranks.carrier import Carrier
-from chunkrt.ranks.interrupts import Interrupts
-from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
+from chunkrt.runtime.ranks.carrier import Carrier
+from chunkrt.runtime.ranks.interrupts import Interrupts
+from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 
 
 @pytest.fixture

@@ -12,23 +12,27 @@ from test_blocks import Checkpoint
 
 import chunkrt
 from chunkrt.backends import make_backend
+from chunkrt.backends.communicator import ranks_of
 from chunkrt.backends.link import LinkBackend
-from chunkrt.catalogue import find, pulled
-from chunkrt.compiler import Planned, compile_checkpoint, plan_checkpoint
-from chunkrt.engine_directory import read_manifest
+from chunkrt.checkpoints.catalogue import find, pulled
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine_directory.manifest import read_manifest
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.engine_directory.weights import write_weights
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.graph.decoders import FAMILIES, build_decoder
 from chunkrt.graph.partition import partition
+from chunkrt.graph.planned import Planned
+from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.tracing import trace
+from chunkrt.quant.blocks import settle
 from chunkrt.quant.scheme import SCHEMES, Recipe, find_scheme
-from chunkrt.quant.weights import write_weights
-from chunkrt.ranks import ALONE, Ranks, ranks_of
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Processor
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
-from chunkrt.weights.store import WeightStore
 
 TOLERANCE = 1e-4
 """From Transformers' logits of up to about 7: float32, a few layers of sums over at most 96 products."""
@@ -155,7 +159,7 @@ def executor_of(source, communicator, scheme, folder, backend_name):
     ranks = ranks_of(communicator)
     decoder = build_decoder(source, ranks)
     planned = Planned(source=source, decoder=decoder, plan=partition(trace(decoder), family="llama"))
-    scheme, path = planned.settle(scheme), folder / f"{ranks.rank}-{ranks.size}"
+    scheme, path = settle(planned, scheme), folder / f"{ranks.rank}-{ranks.size}"
     write_weights(planned.plan, scheme, planned.load, path, load_blocks=planned.load_blocks)
     backend, weights = make_backend(backend_name, threads=1), WeightStore.open(path)
     executables = {

@@ -15,10 +15,11 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 from chunkrt.errors import BackendError, ConfigError, DeviceLostError
-from chunkrt.ranks import ALONE, Ranks, last_words
-from chunkrt.ranks.last_words import KILLED
-from chunkrt.ranks.launch import connect, launched_ranks
-from chunkrt.ranks.mailbox import Channel, Envelope, Mailbox
+from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.runtime.ranks import last_words
+from chunkrt.runtime.ranks.last_words import KILLED
+from chunkrt.runtime.ranks.launch import connect, launched_ranks
+from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 
 PROGRAM = Path(__file__).parent / "rank_program.py"
 LLAMA = checkpoint("llama_gqa")

@@ -8,15 +8,15 @@ import pytest
 from native_isas import isa_parameters
 
 from chunkrt._native import ProgramBuilder, ThreadPool
-from chunkrt.backends.native import NativeBackend
-from chunkrt.backends.onnxrt import OnnxRuntimeBackend
+from chunkrt.backends.native.backend import NativeBackend
+from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.engine_directory.weights import stored_entries, write_weights
 from chunkrt.graph import ops
 from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import current_trace, trace
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.quant.weights import stored_entries, write_weights
-from chunkrt.weights.store import WeightStore
 
 ROWS, WIDTH, INNER, EXPERTS, TOP = 10, 6, 4, 5, 2
 

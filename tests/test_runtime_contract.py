@@ -26,13 +26,14 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.native import backend as native
-from chunkrt.engine import make_processors
+from chunkrt.engine.engine import make_processors
 from chunkrt.errors import BackendError, ClosedError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES, find_policy
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Processor
 
 CHUNK = 8
 CHECKPOINT = "llama_biased_gguf"

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from chunkrt.graph.plan import Node, Plan, Tensor
 from chunkrt.runtime.buffers import BufferLayout
+from chunkrt.runtime.chunk_slots import DEFAULT_RING_BYTES, MOST_CHUNKS_IN_FLIGHT, ring_slots
 from chunkrt.runtime.costs import FLOPS_PER_NS, Costs
-from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.policy import Task, find_policy
-from chunkrt.runtime.ring import DEFAULT_RING_BYTES, MOST_CHUNKS_IN_FLIGHT, ring_slots
+from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Task, TaskEvent
 
 STATIC, DYNAMIC, HEAD = 0, 1, 2
 

@@ -7,8 +7,8 @@ from fake_backend import make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.runtime.events import TaskEvent, Utilisation, covered_ns, utilisation
-from chunkrt.runtime.policy import Task
+from chunkrt.runtime.tasks import Task, TaskEvent
+from chunkrt.runtime.trace.utilisation import Utilisation, covered_ns, utilisation
 
 PLAN = make_plan(layers=1)
 CPU, NPU = 0, 1

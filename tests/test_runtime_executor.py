@@ -33,8 +33,8 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import ChunkBuffers
 from chunkrt.runtime.executor import Executor, Logits
 from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.schedule import Processor
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Processor
 
 
 def make_executor(plan: Plan, executables: Mapping[str, FakeExecutable] | None = None, **changes: Any) -> Executor:

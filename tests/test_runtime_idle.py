@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.idle import CAUSES, Gap, idle_gaps, where_time_went
-from chunkrt.runtime.policy import POLICIES, Task, find_policy
+from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent
+from chunkrt.runtime.trace.idle import CAUSES, Gap, idle_gaps, where_time_went
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 PLAN = make_plan(layers=1)

@@ -10,7 +10,8 @@ from fake_backend import make_plan
 
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Processor
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 cp_model = pytest.importorskip(

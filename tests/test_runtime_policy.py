@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from chunkrt.errors import ConfigError
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import DEFAULT_POLICY, MOST_TASKS_FORESEEN, POLICIES, Task, find_policy
-from chunkrt.runtime.ranks import upward_ranks
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.critical_path import upward_ranks
+from chunkrt.runtime.policy import DEFAULT_POLICY, MOST_TASKS_FORESEEN, POLICIES, find_policy
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 CONCURRENT = sorted(name for name, policy in POLICIES.items() if policy.is_concurrent)

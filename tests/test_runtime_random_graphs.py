@@ -24,10 +24,10 @@ from fake_backend import (
 )
 
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.policy import POLICIES, Task, find_policy
+from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Task, TaskEvent
 
 NUM_GRAPHS, NUM_BATCHES = 1000, 20
 

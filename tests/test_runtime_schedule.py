@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, Task, find_policy
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 Span = tuple[int, int, str, Task]

@@ -151,7 +151,7 @@ def test_decoding_keeps_one_slot_of_a_ring() -> None:
     for num_tokens, num_before, num_slots in ((1, 30, 0), (1, 63, 0), (1, 64, 1), (10, 60, 6), (20, 70, 20)):
         state = make_state(RING_PLAN, num_before)
         state.begin(num_tokens)
-        assert sum(before.nbytes for _, before in state._undo) == num_slots * 3 * 4
+        assert sum(before.nbytes for _, _, before in state._present.writes) == num_slots * 3 * 4
 
 
 @given(position=st.integers(0, 300), num_tokens=st.integers(1, 200))

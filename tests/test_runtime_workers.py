@@ -27,9 +27,9 @@ from fake_backend import (
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor, RunResult
-from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, Task, find_policy
-from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.workers import Workers
 
 CHUNK = 8

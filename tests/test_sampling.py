@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from chunkrt.engine.sampling import GREEDY, Sampler, SamplingOptions
 from chunkrt.errors import BackendError, ConfigError
-from chunkrt.sampling import GREEDY, Sampler, SamplingOptions
 
 REFERENCE = Path(__file__).parent / "data" / "sampling_reference.npz"
 FLOAT32_STEPS = 64 * 2.0**-23

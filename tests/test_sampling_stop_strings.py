@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkrt.engine.sampling import StopStrings
 from chunkrt.errors import ConfigError
-from chunkrt.sampling import StopStrings
 
 letters = st.text(alphabet="abc", max_size=12)
 stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)

@@ -7,8 +7,8 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
+from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import BackendError, ClosedError, ConfigError
-from chunkrt.sampling import SamplingOptions
 
 NAME = "llama_biased_gguf"
 TOKENS = input_ids(NAME)

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_folders import load_on, write_folder
 
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.sampling import Sampler
+from chunkrt.engine.session import Session
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import Plan
-from chunkrt.options import EngineOptions
 from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.state import State
-from chunkrt.sampling import Sampler
-from chunkrt.session import Session
 
 ALL_KINDS = ("cache", "ring", "recurrent")
 CHUNK = 8

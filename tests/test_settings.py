@@ -9,9 +9,9 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.engine_directory import read_manifest, read_plan
+from chunkrt.engine.settings import read_settings, settings_text
+from chunkrt.engine_directory.manifest import read_manifest, read_plan
 from chunkrt.errors import ConfigError
-from chunkrt.settings import read_settings, settings_text
 
 GGUF = str(checkpoint("llama_biased_gguf"))
 DOWN_ON_CPU = {"model.layers.*.mlp.down_proj": "cpu"}

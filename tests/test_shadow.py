@@ -10,25 +10,26 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import compiler
-from chunkrt.calibrate import cached_calibration, calibrate
-from chunkrt.compiler import compile_checkpoint, plan_checkpoint
-from chunkrt.engine_directory import open_weights, read_manifest, read_plan
+from chunkrt.backends.onnx.export import to_onnx
+from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.compile import compiler
+from chunkrt.compile.calibrate import cached_calibration, calibrate
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import choose_recipe
+from chunkrt.engine_directory.figures import weight_bytes
+from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
+from chunkrt.engine_directory.weights import check_shadowed
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.export import to_onnx
 from chunkrt.graph.partition import partition
 from chunkrt.graph.placement import ALL_ON_CPU, place
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.plan import Plan, linear_nodes
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
-from chunkrt.model import choose_recipe
-from chunkrt.options import EngineOptions
 from chunkrt.quant.calibration import num_hot_channels
-from chunkrt.quant.figures import weight_bytes
-from chunkrt.quant.linears import initializer_values, quantize_linears
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEMES, Recipe, find_scheme
-from chunkrt.quant.weights import check_shadowed, linear_nodes
 from chunkrt.simulate import find_device, simulate
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
 

@@ -15,18 +15,18 @@ from native_cases import make_case, node, tensor
 
 import chunkrt
 from chunkrt.backends import BACKENDS, make_backend
-from chunkrt.calibrate import calibrate
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine_directory.layout import pack
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.engine_directory.weights import write_weights
 from chunkrt.graph.modules import Embedding, Module
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.partition import partition
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.quant.weights import write_weights
 from chunkrt.runtime.policy import POLICIES
-from chunkrt.weights.layout import pack
-from chunkrt.weights.store import WeightStore
 
 W8A8 = SCHEMES["w8a8"]
 FLOAT, GRID = replace(W8A8, float_outputs=("*",)), W8A8

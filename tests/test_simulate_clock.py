@@ -8,8 +8,9 @@ import pytest
 from fake_backend import make_plan, npu_and_cpu, shared_cpu
 
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import POLICIES, Task, find_policy
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.shared_clock import Running, crowd_speeds, memory_speeds, run_on_shared_clock
 from chunkrt.simulate.work import Work, cut

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from chunkrt.backends.qnn.socs import SOCS
+from chunkrt.engine_directory.figures import attention_figures, subgraph_figures
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.quant.figures import attention_figures, subgraph_figures
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.simulate import DEVICES, DeviceProfile, find_device, find_shape, read_profile, shapes
 from chunkrt.simulate import profile as profile_module

@@ -16,29 +16,29 @@ from small_shape import SMALL_SHAPE
 from trace_checker import CheckedTrace
 
 from chunkrt.cli import cli
-from chunkrt.compiler import compile_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint
 from chunkrt.errors import ConfigError
-from chunkrt.experiments import plans_of
 from chunkrt.graph.operations import operations_per_pair, operations_per_row
 from chunkrt.graph.plan import ATTENTION_OPS, Plan, Tensor
+from chunkrt.graph.ranks import Ranks
 from chunkrt.quant.scheme import Recipe, find_scheme
-from chunkrt.ranks import Ranks
-from chunkrt.ranks.exchange import exchange_of
-from chunkrt.ranks.mpi import MpiCommunicator
-from chunkrt.runtime.events import TaskEvent
-from chunkrt.runtime.idle import where_time_went
-from chunkrt.runtime.link_time import link_time
-from chunkrt.runtime.policy import Task, find_policy
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.ranks.exchange import exchange_of
+from chunkrt.runtime.ranks.mpi import MpiCommunicator
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
-from chunkrt.runtime.schedule import Processor, Schedule, with_link
-from chunkrt.runtime.trace_file import read_trace, write_trace
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
+from chunkrt.runtime.trace.file import read_trace, write_trace
+from chunkrt.runtime.trace.idle import where_time_went
+from chunkrt.runtime.trace.link_time import link_time
+from chunkrt.runtime.trace.timeline.picture import make_picture
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, MeasuredProfile, find_device, find_link, simulate
+from chunkrt.simulate.experiments import plans_of
 from chunkrt.simulate.link import read_link
 from chunkrt.simulate.measured import ThreadsCost
 from chunkrt.simulate.shared_clock import link_speeds, run_on_shared_clock
 from chunkrt.simulate.work import Work
-from chunkrt.timeline.picture import make_picture
 
 SHAPE = replace(SMALL_SHAPE, num_heads=8, num_kv_heads=4, head_dim=8)
 """4 ranks divide its heads and its feed-forward."""

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkrt.engine_directory.store import Entry, WeightStore, WeightWriter
 from chunkrt.errors import ModelError
-from chunkrt.weights.store import Entry, WeightStore, WeightWriter
 
 PACKED = Entry(name="linear", dtype="int8", shape=(2, 1, 16, 4), logical_shape=(3, 20))
 SCALE = Entry(name="linear.scale", dtype="float32", shape=(20,), logical_shape=(20,))

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 from chunkrt.backends import Support, make_backend
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.compiler import plan_checkpoint
+from chunkrt.checkpoints.gguf import GgufSource
+from chunkrt.checkpoints.gguf_names import ARCHITECTURES
+from chunkrt.checkpoints.safetensors import SafetensorsSource
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.support import check_support
 from chunkrt.errors import BackendUnavailableError, ModelError
 from chunkrt.graph.decoders import FAMILIES
 from chunkrt.quant.scheme import find_scheme
-from chunkrt.support import check_support
-from chunkrt.weights.gguf import GgufSource
-from chunkrt.weights.gguf_names import ARCHITECTURES
-from chunkrt.weights.safetensors import SafetensorsSource
 
 HIDDEN, INNER, HEADS, VOCAB = 32, 64, 2, 8
 LLAMA_KEYS = {
@@ -289,7 +289,7 @@ def test_a_backend_that_is_not_here_is_held_against_nobody(monkeypatch, command)
             raise BackendUnavailableError("not built")
         return make_backend(name, threads=threads)
 
-    monkeypatch.setattr("chunkrt.support.make_backend", make)
+    monkeypatch.setattr("chunkrt.compile.support.make_backend", make)
     report = check_support(checkpoint("llama_gqa"))
     assert (report.unavailable, report.gaps) == ({"native": "not built"}, [])
     assert "native was not asked: not built" in command("support", checkpoint("llama_gqa")).out

@@ -5,9 +5,9 @@ from itertools import chain, combinations
 import pytest
 
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
-from chunkrt.options import EngineOptions
-from chunkrt.settings import read_settings
 
 WORDS = ("all", "none", "+add", "-add", "+mul", "-mul")
 COMBINATIONS = list(chain.from_iterable(combinations(WORDS, count) for count in range(len(WORDS) + 1)))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trace import virtual_record
 
-from chunkrt.runtime.idle import idle_gaps
-from chunkrt.timeline.picture import COLOURS, LABELS, Bar, Row, in_lanes, ink, make_picture
-from chunkrt.timeline.vector import to_html, to_svg
+from chunkrt.runtime.trace.idle import idle_gaps
+from chunkrt.runtime.trace.timeline.picture import COLOURS, LABELS, Bar, Row, in_lanes, ink, make_picture
+from chunkrt.runtime.trace.timeline.vector import to_html, to_svg
 
 RECORD = virtual_record(npu_and_cpu(2), duration=1_000_000)
 

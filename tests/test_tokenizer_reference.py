@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from small_vocabularies import REFERENCE, TEXTS, make_tokenizer
 
-from chunkrt import catalogue
+from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.gguf_header import read_header
+from chunkrt.checkpoints.mapping import map_file
 from chunkrt.tokenizer import Tokenizer
-from chunkrt.weights.gguf_header import read_header
-from chunkrt.weights.mapping import map_file
 
 MODELS = {name: catalogue.pulled(catalogue.find(name)) for name in REFERENCE["models"]}
 """Looked up before the tests get a cache of their own."""

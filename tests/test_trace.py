@@ -10,14 +10,14 @@ from fake_backend import CONTEXT, make_executables, make_plan, npu_and_cpu, shar
 from trace_checker import CheckedTrace
 
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.events import TaskEvent
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.idle import idle_gaps, where_time_went
-from chunkrt.runtime.policy import Task, find_policy
+from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
-from chunkrt.runtime.trace_file import check_trace_path, read_trace, write_trace
+from chunkrt.runtime.tasks import Task, TaskEvent
+from chunkrt.runtime.trace.file import check_trace_path, read_trace, write_trace
+from chunkrt.runtime.trace.idle import idle_gaps, where_time_went
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 PLAN = make_plan(layers=2)

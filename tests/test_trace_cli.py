@@ -11,8 +11,8 @@ from fixture_checkpoints import checkpoint
 from test_cli_errors import expect_one_line
 from trace_checker import CheckedTrace
 
-from chunkrt.runtime.idle import CAUSES
-from chunkrt.runtime.trace_file import read_trace
+from chunkrt.runtime.trace.file import read_trace
+from chunkrt.runtime.trace.idle import CAUSES
 
 GGUF = checkpoint("llama_biased_gguf")
 PROMPT = "hello trace " * 8
@@ -111,7 +111,7 @@ def test_a_png_needs_matplotlib(command, traced, tmp_path, monkeypatch):
 
 
 def test_matplotlib_is_imported_only_to_draw_a_png(traced):
-    code = "import sys, chunkrt.cli.trace, chunkrt.timeline; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, chunkrt.cli.trace, chunkrt.runtime.trace.timeline; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -9,8 +9,8 @@ import pytest
 from fake_backend import make_plan, npu_and_cpu
 from test_trace import PLAN, virtual_record
 
-from chunkrt.runtime.policy import Task
-from chunkrt.runtime.trace_file import write_trace
+from chunkrt.runtime.tasks import Task
+from chunkrt.runtime.trace.file import write_trace
 
 protos = pytest.importorskip("perfetto.trace_processor.protos", reason="the package perfetto, which has the protocol")
 platform = pytest.importorskip("perfetto.trace_processor.platform", reason="the package perfetto")

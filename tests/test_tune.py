@@ -15,12 +15,12 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-import chunkrt.tune
+import chunkrt.simulate.tune as search
+from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.settings import read_settings
 from chunkrt.simulate import Shape, find_device, simulate
-from chunkrt.tune import NATURAL, PARTITIONS, TIE, Tuned, tune
+from chunkrt.simulate.tune import NATURAL, PARTITIONS, TIE, Tuned, tune
 
 GGUF = str(checkpoint("llama_biased_gguf"))
 SMALL = Shape(
@@ -84,7 +84,7 @@ def test_every_choice_has_the_figures_of_its_simulations(tuned: Tuned) -> None:
 
 
 def test_the_best_is_the_smallest_of_the_fast_ones(tuned: Tuned) -> None:
-    grid = product({**PARTITIONS, **MINE}, CHUNKS, chunkrt.tune.SEARCHED_POLICIES, chunkrt.tune.CHUNKS_IN_FLIGHT)
+    grid = product({**PARTITIONS, **MINE}, CHUNKS, search.SEARCHED_POLICIES, search.CHUNKS_IN_FLIGHT)
     figures = [by_hand(*key) for key in grid]
     assert tuned.num_simulated == len(figures)
     fast = (1 + TIE) * min(time for time, _ in figures)
@@ -125,7 +125,7 @@ def test_the_file_holds_what_was_chosen_and_tells_from_what(tuned: Tuned, tmp_pa
 
 
 def test_what_the_npu_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunkrt.tune, "PARTITIONS", {NATURAL: {}, "look-up on npu": {"model.embed_tokens": "npu"}})
+    monkeypatch.setattr(search, "PARTITIONS", {NATURAL: {}, "look-up on npu": {"model.embed_tokens": "npu"}})
     found = tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], workers=1)
     assert {c.partition for c in found.choices} == {NATURAL}
     assert "the NPU has no Gather" in found.left_out["look-up on npu"]
@@ -252,7 +252,7 @@ def test_an_engine_directory_keeps_its_scheme_and_its_partition(command, tmp_pat
 def test_ctrl_c_ends_the_search_and_leaves_no_file(tmp_path: Path) -> None:
     script = f"""
 import os, signal, sys
-from chunkrt import experiments
+from chunkrt.simulate import experiments
 from chunkrt.cli import main
 
 run_on = experiments._run_on

@@ -11,9 +11,9 @@ from gguf import GGMLQuantizationType as BlockType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
-from chunkrt.weights.checkpoint import open_checkpoint
-from chunkrt.weights.gguf import GgufSource
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 8, 2, 32, 2, 11
 ALLOCATION_BOUND_BYTES = 4 << 20

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from chunkrt.checkpoints.gguf_header import GgufTensor
+from chunkrt.checkpoints.gguf_keys import Keys
+from chunkrt.checkpoints.gguf_names import find_architecture, translate_config, translate_name
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.weights.gguf_header import GgufTensor
-from chunkrt.weights.gguf_keys import Keys
-from chunkrt.weights.gguf_names import find_architecture, translate_config, translate_name
 
 COMMON = {
     "context_length": 4096,

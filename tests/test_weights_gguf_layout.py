@@ -3,9 +3,16 @@
 import numpy as np
 import pytest
 
+from chunkrt.checkpoints.gguf_layout import (
+    DEPTHWISE,
+    LOGARITHM,
+    SINGLE_ROW,
+    Layout,
+    rotate_half_rows,
+    tiled_value_heads,
+)
+from chunkrt.checkpoints.source import BlockTensor
 from chunkrt.errors import ModelError, QuantizationError
-from chunkrt.weights.gguf_layout import DEPTHWISE, LOGARITHM, SINGLE_ROW, Layout, rotate_half_rows, tiled_value_heads
-from chunkrt.weights.source import BlockTensor
 
 CONFIG = {
     "linear_num_key_heads": 2,

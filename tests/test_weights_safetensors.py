@@ -11,9 +11,9 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.safetensors import SafetensorsSource
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.weights.checkpoint import open_checkpoint
-from chunkrt.weights.safetensors import SafetensorsSource
 
 ALLOCATION_BOUND_BYTES = 1 << 20
 DAMAGE = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), max_size=4)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import click
 
-from chunkrt import ChunkrtError, catalogue
+from chunkrt import ChunkrtError
+from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.tokenizer import Tokenizer
-from chunkrt.weights.gguf import GgufSource
 from peers.contenders import CONTENDERS, PEERS, Contender
 from peers.environment import Forms, make_environment
 from peers.process import ContenderError, ContenderProcess

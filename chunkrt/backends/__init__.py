@@ -34,14 +34,14 @@ def make_backend(name: str, *, threads: int) -> Backend:
     """
     if name == "native":
         try:
-            from chunkrt.backends.native import NativeBackend
+            from chunkrt.backends.native.backend import NativeBackend
         except ImportError as error:
             raise BackendUnavailableError(
                 f"the native kernels are not built ({error}); run `pip install .` in the source folder"
             ) from error
         return NativeBackend(threads)
     if name == "onnxrt":
-        from chunkrt.backends.onnxrt import OnnxRuntimeBackend
+        from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend()
     if name == "reference":

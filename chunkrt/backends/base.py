@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
 
 Array = NDArray[Any]
 

@@ -34,13 +34,12 @@ from chunkrt.backends.registry import (
 )
 from chunkrt.backends.segments import SegmentedExecutable, cut
 from chunkrt.backends.switches import ALL, NONE, Switches
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.graph.operators import PARTS, SAMPLER, Use, uses
 from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import Scheme
-from chunkrt.sampling import Sampler
-from chunkrt.weights.store import WeightStore
 
 DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
 """Whose forms a backend runs; a plug-in's backend runs its own."""
@@ -52,8 +51,6 @@ PLUGINS: PluginGroup[Callable[[OperatorRegistry], object]] = PluginGroup("chunkr
 """Each is a function that registers its operators. A name stands for the plug-in, and is no operator's."""
 
 log = logging.getLogger(__name__)
-
-operators.register(SAMPLER, REFERENCE)(Sampler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +290,8 @@ def registered_operators() -> OperatorRegistry:
 
 
 def _load() -> None:
-    from chunkrt.backends import link, lowering, reference  # noqa: F401
+    from chunkrt.backends import link, reference  # noqa: F401
+    from chunkrt.backends.onnx import lowering  # noqa: F401
 
     try:
         from chunkrt.backends.native import operators as _  # noqa: F401

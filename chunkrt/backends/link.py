@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.communicator import Communicator
 from chunkrt.backends.registry import LINK, operators
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.graph.plan import ALL_REDUCE_OP, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
-from chunkrt.ranks import Communicator
-from chunkrt.weights.store import WeightStore
 
 
 class LinkBackend:

@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.registry import REFERENCE, operators
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
+from chunkrt.graph.plan import Plan, Subgraph, expert_weights, linear_weights
 from chunkrt.quant.grid import excess_over_grid, round_to_grid
 from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import expert_weights, linear_weights
-from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float32 = NDArray[np.float32]
 Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]

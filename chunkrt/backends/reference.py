@@ -16,11 +16,11 @@ from chunkrt.backends.functions import FunctionExecutable, Operator
 from chunkrt.backends.linear_attention import linear_attention, missing_kind
 from chunkrt.backends.operands import DynamicWeight, Quantize, QuantizedWeight, StaticWeight, constants, quantize_rows
 from chunkrt.backends.registry import REFERENCE, operators
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
 from chunkrt.graph.operators import use_of, uses
 from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
 
 Float32 = NDArray[np.float32]
 Rope = Callable[[Float32, Float32, Float32], Float32]

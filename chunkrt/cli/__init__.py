@@ -16,9 +16,9 @@ import traceback
 
 import click
 
-from chunkrt.engine import follow
+from chunkrt.engine.engine import follow
 from chunkrt.errors import ChunkrtError
-from chunkrt.ranks.launch import connect, say
+from chunkrt.runtime.ranks.launch import connect, say
 
 COMMANDS = {
     "run": "Answer a prompt.",

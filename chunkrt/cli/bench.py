@@ -16,11 +16,12 @@ import click
 import numpy as np
 
 from chunkrt.cli.options import engine_options, open_engine, progress_bar, trace_option, written_trace
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.events import TaskEvent, utilisation
 from chunkrt.runtime.record import RunRecord
-from chunkrt.session import Session
+from chunkrt.runtime.tasks import TaskEvent
+from chunkrt.runtime.trace.utilisation import utilisation
 
 
 @dataclass(frozen=True, kw_only=True)

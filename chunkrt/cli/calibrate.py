@@ -9,20 +9,19 @@ from typing import Any
 import click
 import numpy as np
 
-from chunkrt.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
-from chunkrt.choose import cached_choice
 from chunkrt.cli.choice import choice_lines
 from chunkrt.cli.options import progress_bar, quantisation_options, verbose_option
-from chunkrt.compiler import plan_checkpoint
-from chunkrt.engine_directory import is_engine_directory
+from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.search import cached_choice
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import choose_recipe, find_checkpoint
+from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Node, Plan
-from chunkrt.model import choose_recipe, find_checkpoint
-from chunkrt.options import EngineOptions
+from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.ranges import METHODS, Method
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
-from chunkrt.quant.weights import linear_nodes
 
 NUM_SHOWN = 5
 

@@ -10,8 +10,8 @@ import click
 
 from chunkrt.cli.generation import generation_options, split_options, stream_answer
 from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
-from chunkrt.session import Session
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

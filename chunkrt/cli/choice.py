@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chunkrt.choose import Choice
+from chunkrt.compile.search import Choice
 
 NUM_SHOWN = 12
 

@@ -18,9 +18,9 @@ from chunkrt.cli.options import (
     settings_option,
     verbose_option,
 )
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
-from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 
 
 @click.command()
@@ -53,7 +53,7 @@ def compile(
     Of a settings file it takes soc, chunk_length (with a SoC), placement, htp and how to quantise. The rest, such
     as policy and chunks_in_flight, is not compiled in: give the same file to `chunkrt run` or `bench`.
     """
-    from chunkrt.deploy import compile_engine
+    from chunkrt.engine.deploy import compile_engine
 
     is_chunk_given = click.get_current_context().get_parameter_source("chunk_length") is ParameterSource.COMMANDLINE
     if is_chunk_given and soc is None:

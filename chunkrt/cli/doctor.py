@@ -12,14 +12,15 @@ from typing import Any
 
 import click
 
-from chunkrt import backends, catalogue
-from chunkrt.affinity import big_cores, cpu_list
+from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
+from chunkrt.checkpoints import catalogue
 from chunkrt.cli.options import verbose_option
+from chunkrt.engine.options import available_cores
 from chunkrt.errors import ChunkrtError
-from chunkrt.options import available_cores
 from chunkrt.plugins import Plugin, PluginGroup
 from chunkrt.runtime import policy
+from chunkrt.runtime.affinity import big_cores, cpu_list
 
 PARTS = {
     "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
@@ -82,7 +83,7 @@ def _big_cores() -> Finding:
 
 def _kernels() -> list[Finding]:
     try:
-        from chunkrt.cpu import cpu_info
+        from chunkrt.backends.native.cpu import cpu_info
     except ImportError as error:
         advice = "run `pip install .` in the source folder, with a C++20 compiler"
         return [Finding(what="native kernels", ok=False, found=str(error), advice=advice)]

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import click
 
 from chunkrt.cli.options import engine_options, open_engine, progress_bar
-from chunkrt.engine import Engine
-from chunkrt.engine_directory import is_engine_directory
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.base import Base, base_options, check_base
@@ -22,8 +24,7 @@ from chunkrt.evaluation.layers_picture import check_picture, draw_layers
 from chunkrt.evaluation.report import BaseRun, Report, Run, TaskRun, TextRun
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, Part, cut_windows, spread
-from chunkrt.model import Progress, find_checkpoint
-from chunkrt.options import EngineOptions
+from chunkrt.files import Progress
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.scheme import SCHEMES, Recipe
 
@@ -219,7 +220,8 @@ def _bos_id(engine: Engine) -> int | None:
 def _evaluate_layers(
     engine: Engine, model: str, calibration: Path | None, windows: list[list[int]], progress: Progress
 ) -> LayersRun:
-    from chunkrt.compiler import plan_checkpoint, prepare  # needs ONNX, which a device with engine directories has not
+    from chunkrt.compile.compiler import prepare
+    from chunkrt.compile.planned import plan_checkpoint
 
     checkpoint, _ = find_checkpoint(model, progress)
     planned = plan_checkpoint(checkpoint, {})

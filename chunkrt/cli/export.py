@@ -9,15 +9,15 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.cli.options import progress_bar, verbose_option
-from chunkrt.engine_directory import is_engine_directory
+from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
-from chunkrt.model import find_checkpoint
 
 if TYPE_CHECKING:
     from onnx_ir import Model
 
-    from chunkrt.compiler import Planned
-    from chunkrt.onnx_export.beside import Files
+    from chunkrt.graph.planned import Planned
+    from chunkrt.onnx.exporting.beside import Files
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
@@ -62,8 +62,8 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
         _check_dynamic(output, settings["keys"])
     if is_engine_directory(Path(model)):
         raise ConfigError(f"{model} is compiled, its weights are quantised; give the checkpoint to export it")
-    from chunkrt import onnx_export
-    from chunkrt.compiler import plan_checkpoint
+    from chunkrt.compile.planned import plan_checkpoint
+    from chunkrt.onnx import exporting as onnx_export
 
     if output is not None:
         onnx_export.check_absent(output)
@@ -94,7 +94,7 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
 
 
 def _window(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
-    from chunkrt import onnx_export
+    from chunkrt.onnx import exporting as onnx_export
 
     context = _context(planned, asked)
     settings = onnx_export.WindowSettings(
@@ -109,7 +109,7 @@ def _window(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Mode
 
 
 def _dynamic(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
-    from chunkrt import onnx_export
+    from chunkrt.onnx import exporting as onnx_export
 
     settings = onnx_export.DynamicSettings(
         context=_context(planned, asked), dtype=asked["dtype"], opset=int(asked["opset"])

@@ -9,10 +9,10 @@ import click
 from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
+from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
-from chunkrt.fit import USABLE_RAM, Fit, find_remedy, fit_plan
-from chunkrt.options import EngineOptions
 from chunkrt.quant.scheme import STATIC_SCHEMES
+from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 
 
 @click.command()

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from chunkrt.options import DEFAULT_CONTEXT_KEEP
-from chunkrt.sampling import SamplingOptions
-from chunkrt.session import FinishReason, Session
+from chunkrt.engine.options import DEFAULT_CONTEXT_KEEP
+from chunkrt.engine.sampling import SamplingOptions
+from chunkrt.engine.session import FinishReason, Session
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -6,8 +6,8 @@ import json
 
 import click
 
-from chunkrt.catalogue import Entry, entries, pulled
-from chunkrt.catalogue.entry import WheelSource
+from chunkrt.checkpoints.catalogue import Entry, entries, pulled
+from chunkrt.checkpoints.catalogue.entry import WheelSource
 from chunkrt.cli.options import verbose_option
 
 

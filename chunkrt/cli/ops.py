@@ -14,8 +14,8 @@ from chunkrt.backends.dispatch import Choice, Dispatcher, check_switches, defaul
 from chunkrt.backends.switches import Switches
 from chunkrt.cli.options import engine_options, ranks_options
 from chunkrt.cli.plan import chosen_ranks, read_model
-from chunkrt.npu import supports_by_role
-from chunkrt.options import EngineOptions
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.roles import supports_by_role
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,16 @@ from typing import Any, Literal, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from chunkrt.affinity import NO_AFFINITY
 from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.engine import Engine, load
+from chunkrt.engine.engine import Engine, load
+from chunkrt.engine.options import ON_NPU_FAILURE, OUTPUTS, EngineOptions, npu_choices
+from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
-from chunkrt.options import ON_NPU_FAILURE, OUTPUTS, EngineOptions, npu_choices
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES
+from chunkrt.runtime.affinity import NO_AFFINITY
 from chunkrt.runtime.policy import DEFAULT_POLICY, policy_names
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.trace_file import check_trace_path, write_trace
-from chunkrt.settings import read_settings
+from chunkrt.runtime.trace.file import check_trace_path, write_trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

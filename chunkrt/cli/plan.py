@@ -10,22 +10,23 @@ from typing import Any
 import click
 
 from chunkrt.cli.options import engine_options, progress_bar, ranks_options
-from chunkrt.engine_directory import is_engine_directory, open_weights, read_manifest, read_plan
-from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Plan
-from chunkrt.model import check_compiled, choose_recipe, engine_folder, find_checkpoint, options_placement
-from chunkrt.npu import compiled_chunk_length
-from chunkrt.options import DEFAULT_CHUNK_LENGTH, EngineOptions
-from chunkrt.quant.figures import (
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
+from chunkrt.engine.resolve import check_compiled, choose_recipe, engine_folder, find_checkpoint, options_placement
+from chunkrt.engine.roles import compiled_chunk_length
+from chunkrt.engine_directory.figures import (
     AttentionFigures,
     SubgraphFigures,
     attention_figures,
     linears_by_weight_bits,
     subgraph_figures,
 )
+from chunkrt.engine_directory.manifest import is_engine_directory, open_weights, read_manifest, read_plan
+from chunkrt.engine_directory.weights import check_shadowed
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.quant.blocks import settle
 from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
-from chunkrt.quant.weights import check_shadowed
-from chunkrt.ranks import ALONE, Ranks
 
 
 @click.command()
@@ -96,7 +97,8 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         found, scheme = read_plan(Path(model)), manifest.scheme
         compiled_for = compiled_chunk_length(manifest)
     else:
-        from chunkrt.compiler import plan_checkpoint, prepare
+        from chunkrt.compile.compiler import prepare
+        from chunkrt.compile.planned import plan_checkpoint
 
         with progress_bar() as progress:
             checkpoint, default_scheme = find_checkpoint(model, progress)
@@ -106,7 +108,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
             if recipe.search:
                 scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
         planned = plan_checkpoint(checkpoint, options_placement(options), scheme, ranks=ranks)
-        found, scheme = planned.plan, planned.settle(scheme)
+        found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)
         compiled_for = DEFAULT_CHUNK_LENGTH
     chunk_length = options.chunk_length or compiled_for
@@ -116,7 +118,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -> None:
-    from chunkrt.quant.linears import save_subgraphs
+    from chunkrt.backends.onnx.scheme import save_subgraphs
 
     with progress_bar() as progress:
         engine = engine_folder(model, options, progress, ranks)

@@ -17,11 +17,11 @@ import psutil
 
 from chunkrt.backends.qnn import QnnBackend
 from chunkrt.cli.options import engine_options, open_engine, progress_bar
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
-from chunkrt.options import EngineOptions
+from chunkrt.files import written_aside
 from chunkrt.runtime.record import RunRecord
-from chunkrt.shared_folder import written_aside
 from chunkrt.simulate.learn import learn_budget
 from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measured
 

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from chunkrt import catalogue
+from chunkrt.checkpoints import catalogue
 from chunkrt.cli.options import verbose_option
 
 

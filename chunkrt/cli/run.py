@@ -12,7 +12,7 @@ import click
 
 from chunkrt.cli.generation import generation_options, split_options, stream_answer
 from chunkrt.cli.options import engine_options, open_engine, trace_option, written_trace
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 
 

@@ -11,12 +11,12 @@ import click
 
 from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
-from chunkrt.engine_directory import is_engine_directory
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.options import EngineOptions
+from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
-from chunkrt.ranks import ALONE, Ranks
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
 from chunkrt.simulate import DEVICES, LINKS, LinkProfile, Simulation, find_device, find_link, find_shape, shapes
 from chunkrt.simulate import simulate as simulate_prompt

@@ -8,8 +8,8 @@ from itertools import groupby
 import click
 
 from chunkrt.cli.options import progress_bar, verbose_option
-from chunkrt.model import find_checkpoint
-from chunkrt.support import NPU, SupportReport, check_support, first_few
+from chunkrt.compile.support import NPU, SupportReport, check_support, first_few
+from chunkrt.engine.resolve import find_checkpoint
 
 STATUS_OF_GAPS = 3
 """Exit status where something is missing: 1 is any error, 2 a wrong command line."""

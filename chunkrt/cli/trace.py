@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from chunkrt.cli.options import verbose_option
-from chunkrt.runtime.idle import CAUSES, ProcessorTime, where_time_went
-from chunkrt.runtime.link_time import LinkTime, link_time
 from chunkrt.runtime.record import WORKS, RunRecord
-from chunkrt.runtime.trace_file import read_trace
+from chunkrt.runtime.trace.file import read_trace
+from chunkrt.runtime.trace.idle import CAUSES, ProcessorTime, where_time_went
+from chunkrt.runtime.trace.link_time import LinkTime, link_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def trace(file: Path, as_json: bool, plot: Path | None) -> None:
     records = read_trace(file)
     groups = group_runs(records)
     if plot is not None:
-        from chunkrt.timeline import draw
+        from chunkrt.runtime.trace.timeline import draw
 
         draw(max(records, key=lambda record: record.num_tokens), plot)
     if as_json:

@@ -12,12 +12,12 @@ import click
 
 from chunkrt.cli.options import progress_bar, verbose_option
 from chunkrt.errors import ConfigError
+from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.shared_folder import written_aside
 from chunkrt.simulate import DEVICES, MeasuredProfile, find_device
-from chunkrt.tune import Choice, Tuned
-from chunkrt.tune import tune as search
+from chunkrt.simulate.tune import Choice, Tuned
+from chunkrt.simulate.tune import tune as search
 
 NUM_SHOWN = 12
 UNITS = {"": 10**9, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}

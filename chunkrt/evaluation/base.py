@@ -15,16 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from chunkrt import catalogue
-from chunkrt.affinity import NO_AFFINITY
-from chunkrt.engine import Engine
-from chunkrt.engine_directory import PLAN, WEIGHTS, is_engine_directory, read_manifest, read_plan
+from chunkrt.checkpoints import catalogue
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import engine_folder
+from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, is_engine_directory, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.logit_cache import BasePiece, LogitCache
 from chunkrt.evaluation.logits import Float16, Float32, logit_pieces, score_tokens
-from chunkrt.model import Progress, engine_folder
-from chunkrt.options import EngineOptions
+from chunkrt.files import Progress
 from chunkrt.quant.scheme import find_scheme
+from chunkrt.runtime.affinity import NO_AFFINITY
 
 FORMAT = 2
 """Of the entries on disk; raised when their form changes, or what a scheme computes."""

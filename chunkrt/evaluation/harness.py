@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import chunkrt
+from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.evaluation.scoring import Scorer
-from chunkrt.sampling import SamplingOptions
 
 try:
     from lm_eval.api.model import TemplateLM

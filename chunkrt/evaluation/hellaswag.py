@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.jsonl import read_items, text_of
 from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair

@@ -13,7 +13,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.jsonl import read_items, text_of
 from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.compile.float_run import first_values, run_node, run_subgraph
+from chunkrt.compile.trials import LOSS_EVERY, Float32, RoundedLinears
+from chunkrt.engine_directory.weights import LoadBlocks
 from chunkrt.errors import ConfigError
-from chunkrt.float_run import first_values, run_node, run_subgraph
-from chunkrt.graph.plan import Node, Plan
-from chunkrt.losses import LOSS_EVERY, Float32, RoundedLinears
+from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import LEVELS, Scheme
-from chunkrt.quant.weights import LoadBlocks, linear_nodes
 
 NUM_LAYER_WINDOWS = 4
 """Windows that are looked at: errors of layers need fewer tokens than perplexities."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.layers import LayersRun, LinearFigures
-from chunkrt.shared_folder import written_aside
+from chunkrt.files import written_aside
 
 FORMATS = (".png", ".svg")
 

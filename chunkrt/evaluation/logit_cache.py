@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.logits import Float16, Float32
-from chunkrt.shared_folder import only_writer, remove, written_aside
+from chunkrt.files import only_writer, remove, written_aside
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
 HEADER_BYTES = 1024

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.engine.session import Session
 from chunkrt.errors import ModelError
-from chunkrt.session import Session
 
 Float16 = NDArray[np.float16]
 Float32 = NDArray[np.float32]

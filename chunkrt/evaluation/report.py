@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.evaluation.base import Base
 from chunkrt.evaluation.hellaswag import HellaSwagFigures
 from chunkrt.evaluation.lambada import LambadaFigures

@@ -12,10 +12,10 @@ from math import sqrt
 
 import numpy as np
 
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.logits import logit_pieces, piece_lengths, score_tokens
-from chunkrt.session import Session
 from chunkrt.tokenizer import Tokenizer
 
 

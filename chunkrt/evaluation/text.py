@@ -12,7 +12,7 @@ from itertools import repeat
 
 import numpy as np
 
-from chunkrt.engine import Engine
+from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.base import Base
 from chunkrt.evaluation.logits import Float64, divergences, logit_pieces, piece_lengths, score_tokens

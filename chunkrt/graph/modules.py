@@ -15,11 +15,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.source import BlockTensor, TensorSource
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.plan import Place
 from chunkrt.graph.tracing import current_trace
-from chunkrt.weights.source import BlockTensor, TensorSource
 
 Float32 = NDArray[np.float32]
 

@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
-
-DOMAIN = "chunkrt"
+from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph
 
 NAMES = {
     "MatMul": "linear",

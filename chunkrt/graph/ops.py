@@ -116,7 +116,7 @@ def cached_attention(
     Returns:
         [T, num_heads * head_dim]. The caches [num_kv_heads, P (W with a window), head_dim] belong to the module being
         traced.
-        `graph/functions.py` holds the operator's meaning in standard ONNX.
+        `backends/onnx/functions.py` holds the operator's meaning in standard ONNX.
     """
     trace = current_trace()
     slots = "W" if window else "P"

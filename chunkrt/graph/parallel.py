@@ -18,12 +18,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorSource
 from chunkrt.errors import ConfigError
 from chunkrt.graph import ops
 from chunkrt.graph.modules import Module, Parameter
+from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.shares import HeadShare, Number, Share
-from chunkrt.ranks import ALONE, Ranks
-from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor, TensorSource
 
 Outputs = int | Mapping[str, int]
 """Columns, of one tensor at the module's own path; or of each of several tensors beside the module, by their names."""

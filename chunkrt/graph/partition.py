@@ -13,9 +13,9 @@ from typing import Literal, cast
 
 import onnx_ir as ir
 
-from chunkrt.graph.functions import DOMAIN
 from chunkrt.graph.plan import (
     ALL_REDUCE_OP,
+    DOMAIN,
     DTYPE_BYTES,
     EXPERTS_OP,
     SHADOW_OP,

@@ -30,6 +30,9 @@ Rows = Literal["T", "R"]
 Dimension = int | str
 Attribute = int | float | str | list[int] | list[float]
 
+DOMAIN = "chunkrt"
+"""Of the operators that are our own."""
+
 SHADOW_OP = "ShadowLinear"
 """Of our domain: what a linear's inputs exceed its grid by, times its weight; see `graph/shadow.py`."""
 
@@ -218,6 +221,38 @@ class Plan:
 def resolve(shape: tuple[Dimension, ...], symbols: Mapping[str, int]) -> tuple[int, ...]:
     """Replace the symbols in a shape by their values."""
     return tuple(symbols[d] if isinstance(d, str) else d for d in shape)
+
+
+def linear_nodes(plan: Plan) -> dict[str, Node]:
+    """Every MatMul with a weight, by that weight's name: what a scheme quantises."""
+    return {
+        node.inputs[1]: node
+        for subgraph in plan.subgraphs
+        for node in subgraph.nodes
+        if node.op == "MatMul" and plan.tensors[node.inputs[1]].kind == "weight"
+    }
+
+
+def linear_weights(plan: Plan) -> set[str]:
+    """The names of the weights of all linears."""
+    return set(linear_nodes(plan))
+
+
+def expert_weights(plan: Plan) -> set[str]:
+    """The names of the weights of all routed experts. Where linears are quantised they are int8 for each output channel
+    of each expert, and their activations dynamic, whatever the scheme."""
+    nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes)
+    return {name for node in nodes if node.op == EXPERTS_OP for name in node.inputs[2:]}
+
+
+def embedding_tables(plan: Plan) -> set[str]:
+    """Weights that a Gather picks rows from; stored in float16 where linears are int8."""
+    return {
+        node.inputs[0]
+        for subgraph in plan.subgraphs
+        for node in subgraph.nodes
+        if node.op == "Gather" and plan.tensors[node.inputs[0]].kind == "weight"
+    }
 
 
 def _plan(data: dict[str, Any]) -> Plan:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module, Parameter
-from chunkrt.weights.source import TensorSource
 
 Float64 = NDArray[np.float64]
 

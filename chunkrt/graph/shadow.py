@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from chunkrt.graph.functions import DOMAIN
-from chunkrt.graph.plan import MAIN_SUFFIX, SHADOW_OP
+from chunkrt.graph.plan import DOMAIN, MAIN_SUFFIX, SHADOW_OP
 from chunkrt.graph.tracing import ALONE_KEY, DEVICE_KEY
 
 SHADOW_SUFFIX = ".shadow"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.ranks import Ranks
+from chunkrt.graph.ranks import Ranks
 
 Number = TypeVar("Number", bound=np.generic)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, FLOAT_TYPES, BlockTensor
 from chunkrt.errors import QuantizationError
-from chunkrt.weights.source import BLOCK_DEPTH, BlockTensor
+from chunkrt.graph.plan import linear_weights, resolve
+from chunkrt.quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    from chunkrt.graph.planned import Planned
 
 COLUMNS_AT_ONCE = 1024
 """Output channels quantised together: bounds the temporary copies of a large linear."""
@@ -47,3 +55,27 @@ def quantize_to_blocks(weight: NDArray[np.float32], *, name: str = "weight") -> 
         steps = (blocks - minimum[..., None]) / np.where(scale > 0, scale, np.float32(np.inf))[..., None]
         integers[part] = np.rint(steps).clip(0, MOST).reshape(-1, depth)
     return BlockTensor(integers=integers, scales=scales, minima=minima)
+
+
+def settle(planned: Planned, scheme: Scheme) -> Scheme:
+    """A scheme as the checkpoint lets it be: `weights_of_8_bits` names every linear that is not in blocks.
+
+    In blocks are linears all of whose tensors the checkpoint has so, unless a rank's share would cut a block; and
+    those whose tensors are floats, if the scheme does not keep them in 8 bits and blocks divide their depth. A scheme
+    without blocks comes back as it is.
+
+    Raises:
+        ModelError: the checkpoint lacks a tensor.
+    """
+    if scheme.weight_bits != 4 or scheme.is_static:
+        return scheme
+
+    def is_in_blocks(name: str) -> bool:
+        parameter = planned.parameters[name]
+        types = parameter.stored_as(planned.source)
+        depth, _ = resolve(planned.plan.tensors[name].shape, {})
+        is_made_here = types <= FLOAT_TYPES and scheme.has_blocks(name) and depth % BLOCK_DEPTH == 0
+        return (types <= BLOCK_TYPES and parameter.keeps_blocks) or is_made_here
+
+    others = sorted(name for name in linear_weights(planned.plan) if not is_in_blocks(name))
+    return replace(scheme, weights_of_8_bits=tuple(others))

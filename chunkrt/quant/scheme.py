@@ -189,7 +189,7 @@ class Recipe:
     """What a checkpoint is compiled under: a scheme, or where to start searching for one.
 
     search: "shadow": the fewest shadows; "mixed": the most 8-bit linears; each with a mean KL divergence of at most
-        `budget` nats on the calibration text; without a search it is None. See `chunkrt/choose.py`.
+        `budget` nats on the calibration text; without a search it is None. See `chunkrt/compile/search.py`.
     """
 
     scheme: Scheme

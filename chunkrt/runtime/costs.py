@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from chunkrt.graph.operations import attended_pairs, operations_per_pair, operations_per_row
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
-from chunkrt.runtime.events import TaskEvent
+from chunkrt.runtime.tasks import TaskEvent
 
 FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0, "link": 0.03}
 """The first guess: a phone's NPU on int8 linears of 64 rows (llm.npu, table 3: 600 to 1400), its CPU cores, and

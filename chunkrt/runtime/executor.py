@@ -15,20 +15,21 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.affinity import running_on
 from chunkrt.backends.base import Executable
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError, ModelError, unknown_name
+from chunkrt.files import Count
 from chunkrt.graph.plan import Device, Plan
+from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.binding import BoundSubgraph
 from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers, aligned_zeros
+from chunkrt.runtime.chunk_slots import ring_slots
 from chunkrt.runtime.costs import Costs
-from chunkrt.runtime.events import TaskEvent
-from chunkrt.runtime.policy import Policy, Task
+from chunkrt.runtime.policy import Policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
-from chunkrt.runtime.ring import ring_slots
-from chunkrt.runtime.schedule import Processor, Schedule, with_link
+from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
-from chunkrt.runtime.workers import Progress, Workers, run_in_caller
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
+from chunkrt.runtime.workers import Workers, run_in_caller
 
 Logits = Literal["last", "all", "none"]
 
@@ -134,7 +135,7 @@ class Executor:
         *,
         logits: Logits = "last",
         cancel: Event | None = None,
-        progress: Progress | None = None,
+        progress: Count | None = None,
         agree: Callable[[], object] | None = None,
         for_others: bool = False,
     ) -> RunResult:
@@ -190,7 +191,7 @@ class Executor:
             )
             return RunResult(logits=run.logits, record=record)
 
-    def _compute(self, run: _Run, cancel: Event | None, progress: Progress | None) -> list[TaskEvent]:
+    def _compute(self, run: _Run, cancel: Event | None, progress: Count | None) -> list[TaskEvent]:
         """Drive a run to its end. Raises BackendError if a task failed, ClosedError if it was cancelled."""
         schedule = run.schedule
         if run.is_concurrent:

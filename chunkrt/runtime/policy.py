@@ -8,27 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Device
 from chunkrt.plugins import PluginGroup
-
-if TYPE_CHECKING:
-    from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.tasks import Processor, Task
 
 DEFAULT_POLICY = "look_ahead"
 
 MOST_TASKS_FORESEEN = 256
 """Tasks of the longest run that `LookAhead` simulates. Longer ones are hardly ever quicker by another policy than the
 critical path, and simulating them would take longer than they could gain."""
-
-
-class Task(NamedTuple):
-    """One subgraph on one chunk, by their indices."""
-
-    subgraph: int
-    chunk: int
 
 
 BY_CHUNK = itemgetter(1, 0)

@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Device, Plan
-from chunkrt.runtime.events import TaskEvent
-from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.tasks import Processor, TaskEvent
 
 Work = Literal["linears", "attention", "embedding", "sums"]
 """What a subgraph does: with state it is attention; on the link a sum over ranks; on the CPU, before or after the

@@ -13,40 +13,15 @@ passes only through what state is made of, because nothing reads the rest.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import get_args
 
 from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.graph.plan import Device, Plan
-from chunkrt.runtime.policy import Policy, Task
-from chunkrt.runtime.ranks import upward_ranks
+from chunkrt.runtime.critical_path import upward_ranks
+from chunkrt.runtime.policy import Policy
+from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processor:
-    """Workers that run tasks of one device role, or of both when both run on the same CPU threads.
-
-    `workers` is how many tasks it runs at once: 1 for an NPU.
-    """
-
-    name: str
-    devices: frozenset[Device]
-    workers: int
-
-
-def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int) -> tuple[Processor, ...]:
-    """The processors, and before them the link's workers if the plan has sums over ranks.
-
-    There is a worker for every chunk in flight, so that no sum waits for a worker while the other ranks wait for it:
-    whatever the order in which each rank takes its tasks, the earliest chunk can always go on. They come first, so that
-    what runs one task at a time finishes a chunk before it begins the next.
-    """
-    if not any(subgraph.device == "link" for subgraph in plan.subgraphs):
-        return tuple(processors)
-    link = Processor(name="link", devices=frozenset(("link",)), workers=chunks_in_flight)
-    return (link, *processors)
 
 
 class Schedule:

@@ -4,15 +4,18 @@ Three kinds of tensors. A cache [kv_heads, P, head_dim] holds the keys or values
 [kv_heads, W, head_dim] holds those of the last positions, position p at slot p modulo W. A recurrent tensor of fixed
 shape holds what a layer made of everything so far. A cache can go back to any position, a ring as far as it still holds
 what a window sees, a recurrent tensor only to where a copy of it was kept.
+
+An interrupt may fall anywhere, so every change is one assignment: it says what the state is from now on, and what has
+to be written for that. Writing it may be broken off; whoever uses the state next writes it again.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -42,6 +45,21 @@ class Snapshot:
     rope_offset: int
     tensors: Mapping[str, Array]
     kept: tuple[Snapshot, ...] = ()
+
+
+Write = tuple[Array, Any, Any]
+"""An array, a key, and what belongs there; made twice it is the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Present:
+    """What a state is, once `writes` have been made. Those of a run in progress undo it."""
+
+    position: int = 0
+    first: int = 0
+    rope_offset: int = 0
+    kept: tuple[Snapshot, ...] = ()
+    writes: tuple[Write, ...] = ()
 
 
 class State:
@@ -77,10 +95,7 @@ class State:
         self.capacity = capacity
         self.dtype: CacheDtype = dtype
         self.chunk_length = chunk_length or capacity
-        self.position = 0
-        """Tokens that the state has seen; the position of the next token."""
-        self.rope_offset = 0
-        """What is added to a position for its row in the rotary tables; see `Plan.rope_offset`."""
+        self._present = _Present()
         slots = plan.slots(capacity, self.chunk_length)
         kinds: dict[str, list[str]] = {"P": [], "W": [], "": []}
         arrays = {}
@@ -103,12 +118,26 @@ class State:
         self._rings = {name: arrays[name] for name in kinds["W"]}
         self._recurrent = {name: arrays[name] for name in kinds[""]}
         self._ring_slots = slots["W"]
-        self._first = 0
-        """The first position that rings hold; they hold all from there to the present one."""
-        self._kept: list[Snapshot] = []
-        self._undo: list[tuple[Array, Array]] = []
-        """What the run in progress overwrites, and what was there before."""
         self._wait: Callable[[], None] | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens that the state has seen; the position of the next token."""
+        return self._present.position
+
+    @property
+    def rope_offset(self) -> int:
+        """What is added to a position for its row in the rotary tables; see `Plan.rope_offset`."""
+        return self._present.rope_offset
+
+    @property
+    def _first(self) -> int:
+        """The first position that rings hold; they hold all from there to the present one."""
+        return self._present.first
+
+    @property
+    def _kept(self) -> tuple[Snapshot, ...]:
+        return self._present.kept
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +152,8 @@ class State:
     def begin(self, num_tokens: int) -> None:
         """Keep what a run of so many tokens will overwrite, until `advance` or `roll_back`; the executor calls it."""
         self._settle()
-        self._undo = [(array, array.copy()) for array in self._overwritten(num_tokens)]
+        undo = tuple((array, ..., array.copy()) for array in self._overwritten(num_tokens))
+        self._present = replace(self._present, writes=undo)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that have been written; the executor calls it when a run completes.
@@ -136,9 +166,9 @@ class State:
                 f"{num_tokens} tokens do not fit at position {self.position} of a state of "
                 f"{self.capacity} positions; rewind it, or make it larger"
             )
-        self._undo = []
-        self.position += num_tokens
-        self._first = max(self._first, self.position - self._ring_slots)
+        position = self.position + num_tokens
+        first = max(self._first, position - self._ring_slots)
+        self._present = replace(self._present, position=position, first=first, writes=())
 
     def roll_back(self, wait: Callable[[], None] | None = None) -> None:
         """Undo a run that did not complete: everything is as it was when it began.
@@ -149,9 +179,7 @@ class State:
         """
         self._wait = wait
         if wait is None:
-            for array, before in self._undo:
-                array[...] = before
-            self._undo = []
+            self._settle()
 
     def rewind(self, position: int) -> int:
         """Forget everything from `position` on, and more if what is needed there is gone.
@@ -166,11 +194,11 @@ class State:
         if not 0 <= position <= self.position:
             raise ConfigError(f"cannot rewind to position {position}; the state holds positions 0 to {self.position}")
         self._settle()
-        self._kept = [snapshot for snapshot in self._kept if snapshot.position <= position]
+        kept = tuple(snapshot for snapshot in self._kept if snapshot.position <= position)
         if self._can_rewind(position):
-            self.position = position
-        elif self._kept:
-            self._put(self._kept[-1])
+            self._present = replace(self._present, position=position, kept=kept)
+        elif kept:
+            self._become(kept[-1], kept)
         else:
             self.reset(self.rope_offset)
         return self.position
@@ -178,11 +206,8 @@ class State:
     def reset(self, rope_offset: int = 0) -> None:
         """Forget everything, and take the rotary tables' rows from `rope_offset` on."""
         self._settle()
-        self.position = self._first = 0
-        self.rope_offset = rope_offset
-        self._kept = []
-        for array in (*self._rings.values(), *self._recurrent.values()):
-            array[...] = 0
+        self._present = _Present(rope_offset=rope_offset, writes=self._zeros())
+        self._settle()
 
     def keep_snapshot(self) -> None:
         """Make the present position one that `rewind` can go back to, until something before it is forgotten.
@@ -190,15 +215,15 @@ class State:
         Costs a copy of the rings and recurrent tensors; without such there is nothing to keep. The last few are kept.
         """
         if self._rings or self._recurrent:
-            self._kept = [kept for kept in self._kept if kept.position < self.position]
+            before = [kept for kept in self._kept if kept.position < self.position]
             copies = {name: array.copy() for name, array in (self._rings | self._recurrent).items()}
-            self._kept = [*self._kept, self._snapshot(copies)][-MOST_KEPT:]
+            self._present = replace(self._present, kept=(*before, self._snapshot(copies))[-MOST_KEPT:])
 
     def snapshot(self) -> Snapshot:
         """A copy of everything that the state holds."""
         self._settle()
         copies = {name: array.copy() for name, array in self._held(self.position).items()}
-        return self._snapshot(copies, tuple(self._kept))
+        return self._snapshot(copies, self._kept)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Be as at the time of a snapshot, bit for bit.
@@ -212,8 +237,7 @@ class State:
             raise ConfigError(
                 "the snapshot is of another kind of state; restore it into one made with the same options"
             )
-        self._put(snapshot)
-        self._kept = list(snapshot.kept)
+        self._become(snapshot, snapshot.kept)
 
     def fork(self) -> State:
         """An independent copy that continues from the same prefix; of caches only the filled part is copied."""
@@ -245,14 +269,17 @@ class State:
         first = max(self._first - drop, keep) if self._first else 0
         if position < keep or (first and first > self._first_seen(position)):
             return self.rewind(min(keep, self.position))
-        for array in self._caches.values():
-            array[:, keep:position] = array[:, keep + drop : self.position]
+        writes: list[Write] = [
+            (array, np.s_[:, keep:position], array[:, keep + drop : self.position].copy())
+            for array in self._caches.values()
+        ]
         old = np.arange(self._first, self.position)
         old = old[(old >= keep + drop) | ((old < keep) & (first == 0))]
         new = np.where(old < keep, old, old - drop)
-        for array in self._rings.values():
-            array[:, new % self._ring_slots] = array[:, old % self._ring_slots]
-        self.position, self._first, self._kept = position, first, []
+        size = self._ring_slots
+        writes += [(array, np.s_[:, new % size], array[:, old % size]) for array in self._rings.values()]
+        self._present = _Present(position=position, first=first, rope_offset=self.rope_offset, writes=tuple(writes))
+        self._settle()
         return position
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -279,13 +306,17 @@ class State:
         """
         self._settle()
         arrays, numbers = StateFile(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
-        self.reset(numbers["rope_offset"])
-        self.position = numbers["position"]
-        self._first = self._first_seen(self.position)
-        slots = np.arange(self._first, self.position) % self._ring_slots
+        position = numbers["position"]
+        first = self._first_seen(position)
+        slots = np.arange(first, position) % self._ring_slots
+        writes = list(self._zeros())
         for name, array in arrays.items():
-            part = slice(self.position) if name in self._caches else slots if name in self._rings else slice(None)
-            self.tensors[name][:, part] = array
+            part = slice(position) if name in self._caches else slots if name in self._rings else slice(None)
+            writes.append((self.tensors[name], np.s_[:, part], array))
+        self._present = _Present(
+            position=position, first=first, rope_offset=numbers["rope_offset"], writes=tuple(writes)
+        )
+        self._settle()
 
     def _expected(self, numbers: Mapping[str, int]) -> Mapping[str, Array]:
         """Arrays of the form that those in a file with these numbers have. Raises ValueError if there are none."""
@@ -334,24 +365,36 @@ class State:
 
     def _copy_to(self, other: State) -> None:
         self._settle()
-        State.restore(other, self._snapshot(self._held(self.position), tuple(self._kept)))
+        State.restore(other, self._snapshot(self._held(self.position), self._kept))
 
     def _snapshot(self, tensors: Mapping[str, Array], kept: tuple[Snapshot, ...] = ()) -> Snapshot:
         return Snapshot(
             position=self.position, first=self._first, rope_offset=self.rope_offset, tensors=tensors, kept=kept
         )
 
-    def _put(self, snapshot: Snapshot) -> None:
-        for name, array in snapshot.tensors.items():
-            if name in self._caches:
-                self._caches[name][:, : snapshot.position] = array
-            else:
-                self.tensors[name][...] = array
-        self.position, self._first = snapshot.position, snapshot.first
-        self.rope_offset = snapshot.rope_offset
+    def _become(self, snapshot: Snapshot, kept: tuple[Snapshot, ...]) -> None:
+        writes = tuple(
+            (self.tensors[name], np.s_[:, : snapshot.position] if name in self._caches else ..., array)
+            for name, array in snapshot.tensors.items()
+        )
+        self._present = _Present(
+            position=snapshot.position,
+            first=snapshot.first,
+            rope_offset=snapshot.rope_offset,
+            kept=kept,
+            writes=writes,
+        )
+        self._settle()
+
+    def _zeros(self) -> tuple[Write, ...]:
+        return tuple((array, ..., 0) for array in (*self._rings.values(), *self._recurrent.values()))
 
     def _settle(self) -> None:
-        """Finish undoing a run that was left while its tasks still ran."""
+        """Make the writes that are due, after what a run that was left still writes."""
         if self._wait is not None:
             self._wait()
-            self.roll_back()
+            self._wait = None
+        if self._present.writes:
+            for array, key, value in self._present.writes:
+                array[key] = value
+            self._present = replace(self._present, writes=())

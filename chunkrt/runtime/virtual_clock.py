@@ -6,8 +6,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from chunkrt.runtime.events import TaskEvent
-from chunkrt.runtime.policy import Task
+from chunkrt.runtime.tasks import Task, TaskEvent
 
 if TYPE_CHECKING:  # a schedule looks ahead with this module
     from chunkrt.runtime.schedule import Schedule

@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection
 from threading import Condition, Event, Lock, Thread
 from time import perf_counter_ns
 
-from chunkrt.affinity import running_on
-from chunkrt.runtime.events import TaskEvent
-from chunkrt.runtime.policy import Task
-from chunkrt.runtime.schedule import Processor, Schedule
+from chunkrt.files import Count
+from chunkrt.runtime.affinity import running_on
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
 Execute = Callable[[Task], None]
-Progress = Callable[[int, int], None]
 
 
 def run_in_caller(
@@ -25,7 +24,7 @@ def run_in_caller(
     execute: Execute,
     *,
     cancel: Event | None = None,
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> list[TaskEvent]:
     """Drive a schedule to its end in the calling thread, one task at a time.
 
@@ -99,7 +98,7 @@ class Workers:
             for worker in range(processor.workers)
         ]
 
-    def run(self, progress: Progress | None = None) -> list[TaskEvent]:
+    def run(self, progress: Count | None = None) -> list[TaskEvent]:
         """Drive the schedule to its end.
 
         A task that fails ends up in the schedule's `failure`; the event, once set, in its `is_cancelled`.
@@ -140,7 +139,7 @@ class Workers:
             if thread.is_alive():
                 thread.join()
 
-    def _wait(self, progress: Progress | None) -> None:
+    def _wait(self, progress: Count | None) -> None:
         schedule, is_finished = self._schedule, False
         while not is_finished:
             with self._lock:

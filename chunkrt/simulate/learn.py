@@ -15,9 +15,9 @@ import numpy as np
 
 from chunkrt.graph.operations import attended_pairs
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.events import TaskEvent
-from chunkrt.runtime.idle import where_time_went
 from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.tasks import TaskEvent
+from chunkrt.runtime.trace.idle import where_time_went
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.work import cut
 

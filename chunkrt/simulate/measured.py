@@ -15,7 +15,7 @@ from typing import Any
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.tasks import Processor
 
 
 @dataclass(frozen=True, kw_only=True)

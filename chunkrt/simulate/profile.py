@@ -13,7 +13,7 @@ from pathlib import Path
 from chunkrt.backends.qnn.socs import SOCS
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Device, Plan
-from chunkrt.runtime.schedule import Processor
+from chunkrt.runtime.tasks import Processor
 from chunkrt.simulate.measured import MeasuredProfile, read_measured
 from chunkrt.simulate.tables import Source, build, read_table
 

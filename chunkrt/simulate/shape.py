@@ -14,7 +14,7 @@ from pathlib import Path
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
-from chunkrt.ranks import ALONE, Ranks
+from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.simulate.tables import build, read_table
 
 _FOLDER = Path(__file__).parent / "shapes"

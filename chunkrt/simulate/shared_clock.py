@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from chunkrt.runtime.events import TaskEvent
-from chunkrt.runtime.policy import Task
 from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.simulate.work import Work, WorkOf
 
 NOTHING_LEFT_NS = 1e-3

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import SHADOW_OP, Plan
-from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
+from chunkrt.graph.ranks import MOST_RANKS
 from chunkrt.quant.scheme import MIXED, Scheme, check_scheme_of_ranks, find_scheme
-from chunkrt.ranks.base import MOST_RANKS
 from chunkrt.runtime.buffers import BufferLayout
-from chunkrt.runtime.events import TaskEvent, utilisation
-from chunkrt.runtime.idle import Cause, where_time_went
-from chunkrt.runtime.link_time import link_time
-from chunkrt.runtime.policy import Task, find_policy
+from chunkrt.runtime.chunk_slots import ring_slots
+from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
-from chunkrt.runtime.ring import ring_slots
-from chunkrt.runtime.schedule import Schedule, with_link
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Task, TaskEvent, with_link
+from chunkrt.runtime.trace.idle import Cause, where_time_went
+from chunkrt.runtime.trace.link_time import link_time
+from chunkrt.runtime.trace.utilisation import utilisation
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile
@@ -30,7 +31,7 @@ from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work, with
 class ProcessorShares:
     """How one processor spent the makespan, in shares of its workers' time; `busy` and all of `idle` sum to 1.
 
-    idle: by its cause; see `runtime/idle.py`. The link is told of apart.
+    idle: by its cause; see `runtime/trace/idle.py`. The link is told of apart.
     """
 
     busy: float

@@ -8,14 +8,13 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple, cast
 
+from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.operations import attended_pairs, operations_per_pair, operations_per_row
-from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, resolve
-from chunkrt.quant.figures import FLOAT16_BYTES, weight_bytes
+from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import linear_weights
-from chunkrt.ranks.exchange import exchange_of
-from chunkrt.runtime.policy import Task
+from chunkrt.runtime.ranks.exchange import exchange_of
+from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile, ProcessorCost

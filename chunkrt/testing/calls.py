@@ -13,9 +13,9 @@ import numpy as np
 
 from chunkrt.backends.base import Array, Executable
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.graph.plan import Plan, Subgraph, Tensor, resolve
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
 
 GUARD_ROWS = 2
 """Rows before and after each output that no call may write."""

@@ -13,21 +13,14 @@ from chunkrt.backends.base import Backend
 from chunkrt.errors import CompileError, PartitionError
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
-from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Subgraph
+from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Subgraph, linear_nodes
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
-from chunkrt.quant.weights import linear_nodes
 from chunkrt.runtime.state import CACHE_DTYPES
 from chunkrt.testing.calls import UNWRITTEN, Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.error import ConformanceError
 from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
-from chunkrt.testing.executables import (
-    CompiledSubgraph,
-    check_chunks,
-    check_repetition,
-    check_threads,
-    check_values,
-)
+from chunkrt.testing.executables import CompiledSubgraph, check_chunks, check_repetition, check_threads, check_values
 from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"

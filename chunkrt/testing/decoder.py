@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.calibrate import calibrate
-from chunkrt.compiler import Planned
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.engine_directory.weights import write_weights
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.planned import Planned
 from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
+from chunkrt.quant.blocks import settle
 from chunkrt.quant.scheme import Scheme
-from chunkrt.quant.weights import write_weights
-from chunkrt.weights.source import BlockTensor, TensorInfo
-from chunkrt.weights.store import WeightStore
 
 CONFIG: Mapping[str, Any] = {
     "hidden_size": 36,
@@ -118,7 +119,7 @@ def random_decoder(
         source = RandomCheckpoint(config, shapes=shapes)
     plan = partition(trace(decoder), family=source.architecture)
     planned = Planned(source=source, decoder=decoder, plan=plan)
-    settled = {scheme.name: planned.settle(scheme) for scheme in schemes}
+    settled = {scheme.name: settle(planned, scheme) for scheme in schemes}
     token_ids = np.random.default_rng(0).integers(0, plan.vocab_size, plan.context_length)
     calibration = calibrate(plan, planned.load, token_ids, model="random")
     plans, weights = {}, {}

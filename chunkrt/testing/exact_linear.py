@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.source import BLOCK_DEPTH
+from chunkrt.engine_directory.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
 from chunkrt.quant.scheme import LEVELS, Scheme
-from chunkrt.weights.source import BLOCK_DEPTH
-from chunkrt.weights.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 
 Float64 = NDArray[np.float64]
 

@@ -17,8 +17,8 @@ from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabul
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE, TextSettings
 
 if TYPE_CHECKING:
+    from chunkrt.checkpoints.source import TensorSource
     from chunkrt.tokenizer.chat_template import ChatTemplate
-    from chunkrt.weights.source import TensorSource
 
 
 class Tokenizer:

@@ -1,5 +1,1 @@
-"""The native backend: a whole subgraph in one call into the C++ core, without the GIL."""
-
-from chunkrt.backends.native.backend import NativeBackend
-
-__all__ = ["NativeBackend"]
+"""The backend of chunkrt's own kernels; needs the native module."""

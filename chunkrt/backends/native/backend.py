@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from chunkrt._native import Program, ThreadPool
 from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.native.cpu import selected_kernels
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.native.operators import Lowering, check_node
 from chunkrt.backends.registry import NATIVE, operators
-from chunkrt.cpu import selected_kernels
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, ConfigError, PartitionError
 from chunkrt.graph.operators import use_of
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
 
 
 class NativeBackend:

@@ -15,10 +15,10 @@ from chunkrt.backends.qnn.library import open_htp, open_session
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import graph_rows, npu_support
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, DeviceLostError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
 
 
 class QnnBackend:

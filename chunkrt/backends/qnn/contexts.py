@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from chunkrt.shared_folder import fingerprint, only_writer, remove, written_aside
+from chunkrt.files import fingerprint, only_writer, remove, written_aside
 
 FORMAT = 2
 """Of a context, and of the graphs that `model.py` has compiled: raised when either changes."""

@@ -1,7 +1,7 @@
 """The ONNX model of a static subgraph as the NPU gets it.
 
-Linears in QDQ form (`quant/qdq.py`), everything between them float16, fixed shapes. Values arrive and leave as float16:
-half the bytes, and no range that anybody had to calibrate.
+Linears in QDQ form (`backends/onnx/qdq.py`), everything between them float16, fixed shapes. Values arrive and leave as
+float16: half the bytes, and no range that anybody had to calibrate.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from chunkrt.backends.onnx.export import to_onnx
+from chunkrt.backends.onnx.qdq import COLUMN_LIMIT_SUFFIX
+from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
 from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
 from chunkrt.backends.qnn.support import MEAN_DROPPED, graph_rows
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 from chunkrt.errors import CompileError
-from chunkrt.graph.export import to_onnx
 from chunkrt.graph.plan import Node, Plan, Subgraph
-from chunkrt.quant.linears import initializer_values, quantize_linears
-from chunkrt.quant.qdq import COLUMN_LIMIT_SUFFIX
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 
 FLOAT16_OVERFLOW = 65520
 """From here on float16 has only infinity."""

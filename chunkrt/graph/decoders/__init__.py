@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
+from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
+from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.plugins import Plugin, PluginGroup
-from chunkrt.ranks import ALONE, Ranks
-from chunkrt.weights.source import TensorSource
 
 Builder = Callable[[DecoderConfig], Module]
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.rope import inverse_frequencies
 from chunkrt.graph.shares import HeadShare, share_heads
-from chunkrt.ranks import ALONE, Ranks
-from chunkrt.weights.source import TensorSource
 
 LONGEST_CONTEXT = 2**24
 LARGEST_SIZE = 2**24

@@ -15,10 +15,10 @@ import torch
 
 from chunkrt.backends import Support
 from chunkrt.backends.base import Array
+from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, CompileError
 from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
-from chunkrt.weights.store import WeightStore
 from chunkrt_torch.linears import Linear, make_linear
 from chunkrt_torch.operators import OPERATORS
 from chunkrt_torch.products import multiplies_exactly

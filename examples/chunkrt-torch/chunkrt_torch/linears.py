@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 from chunkrt.quant.outliers import OUTLIER_RATIO
 from chunkrt.quant.scheme import LEVELS, Scheme
-from chunkrt.weights.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 from chunkrt_torch.products import Int8Matrix
 
 BASE = 256

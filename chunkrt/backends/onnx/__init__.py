@@ -1,0 +1,1 @@
+"""Subgraphs as ONNX models, and the backend that runs them by ONNX Runtime."""

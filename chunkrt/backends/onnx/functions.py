@@ -1,0 +1,251 @@
+"""The operators of our own domain in standard ONNX: what they mean.
+
+Each is a function that goes into every model that uses it, so that any ONNX runtime can run the model and Netron can
+open the operator up. RotaryEmbedding and Attention are standard since opset 23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import onnx_ir as ir
+
+from chunkrt.backends.onnx.linear_functions import LINEARS
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP, find_variant
+from chunkrt.graph.plan import DOMAIN
+
+_TEXT = """
+<ir_version: 10, opset_import: ["": 23]>
+placeholder (float[1] x) => (float[1] y) { y = Identity(x) }
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (qkv, position, rope_position, cos, sin, past_key, past_value) => (output, present_key, present_value)
+{
+    q, k, v = chunkrt.SplitHeads <num_heads: int = @num_heads, num_kv_heads: int = @num_kv_heads,
+                                  head_dim: int = @head_dim> (qkv)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (qkv, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (q, cos, sin, row_positions, table_offset)
+    k_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (k, cos, sin, row_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+    zero = Constant <value_ints = [0]> ()
+    past_k = Unsqueeze (past_key, zero)
+    past_v = Unsqueeze (past_value, zero)
+    attended, all_k, all_v = Attention <scale: float = @scale> (q_roped, k_roped, v, visible, past_k, past_v)
+    present_key = Squeeze (all_k, zero)
+    present_value = Squeeze (all_v, zero)
+    output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (qkv, position, rope_position, cos, sin, past_key, past_value) => (output, present_key, present_value)
+{
+    # the cache holds keys as they were projected; each is rotated for the place where it stands now
+    q, k, v = chunkrt.SplitHeads <num_heads: int = @num_heads, num_kv_heads: int = @num_kv_heads,
+                                  head_dim: int = @head_dim> (qkv)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (qkv, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (q, cos, sin, row_positions, table_offset)
+    zero = Constant <value_ints = [0]> ()
+    past_k = Unsqueeze (past_key, zero)
+    past_v = Unsqueeze (past_value, zero)
+    all_k = Concat <axis = 2> (past_k, k)
+    all_v = Concat <axis = 2> (past_v, v)
+    k_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (all_k, cos, sin, key_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+    attended = Attention <scale: float = @scale> (q_roped, k_roped, all_v, visible)
+    present_key = Squeeze (all_k, zero)
+    present_value = Squeeze (all_v, zero)
+    output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SplitHeads <num_heads, num_kv_heads, head_dim> (qkv) => (q, k, v)
+{
+    # [T, (Nq + 2 Nkv) D] to heads [1, N, T, D]
+    any_dim = Constant <value_ints = [0, -1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    dim_scalar = Constant <value_int: int = @head_dim> ()
+    dim = Reshape (dim_scalar, one)
+    by_head = Concat <axis = 0> (any_dim, dim)
+    rows = Reshape (qkv, by_head)
+    heads = Transpose <perm = [1, 0, 2]> (rows)
+    batch = Unsqueeze (heads, zero)
+    num_q_scalar = Constant <value_int: int = @num_heads> ()
+    num_kv_scalar = Constant <value_int: int = @num_kv_heads> ()
+    num_q = Reshape (num_q_scalar, one)
+    num_kv = Reshape (num_kv_scalar, one)
+    counts = Concat <axis = 0> (num_q, num_kv, num_kv)
+    q, k, v = Split <axis = 1> (batch, counts)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+FindPlaces (qkv, position, rope_position) => (row_positions, key_positions, table_offset)
+{
+    # row t stands at position + t, keys from 0 on; in the tables all are table_offset further
+    zero = Constant <value_ints = [0]> ()
+    qkv_shape = Shape (qkv)
+    num_rows = Gather (qkv_shape, zero)
+    start = Squeeze (position, zero)
+    end_1d = Add (position, num_rows)
+    end = Squeeze (end_1d, zero)
+    first = Constant <value_int = 0> ()
+    step = Constant <value_int = 1> ()
+    row_positions = Range (start, end, step)
+    key_positions = Range (first, end, step)
+    table_offset = Sub (rope_position, position)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+Rope <rotary_dim> (heads, cos, sin, positions, table_offset) => (roped)
+{
+    zero = Constant <value_ints = [0]> ()
+    table_rows = Add (positions, table_offset)
+    position_ids = Unsqueeze (table_rows, zero)
+    roped = RotaryEmbedding <rotary_embedding_dim: int = @rotary_dim> (heads, cos, sin, position_ids)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+FindVisible <window> (row_positions, key_positions) => (visible)
+{
+    # row t sees keys 0 .. position + t, of them the last `window` if that is not 0
+    minus_one = Constant <value_ints = [-1]> ()
+    none = Constant <value_int = 0> ()
+    limits = Unsqueeze (row_positions, minus_one)
+    is_past = LessOrEqual (key_positions, limits)
+    window_size = Constant <value_int: int = @window> ()
+    window_starts = Sub (limits, window_size)
+    is_recent = Greater (key_positions, window_starts)
+    has_no_window = Equal (window_size, none)
+    is_in_window = Or (is_recent, has_no_window)
+    visible = And (is_past, is_in_window)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+JoinHeads (heads) => (rows)
+{
+    # [1, N, T, D] to [T, N D]
+    by_row = Transpose <perm = [0, 2, 1, 3]> (heads)
+    flat = Constant <value_ints = [0, 0, -1]> ()
+    merged = Reshape (by_row, flat)
+    zero = Constant <value_ints = [0]> ()
+    rows = Squeeze (merged, zero)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+HeadNorm <epsilon> (x, weight) => (output)
+{
+    # the first n heads of a row, each normalised and multiplied by its own row of weight [n, D]
+    any_dim = Constant <value_ints = [0, -1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    weight_shape = Shape (weight)
+    num_heads = Gather (weight_shape, zero)
+    dim = Gather (weight_shape, one)
+    by_head = Concat <axis = 0> (any_dim, dim)
+    heads = Reshape (x, by_head)
+    heads_shape = Shape (heads)
+    all_heads = Gather (heads_shape, one)
+    first = Slice (heads, zero, num_heads, one)
+    rest = Slice (heads, num_heads, all_heads, one)
+    ones = ConstantOfShape <value = float[1] {1.0}> (dim)
+    normalised = RMSNormalization <axis = -1, epsilon: float = @epsilon> (first, ones)
+    weighted = Mul (normalised, weight)
+    joined = Concat <axis = 1> (weighted, rest)
+    flat = Constant <value_ints = [0, -1]> ()
+    output = Reshape (joined, flat)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+CausalConvolution (x, weight, bias, state) => (y, new_state)
+{
+    # x [T, C], weight [C, 1, K]; the state [C, K - 1] is what came before row 0
+    columns = Transpose <perm = [1, 0]> (x)
+    window = Concat <axis = 1> (state, columns)
+
+    # row t sees columns t .. t + K - 1
+    zero = Constant <value_int = 0> ()
+    step = Constant <value_int = 1> ()
+    two = Constant <value_int = 2> ()
+    one = Constant <value_ints = [1]> ()
+    last = Constant <value_ints = [-1]> ()
+    x_shape = Shape (x)
+    weight_shape = Shape (weight)
+    num_rows = Gather (x_shape, zero)
+    num_taps = Gather (weight_shape, two)
+    rows_flat = Range (zero, num_rows, step)
+    rows = Unsqueeze (rows_flat, one)
+    taps = Range (zero, num_taps, step)
+    places = Add (rows, taps)
+    seen = Gather <axis = 1> (window, places)
+    products = Mul (seen, weight)
+    sums = ReduceSum <keepdims = 0> (products, last)
+    by_row = Transpose <perm = [1, 0]> (sums)
+    y = Add (by_row, bias)
+    first_kept = Unsqueeze (num_rows, zero)
+    end = Constant <value_ints = [9223372036854775807]> ()
+    new_state = Slice (window, first_kept, end, one)
+}
+"""
+
+
+_LINEAR_ATTENTION = """
+<ir_version: 10, opset_import: ["": 23]>
+placeholder (float[1] x) => (float[1] y) {{ y = Identity(x) }}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "{attn_type}">
+LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm>
+    (qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state) => ({outputs})
+{body}
+"""
+"""Its kinds are overloads of one function, which share a name."""
+
+
+@cache
+def _functions() -> dict[str, ir.Function]:
+    return {f.name: f for f in ir.from_onnx_text(_TEXT + LINEARS).functions.values()}
+
+
+@cache
+def _linear_attention(attn_type: str) -> ir.Function:
+    variant = find_variant(attn_type)
+    if not variant.expansion:
+        raise KeyError(attn_type)
+    outputs = ["output", "new_conv_state", "new_recurrent_state"][: 3 if variant.is_recurrent else 2]
+    text = _LINEAR_ATTENTION.format(attn_type=attn_type, outputs=", ".join(outputs), body=variant.expansion)
+    (function,) = ir.from_onnx_text(text).functions.values()
+    return function
+
+
+def has_expansion(domain: str, op: str, overload: str = "") -> bool:
+    """Whether an operator is one of those that are defined here.
+
+    Args:
+        overload: of LinearAttention its attn_type.
+    """
+    if (domain, op) != (DOMAIN, LINEAR_ATTENTION_OP):
+        return domain == DOMAIN and op in _functions()
+    try:
+        return bool(find_variant(overload).expansion)
+    except UnsupportedModelError:
+        return False
+
+
+def expansion(op: str, overload: str = "") -> ir.Function:
+    """A fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
+    return (_linear_attention(overload) if op == LINEAR_ATTENTION_OP else _functions()[op]).clone()
+
+
+def expansions(ops: Iterable[tuple[str, str]]) -> list[ir.Function]:
+    """Fresh copies of the functions that define operators, given as (op, overload), and of those that these use."""
+    found: dict[tuple[str, str], ir.Function] = {}
+    pending = list(ops)
+    while pending:
+        op, overload = pending.pop()
+        if (op, overload) not in found:
+            function = found[op, overload] = expansion(op, overload)
+            pending += [(node.op_type, node.overload) for node in function if node.domain == DOMAIN]
+    return list(found.values())

@@ -1,6 +1,0 @@
-"""The catalogue: checkpoints that chunkrt knows by name, and fetching them."""
-
-from chunkrt.catalogue.entry import Entry, entries, find
-from chunkrt.catalogue.fetch import home, pull, pulled
-
-__all__ = ["Entry", "entries", "find", "home", "pull", "pulled"]

@@ -1,0 +1,1 @@
+"""Checkpoints as sources of tensors: safetensors, GGUF; and the catalogue."""

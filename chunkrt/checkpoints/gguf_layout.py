@@ -1,0 +1,119 @@
+"""Where GGUF keeps a tensor otherwise than Hugging Face: its rows or columns in another order, or other numbers.
+
+Source: llama.cpp's convert_hf_to_gguf.py and conversion/qwen.py (`Qwen3NextModel`, `_LinearAttentionVReorderBase`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.checkpoints.gguf_keys import LARGEST_COUNT
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
+from chunkrt.errors import ModelError, QuantizationError
+
+Float32 = NDArray[np.float32]
+Order = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one tensor becomes Hugging Face's.
+
+    rows, columns: for each of Hugging Face's, which of the file's it is. values: what the numbers become. is_depthwise:
+    the file's [C, K] is [C, 1, K]. is_single_row: the file's [K] is [1, K].
+    """
+
+    rows: Order | None = None
+    columns: Order | None = None
+    values: Callable[[Float32], Float32] | None = None
+    is_depthwise: bool = False
+    is_single_row: bool = False
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Hugging Face's shape, from the file's. Raises ModelError if an axis is not as long as its order."""
+        for axis, order in ((0, self.rows), (-1, self.columns)):
+            if order is not None and (not stored or stored[axis] != len(order)):
+                raise ModelError(f"it is {list(stored)}, and axis {axis} should be {len(order)} long")
+        if self.is_single_row and len(stored) == 1:
+            return (1, *stored)
+        return (stored[0], 1, *stored[1:]) if self.is_depthwise and len(stored) == 2 else stored
+
+    def restore(self, stored: Float32) -> Float32:
+        """Hugging Face's tensor, from the file's values."""
+        found = stored if self.rows is None else stored[self.rows]
+        found = found if self.columns is None else found[..., self.columns]
+        found = found if self.values is None else self.values(found)
+        return found.reshape(self.shape(stored.shape))
+
+    def restore_blocks(self, stored: BlockTensor) -> BlockTensor:
+        """The same for a tensor in blocks of 4 bits.
+
+        Raises:
+            QuantizationError: columns of one block go to several.
+        """
+        if self.rows is not None:
+            stored = BlockTensor(
+                integers=stored.integers[self.rows], scales=stored.scales[self.rows], minima=stored.minima[self.rows]
+            )
+        if self.columns is None:
+            return stored
+        blocks = self.columns.reshape(-1, BLOCK_DEPTH)
+        if (blocks != blocks[:, :1] + np.arange(BLOCK_DEPTH)).any() or (blocks[:, 0] % BLOCK_DEPTH).any():
+            raise QuantizationError("its columns are in an order that blocks of 32 do not keep; use another scheme")
+        of_blocks = blocks[:, 0] // BLOCK_DEPTH
+        return BlockTensor(
+            integers=stored.integers[:, self.columns],
+            scales=stored.scales[:, of_blocks],
+            minima=stored.minima[:, of_blocks],
+        )
+
+
+AS_IT_IS = Layout()
+DEPTHWISE = Layout(is_depthwise=True)
+SINGLE_ROW = Layout(is_single_row=True)
+
+
+def _logarithm(rate: Float32) -> Float32:
+    """A_log, of which the file has -exp."""
+    with np.errstate(all="ignore"):
+        return np.log(-rate)
+
+
+LOGARITHM = Layout(values=_logarithm)
+
+
+def rotate_half_rows(num_heads: int, num_rows: int) -> Layout:
+    """Rows in the order of interleaved RoPE (pairs adjacent), where Hugging Face has that of rotate-half."""
+    pairs = np.arange(num_rows).reshape(num_heads, -1, 2)
+    return Layout(rows=pairs.swapaxes(1, 2).ravel())
+
+
+def tiled_value_heads(config: Mapping[str, Any]) -> dict[str, Layout]:
+    """Layouts by GGUF module of linear attention whose value heads lie tiled over key heads, 0 of each first; Hugging
+    Face has those of a key head together."""
+    k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if v_heads % k_heads:
+        raise ModelError(f"{v_heads} value heads of linear attention cannot share {k_heads} key heads evenly")
+    dim, num_before = config["linear_value_head_dim"], 2 * k_heads * config["linear_key_head_dim"]
+    if num_before + v_heads * dim > LARGEST_COUNT:
+        raise ModelError(
+            f"linear attention of {num_before + v_heads * dim} columns; at most {LARGEST_COUNT} are believed"
+        )
+    heads = np.arange(v_heads).reshape(-1, k_heads).T.ravel()
+    of_values = (heads[:, None] * dim + np.arange(dim)).ravel()
+    after_keys = np.concatenate([np.arange(num_before), num_before + of_values])
+    return {
+        "attn_qkv": Layout(rows=after_keys),
+        "attn_gate": Layout(rows=of_values),
+        "ssm_alpha": Layout(rows=heads),
+        "ssm_beta": Layout(rows=heads),
+        "ssm_dt": Layout(rows=heads),
+        "ssm_a": Layout(rows=heads, values=_logarithm),
+        "ssm_conv1d": Layout(rows=after_keys, is_depthwise=True),
+        "ssm_out": Layout(columns=of_values),
+    }

@@ -1,0 +1,361 @@
+"""GGUF's vocabulary in Hugging Face's words: tensor names and metadata keys, one table row an architecture.
+
+Source: llama.cpp's gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from chunkrt.checkpoints.gguf_header import GgufTensor
+from chunkrt.checkpoints.gguf_keys import Keys, common_config
+from chunkrt.checkpoints.gguf_layout import (
+    AS_IT_IS,
+    DEPTHWISE,
+    LOGARITHM,
+    SINGLE_ROW,
+    Layout,
+    rotate_half_rows,
+    tiled_value_heads,
+)
+from chunkrt.checkpoints.source import Refuse, strictly
+from chunkrt.errors import ModelError, UnsupportedModelError
+
+Config = dict[str, Any]
+
+
+def _nothing(keys: Keys, config: Config) -> Config:
+    return {}
+
+
+def _as_they_are(config: Config) -> Mapping[str, Layout]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What sets one `general.architecture` apart.
+
+    `model` and `layer` map names of tensors, whole or up to ".weight" or ".bias", of the model and of a layer, where
+    they come after "blk.N." in GGUF and "model.layers.N." in Hugging Face. `in_config` are tensors that Hugging Face
+    keeps in the config. `permuted` are the modules whose rows GGUF reorders for interleaved RoPE, with the config key
+    that counts their heads; `layouts` gives those of modules that differ otherwise. `refused` are metadata keys (after
+    the architecture's name) that would change the result and are not implemented, unless they are 0. `config` gives
+    the config keys that it has besides the common ones or in place of them, from the metadata and the common ones.
+    `is_hybrid`: some layers have no attention.
+    """
+
+    model_type: str
+    model: Mapping[str, str]
+    layer: Mapping[str, str]
+    in_config: Collection[str] = ()
+    permuted: Mapping[str, str] = field(default_factory=dict)
+    layouts: Callable[[Config], Mapping[str, Layout]] = _as_they_are
+    refused: Collection[str]
+    config: Callable[[Keys, Config], Config] = _nothing
+    is_hybrid: bool = False
+
+
+EACH = "{}"
+"""In a name: the tensor is a stack of those that Hugging Face has, and this is the number of each."""
+
+MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+GEMMA3_27B_LAYERS = 62
+WINDOWS = frozenset({"attention.sliding_window"})
+"""Refused where layers see all before them."""
+
+SCALINGS = frozenset(
+    (
+        "attention.clamp_kqv",
+        "attention.max_alibi_bias",
+        "attention.scale",
+        "attn_logit_softcapping",
+        "embedding_scale",
+        "expert_count",
+        "final_logit_softcapping",
+        "logit_scale",
+        "residual_scale",
+        "rope.scale_linear",
+    )
+)
+
+_LFM2_LAYER = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_DELTA_RULE = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_QWEN3_NEXT_LAYER = {k: v for k, v in LAYER.items() if k != "ffn_norm"} | HEAD_NORMS | _DELTA_RULE
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
+
+
+def _lfm2_config(keys: Keys, config: Config) -> Config:
+    kv_heads = keys.per_layer("attention.head_count_kv", config["num_hidden_layers"])
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
+        "conv_L_cache": keys.count("shortconv.l_cache"),
+        "conv_bias": "blk.0.shortconv.conv.bias" in keys.shapes,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _qwen3_next_config(keys: Keys, config: Config) -> Config:
+    """Norms hold 1 + w already. Where q, k, v and z share a tensor in Hugging Face, GGUF has two."""
+    v_heads, all_v = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
+    if all_v % v_heads:
+        raise ModelError(f"{keys.prefix}ssm.inner_size = {all_v}, which {v_heads} heads cannot share evenly")
+    is_linear = [f"blk.{layer}.attn_qkv.weight" in keys.shapes for layer in range(config["num_hidden_layers"])]
+    return {
+        "layer_types": ["linear_attention" if linear else "full_attention" for linear in is_linear],
+        "linear_num_key_heads": keys.count("ssm.group_count"),
+        "linear_num_value_heads": v_heads,
+        "linear_key_head_dim": keys.count("ssm.state_size"),
+        "linear_value_head_dim": all_v // v_heads,
+        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
+        "norm_offset": 0,
+        "has_qkv_and_z_apart": True,
+        **(_experts(keys, config["num_hidden_layers"]) if keys.get("expert_count") else {}),
+    }
+
+
+def _experts(keys: Keys, num_layers: int) -> Config:
+    """The weights of those that are picked are always normalised."""
+    return {
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.shapes],
+    }
+
+
+def _gemma3(keys: Keys, config: Config) -> Config:
+    """Norms hold 1 + w; the scale of attention is in no key, llama.cpp knows it from the number of layers."""
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    if config["partial_rotary_factor"] != 1:
+        name = f"{keys.prefix}rope.dimension_count"
+        raise UnsupportedModelError(f"{name} = {keys.get('rope.dimension_count')} is not implemented", feature=name)
+    is_27b = num_layers == GEMMA3_27B_LAYERS
+    found = {
+        "norm_offset": 0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+    }
+    if config["sliding_window"] is None:
+        return found | {"layer_types": ["full_attention"] * num_layers}
+    return found | {"sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6)}
+
+
+def _phi3(keys: Keys, config: Config) -> Config:
+    """Factors of longrope are tensors; their attention factor is a key."""
+    context = config["max_position_embeddings"]
+    found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
+    if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():
+        return found
+    half = round(config["head_dim"] * config["partial_rotary_factor"]) // 2
+    scaling: Config = {
+        "rope_type": "longrope",
+        "long_factor": keys.vector(LONG_FACTORS, half),
+        "short_factor": keys.vector(SHORT_FACTORS, half),
+    }
+    if keys.get("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    return found | {"rope_scaling": scaling}
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        model_type="llama",
+        model=MODEL | {"rope_freqs": "rope_freqs"},
+        layer=LAYER,
+        permuted={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
+        refused=SCALINGS,
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        model={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        layer=_LFM2_LAYER,
+        layouts=lambda config: {"shortconv.conv": DEPTHWISE},
+        refused=SCALINGS | WINDOWS,
+        config=_lfm2_config,
+        is_hybrid=True,
+    ),
+    "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS | WINDOWS),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        model=MODEL,
+        layer=LAYER | HEAD_NORMS | SANDWICH_NORMS,
+        refused=SCALINGS - {"final_logit_softcapping"},
+        config=_gemma3,
+    ),
+    "phi3": Architecture(
+        model_type="phi3",
+        model=MODEL,
+        layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        in_config=(LONG_FACTORS, SHORT_FACTORS),
+        refused=SCALINGS,
+        config=_phi3,
+    ),
+    "qwen3": Architecture(model_type="qwen3", model=MODEL, layer=LAYER | HEAD_NORMS, refused=SCALINGS | WINDOWS),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text",
+        model=MODEL,
+        layer=_QWEN3_NEXT_LAYER,
+        layouts=tiled_value_heads,
+        refused=SCALINGS | WINDOWS | {"nextn_predict_layers"},
+        config=_qwen3_next_config,
+    ),
+    "qwen3next": Architecture(
+        model_type="qwen3_next",
+        model=MODEL,
+        layer=_QWEN3_NEXT_LAYER | _EXPERTS,
+        layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM, "ffn_gate_inp_shexp": SINGLE_ROW},
+        refused=(SCALINGS | WINDOWS) - {"expert_count"},
+        config=_qwen3_next_config,
+    ),
+}
+
+_TENSOR_NAME = re.compile(r"(blk\.(?P<layer>0|[1-9][0-9]*)\.)?(?P<module>[a-z0-9_.]+?)(?P<part>\.(weight|bias))?")
+
+
+def find_architecture(name: Any) -> Architecture:
+    """Look an architecture up by its `general.architecture`.
+
+    Raises:
+        UnsupportedModelError: it is not in the table.
+    """
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    known = ", ".join(sorted(ARCHITECTURES))
+    raise UnsupportedModelError(f"the GGUF architecture {name!r} is not implemented; there are: {known}")
+
+
+def is_known_name(name: str) -> bool:
+    """Whether any architecture has a tensor of that name, GGUF's or Hugging Face's."""
+    short = re.sub(r"^(blk|model\.layers)\.[0-9]+\.|\.(weight|bias)$", "", name)
+    return short in _known_names() or name in _known_names()
+
+
+@cache
+def _known_names() -> frozenset[str]:
+    """Of all tables, what comes after the layer and before ".weight"."""
+    tables = [table for a in ARCHITECTURES.values() for table in (a.model, a.layer)]
+    return frozenset(name for table in tables for row in table.items() for name in row)
+
+
+def translate_name(architecture: Architecture, config: Config, tensor: GgufTensor) -> tuple[str, Layout]:
+    """A tensor's name in Hugging Face's words, and how it becomes what Hugging Face has.
+
+    The name is "" for a tensor that Hugging Face keeps in the config.
+
+    Raises:
+        UnsupportedModelError: the architecture has no such tensor.
+        ModelError: its shape does not go with the config.
+    """
+    name = tensor.name
+    match = _TENSOR_NAME.fullmatch(name)
+    layer, module, part = match.group("layer", "module", "part") if match else (None, "", None)
+    if name in architecture.in_config:
+        return "", AS_IT_IS
+    modules = architecture.model if layer is None else architecture.layer
+    part = part or ""
+    if module not in modules and module + part not in modules:
+        raise UnsupportedModelError(
+            f"it holds the tensor {name!r}, which {architecture.model_type} as implemented lacks", feature=name
+        )
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    known_as = modules[module] + part if module in modules else modules[module + part]
+    layout = _layout(architecture, config, module, tensor)
+    try:
+        layout.shape(tensor.shape)
+    except ModelError as error:
+        raise ModelError(f"tensor {name}: {error}") from error
+    return prefix + known_as, layout
+
+
+def _layout(architecture: Architecture, config: Config, module: str, tensor: GgufTensor) -> Layout:
+    if module not in architecture.permuted:
+        return architecture.layouts(config).get(module, AS_IT_IS)
+    num_heads, num_rows = config[architecture.permuted[module]], tensor.shape[0]
+    if num_rows % (2 * num_heads):
+        raise ModelError(f"{tensor.name} has {num_rows} rows, which {num_heads} heads of an even length cannot share")
+    return rotate_half_rows(num_heads, num_rows)
+
+
+def translate_config(architecture: Architecture, keys: Keys, refuse: Refuse = strictly) -> Config:
+    """Hugging Face's config keys from the metadata and the tensors' shapes.
+
+    Args:
+        refuse: told of every key of `Architecture.refused` that is set.
+
+    Raises:
+        ModelError: a key is missing, of the wrong type or out of range.
+        UnsupportedModelError: a key asks for what is not implemented.
+    """
+    for key in sorted(architecture.refused):
+        if keys.get(key):
+            name = keys.prefix + key
+            refuse(UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented", feature=name))
+    config = {"model_type": architecture.model_type, **common_config(keys, is_hybrid=architecture.is_hybrid)}
+    return config | architecture.config(keys, config)

@@ -1,0 +1,208 @@
+"""A Hugging Face folder as a `TensorSource`: config.json and safetensors files, memory-mapped.
+
+Source: the safetensors format (huggingface/safetensors, README): 8 bytes of header length, JSON header, data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.checkpoints.mapping import map_file
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo
+from chunkrt.errors import ModelError, UnsupportedModelError
+
+MAX_DIMENSIONS = 8
+
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    stored: NDArray[np.uint8]
+
+
+class SafetensorsSource:
+    """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
+
+    Raises:
+        ModelError: a file is missing, truncated or contradicts itself or another.
+        UnsupportedModelError: a data type that the format does not have.
+    """
+
+    path: Path
+    architecture: str
+    config: Mapping[str, Any]
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config = _read_json(self.path / "config.json")
+        model_type = self.config.get("model_type")
+        if not isinstance(model_type, str):
+            raise ModelError(f"{self.path / 'config.json'} has no model_type; is it a Transformers model?")
+        self.architecture = model_type
+        self._tensors: dict[str, _Tensor] = {}
+        whole, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
+        if whole.exists():
+            self._tensors = _read_tensors(whole)
+        elif index.exists():
+            self._read_shards(index)
+        else:
+            raise ModelError(
+                f"{self.path} has neither {whole.name} nor {index.name}; "
+                "a checkpoint in another format has to be saved as safetensors first"
+            )
+
+    def names(self) -> Sequence[str]:
+        """Every tensor, in the order of the headers."""
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and safetensors' type, as in "BF16". Raises ModelError if there is no tensor of that name."""
+        tensor = self._find(name)
+        is_readable = tensor.dtype == "BF16" or tensor.dtype in _FLOATS
+        return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype, is_readable=is_readable)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """One tensor as float32; a view of the file (read-only) where it is stored so.
+
+        Raises:
+            ModelError: there is no tensor of that name, or a float64 value that float32 cannot hold.
+            UnsupportedModelError: it is not stored as F64, F32, F16 or BF16.
+        """
+        tensor = self._find(name)
+        if tensor.dtype == "BF16":
+            return (tensor.stored.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+        if tensor.dtype not in _FLOATS:
+            raise UnsupportedModelError(
+                f"{tensor.file}: {name} is stored as {tensor.dtype}, which has no meaning as a weight here; "
+                f"expected {', '.join(_FLOATS)} or BF16 (an already quantised checkpoint?)"
+            )
+        values = tensor.stored.view(_FLOATS[tensor.dtype]).reshape(tensor.shape)
+        try:
+            with np.errstate(over="raise", invalid="ignore"):
+                return np.require(values, np.float32, ["C", "ALIGNED"])
+        except FloatingPointError as error:
+            raise ModelError(f"{tensor.file}: {name} holds float64 values beyond float32's range") from error
+
+    def read_blocks(self, name: str) -> BlockTensor | None:
+        """None: the format has no blocks. Raises ModelError if there is no tensor of that name."""
+        self._find(name)
+        return None
+
+    def _find(self, name: str) -> _Tensor:
+        if name not in self._tensors:
+            raise ModelError(f"{self.path} has no tensor {name}")
+        return self._tensors[name]
+
+    def _read_shards(self, index: Path) -> None:
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} has no weight_map")
+        for shard in dict.fromkeys(weight_map.values()):
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise ModelError(f"{index} names the file {shard!r}, which is not a plain file name beside it")
+            for name, tensor in _read_tensors(self.path / shard).items():
+                if name in self._tensors:
+                    raise ModelError(f"{name} is in two files: {self._tensors[name].file} and {tensor.file}")
+                self._tensors[name] = tensor
+        for name, shard in weight_map.items():
+            if name not in self._tensors or self._tensors[name].file.name != shard:
+                raise ModelError(f"{index} says that {name} is in {shard}, but it is not there")
+
+
+def _read_tensors(path: Path) -> dict[str, _Tensor]:
+    """One safetensors file's tensors, every claim of its header checked."""
+    data = np.frombuffer(map_file(path), np.uint8)
+    header_bytes = int.from_bytes(data[:8].tobytes(), "little")
+    if header_bytes > data.size - 8:
+        raise _damaged(path, f"its header claims {header_bytes} bytes, the file has {data.size}")
+    header = _parse(data[8 : 8 + header_bytes].tobytes(), path)
+    header.pop("__metadata__", None)
+    payload = data[8 + header_bytes :]
+    spans = {name: _span(entry, name, path, payload.size) for name, entry in header.items()}
+    in_order = sorted(spans, key=lambda name: spans[name])
+    for left, right in pairwise(in_order):
+        if spans[left][1] > spans[right][0]:
+            raise _damaged(path, f"tensors {left} and {right} overlap at data offset {spans[right][0]}")
+    return {
+        name: _Tensor(
+            file=path,
+            shape=tuple(entry["shape"]),
+            dtype=entry["dtype"],
+            stored=payload[slice(*spans[name])],
+        )
+        for name, entry in header.items()
+    }
+
+
+def _span(entry: Any, name: str, path: Path, payload_bytes: int) -> tuple[int, int]:
+    """Where a tensor's data lies, once its entry {dtype, shape, data_offsets} is known to be sound."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise _damaged(path, f"the header's entry of {name} is not {{dtype, shape, data_offsets}}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise UnsupportedModelError(f"{path}: {name} has the data type {dtype!r}; known are {', '.join(_BITS)}")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise _damaged(path, f"{name} has an impossible shape")
+    if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= payload_bytes:
+        raise _damaged(path, f"{name} claims data outside the file's {payload_bytes} data bytes")
+    start, end = offsets
+    if (end - start) * 8 != prod(shape) * _BITS[dtype]:
+        raise _damaged(
+            path,
+            f"{name} has {end - start} bytes, but {dtype} {shape} needs {prod(shape) * _BITS[dtype] // 8}",
+        )
+    return start, end
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _parse(path.read_bytes(), path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its JSON cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "its JSON is not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a name appear twice in an object and readers differ on which counts; here none does."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return result
+
+
+def _damaged(path: Path, found: str) -> ModelError:
+    return ModelError(f"{path} is truncated or damaged: {found}; fetch the file again")

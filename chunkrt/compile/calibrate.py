@@ -1,0 +1,306 @@
+"""Calibration: run a decoder in float over some text, note how large its values get, and keep what was found.
+
+Subgraph after subgraph, each over the whole text before the next: every weight is read once, and a model of any size
+needs the memory of its largest subgraph, beside what a token carries from one subgraph to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.checkpoints import catalogue
+from chunkrt.compile.float_run import Values, first_values, run_node, run_subgraph
+from chunkrt.engine_directory.manifest import cache_key
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.files import Count, only_writer
+from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes
+from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
+from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
+from chunkrt.quant.folding import Folding
+from chunkrt.quant.ranges import Method, Range
+from chunkrt.quant.rotation import rotation
+from chunkrt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from chunkrt.graph.planned import Planned
+
+Float32 = NDArray[np.float32]
+TokenIds = NDArray[np.int64]
+log = logging.getLogger(__name__)
+
+WINDOW_LENGTH = 512
+"""Tokens that attend to one another; each window starts at position 0."""
+
+DEFAULT_NUM_TOKENS = 2048
+
+
+def cached_calibration(
+    planned: Planned,
+    checkpoint: Path,
+    *,
+    model: str,
+    token_ids: TokenIds | None = None,
+    method: Method = "mse",
+    equalisation: float | None = None,
+    is_rotated: bool = False,
+    progress: Count = lambda done, total: None,
+) -> tuple[Calibration, Path]:
+    """The calibration of a checkpoint on some tokens, from the cache, or made and put there.
+
+    Args:
+        planned: the checkpoint, opened and planned, with nothing placed and nothing shadowed.
+        model: what it is called.
+        token_ids: int64 [n]; by default those of a text that comes with chunkrt.
+        equalisation, is_rotated: of the scheme that it is for; see `quant/scheme.py`.
+        progress: told (subgraphs done, subgraphs in all), if there is anything to do.
+
+    Returns:
+        The calibration, and the file that holds it.
+
+    Raises:
+        ModelError: the checkpoint has no tokenizer or is damaged; the file cannot be written.
+        QuantizationError: a value is not finite, or the decoder cannot be rotated.
+    """
+    if token_ids is None:
+        token_ids = calibration_tokens(planned, shipped_text(), None)
+    settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
+    key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
+    path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
+    if found := _load_cached(path, model):
+        return found, path
+    folding = Folding.none()
+    if equalisation is not None:
+        before, _ = cached_calibration(
+            planned,
+            checkpoint,
+            model=model,
+            token_ids=token_ids,
+            method=method,
+            is_rotated=is_rotated,
+            progress=progress,
+        )
+        folding = before.folding
+
+    def load(name: str) -> Float32:
+        return folding.apply(name, planned.load(name))
+
+    try:
+        with only_writer(path.parent, "calibrating"):
+            if found := _load_cached(path, model):  # made by another process meanwhile
+                return found, path
+            if path.exists():
+                log.warning("%s is damaged; calibrating again", path)
+            if equalisation is not None:
+                factors = equalise(
+                    planned.plan,
+                    load,
+                    before.channel_peaks,
+                    equalisation,
+                    most_for_products=MOST_FOR_PRODUCTS,
+                    left_alone=[
+                        name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights
+                    ],  # the head
+                )
+                folding = folding.then(factors)
+            elif is_rotated:
+                folding = rotation(planned.plan, load)
+            calibration = calibrate(planned.plan, load, token_ids, model=model, method=method, progress=progress)
+            calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
+            calibration.save(path)
+            return calibration, path
+    except OSError as error:
+        raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
+
+
+def _load_cached(path: Path, model: str) -> Calibration | None:
+    """A calibration of the cache; None if it is not there or damaged."""
+    try:
+        return replace(Calibration.load(path), model=model)
+    except ModelError:
+        return None
+
+
+def shipped_text() -> str:
+    """The text that comes with chunkrt, for those who have none at hand."""
+    return resources.files("chunkrt").joinpath("calibration_text.txt").read_text("utf-8")
+
+
+def calibration_tokens(planned: Planned, text: str, num_tokens: int | None) -> TokenIds:
+    """The first tokens of a text, int64 [n].
+
+    A model that was tuned for chat gets the text's paragraphs as the turns of a conversation: the tokens between turns
+    make some of its values larger than any word does.
+
+    Raises:
+        ConfigError: the text is empty, or has fewer tokens than asked for.
+        ModelError: the checkpoint has no tokenizer.
+    """
+    if num_tokens is not None and num_tokens < 1:
+        raise ConfigError(f"the number of calibration tokens is {num_tokens}, expected at least 1")
+    if not (paragraphs := [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]):
+        raise ConfigError("the calibration text is empty")
+    if not (tokenizer := Tokenizer.from_source(planned.source)):
+        raise ModelError(f"{planned.source.path} has no tokenizer, which calibration needs; add its tokenizer.json")
+    found = _conversation(tokenizer, paragraphs) or tokenizer.encode(text, add_special=True, parse_special=False)
+    if num_tokens is not None and len(found) < num_tokens:
+        raise ConfigError(f"the calibration text has {len(found)} tokens, fewer than the {num_tokens} asked for")
+    return np.array(found[: num_tokens or DEFAULT_NUM_TOKENS], np.int64)
+
+
+def _conversation(tokenizer: Tokenizer, paragraphs: list[str]) -> list[int]:
+    """The tokens of a user and an assistant taking turns; none if the model does not chat."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(paragraphs)]
+    try:
+        return tokenizer.encode_chat(turns, add_generation_prompt=False) if tokenizer.has_chat_template else []
+    except ModelError as error:
+        log.warning("calibrating on plain text: %s", error)
+        return []
+
+
+def text_digest(token_ids: TokenIds) -> str:
+    """SHA-256 of a text's tokens, in hexadecimal."""
+    return hashlib.sha256(token_ids.astype("<i8").tobytes()).hexdigest()
+
+
+def calibrate(
+    plan: Plan,
+    load: Callable[[str], Float32],
+    token_ids: TokenIds,
+    *,
+    model: str,
+    method: Method = "mse",
+    progress: Count = lambda done, total: None,
+) -> Calibration:
+    """Run a decoder over tokens and keep the limits of its values.
+
+    Args:
+        load: a weight's float32 values by its plan name; called once a weight. What it folds into them is for the
+            caller to note.
+        token_ids: int64 [n], n at least 1; cut into windows of WINDOW_LENGTH, the context permitting.
+        model: what the model is called.
+        progress: told (subgraphs done, subgraphs in all).
+
+    Raises:
+        ConfigError: there are no tokens, or one is outside the vocabulary.
+        QuantizationError: a value is not finite.
+    """
+    if not token_ids.size:
+        raise ConfigError("the calibration text has no tokens; give a longer one")
+    if token_ids.max() >= plan.vocab_size:
+        raise ConfigError(f"token id {token_ids.max()} is outside the vocabulary of {plan.vocab_size}")
+    length = min(WINDOW_LENGTH, plan.context_length)
+    parts = (token_ids[start : start + length] for start in range(0, token_ids.size, length))
+    windows: list[Values] = [first_values(part, np.arange(part.size)) for part in parts]
+    observer = _Observer(plan, method)
+    weights: dict[str, Float32] = {}
+    for done, subgraph in enumerate(plan.subgraphs):
+        progress(done, len(plan.subgraphs))
+        weights |= {name: load(name) for name in subgraph.weights if name not in weights}
+        windows = [run_subgraph(plan, done, live, weights, observer.run) for live in windows]
+        observer.finish(subgraph, weights)
+        for name in weights.keys() - {name for s in plan.subgraphs[done + 1 :] for name in s.weights}:
+            del weights[name]
+    progress(len(plan.subgraphs), len(plan.subgraphs))
+    return Calibration(
+        model=model,
+        token_ids=token_ids,
+        method=method,
+        equalisation=None,
+        is_rotated=False,
+        folding=Folding.none(),
+        peaks=observer.peaks,
+        limits=observer.limits,
+        shadow_limits=observer.shadow_limits,
+        column_peaks=observer.column_peaks,
+        channel_peaks=observer.channel_peaks,
+        shadowed_column_peaks=observer.shadowed_column_peaks,
+        hot_channels=observer.hot_channels,
+    )
+
+
+class _Observer:
+    """Notes every value that a node computes."""
+
+    def __init__(self, plan: Plan, method: Method) -> None:
+        self.peaks: dict[str, float] = {}
+        self.limits: dict[str, float] = {}
+        self.shadow_limits: dict[str, float] = {}
+        self.column_peaks: dict[str, Float32] = {}
+        self.channel_peaks: dict[str, Float32] = {}
+        self.shadowed_column_peaks: dict[str, Float32] = {}
+        self.hot_channels: dict[str, NDArray[np.int32]] = {}
+        linears = linear_nodes(plan).values()
+        self._method: Method = method
+        self._inputs: dict[str, list[Float32]] = {node.inputs[0]: [] for node in linears}
+        """The inputs of the linears that are on their way, window by window."""
+        self._readers = Counter(node.inputs[0] for node in linears)
+        """How many linears are still to come for each of these."""
+        self._outputs = {node.outputs[0] for node in linears}
+        self._ranges: dict[str, Range] = {}
+
+    def run(self, node: Node, values: Values) -> Any:
+        """One operator; its outputs are seen."""
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found as it is seen
+            results = run_node(node, values)
+            for name, result in zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True):
+                self.see(name, result)
+        return results
+
+    def see(self, name: str, values: Float32) -> None:
+        """Take more rows of a value. Raises QuantizationError if one is not finite."""
+        if name not in self._ranges:
+            self._ranges[name] = Range(self._method if name in self._inputs else "absmax", counts=name in self._inputs)
+        found = self._ranges[name]
+        found.update(values)
+        if not np.isfinite(found.largest):
+            raise QuantizationError(f"{name} is not finite on the calibration text; is the checkpoint damaged?")
+        if name in self._outputs:
+            self.column_peaks[name] = np.maximum(self.column_peaks.get(name, np.float32(0)), _largest(values))
+        if name in self._inputs:
+            self.channel_peaks[name] = np.maximum(self.channel_peaks.get(name, np.float32(0)), _largest(values))
+            self._inputs[name].append(values)
+
+    def finish(self, subgraph: Subgraph, weights: dict[str, Float32]) -> None:
+        """Nothing more comes of what a subgraph computed: keep its peaks and limits, and drop the rest.
+
+        The head gets no shadow.
+        """
+        for name, found in self._ranges.items():
+            self.peaks[name] = float(found.largest)
+            if name in self._inputs:
+                self.limits[name], self.shadow_limits[name] = found.limit, found.quantile(1 - SHADOW_SHARE)
+                self.hot_channels[name] = self._hot_channels(name)
+        self._ranges.clear()
+        for node in subgraph.nodes:
+            if node.outputs[0] in self._outputs:
+                if subgraph.rows == "T":
+                    limit = np.float32(self.shadow_limits[node.inputs[0]])
+                    products = (x.clip(-limit, limit) @ weights[node.inputs[1]] for x in self._inputs[node.inputs[0]])
+                    peaks = [_largest(product) for product in products]
+                    self.shadowed_column_peaks[node.outputs[0]] = np.max(peaks, axis=0)
+                self._readers[node.inputs[0]] -= 1
+                if not self._readers[node.inputs[0]]:
+                    self._inputs[node.inputs[0]].clear()
+
+    def _hot_channels(self, name: str) -> NDArray[np.int32]:
+        """Those that exceed the grid of a shadowed linear most often; of equals, the first."""
+        limit = self.shadow_limits[name]
+        times = sum((np.abs(x) > limit).sum(axis=0) for x in self._inputs[name])
+        ranking = np.argsort(-np.asarray(times), kind="stable")
+        return np.sort(ranking[: num_hot_channels(len(ranking))]).astype(np.int32)
+
+
+def _largest(values: Float32) -> Float32:
+    """The largest magnitude of each column."""
+    largest: Float32 = np.maximum(values.max(axis=0), -values.min(axis=0))
+    return largest

@@ -1,0 +1,143 @@
+"""The compile half: from a checkpoint to an engine directory.
+
+weights -> graph -> plan -> quantisation -> engine directory. Imported only when something has to be compiled: a
+device that runs engine directories never needs it, nor ONNX.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.planned import open_decoder, plan_checkpoint, plan_decoder
+from chunkrt.compile.search import cached_choice
+from chunkrt.engine_directory.figures import linears_by_weight_bits
+from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, sampled_digest, write_manifest
+from chunkrt.engine_directory.weights import check_calibration, check_shadowed, write_weights
+from chunkrt.errors import ModelError
+from chunkrt.files import Progress, written_aside
+from chunkrt.graph.placement import Placement
+from chunkrt.graph.plan import Plan
+from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.onnx.importing import is_onnx, verify
+from chunkrt.quant.blocks import settle
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.folding import Folding
+from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
+from chunkrt.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def compile_checkpoint(
+    checkpoint: Path,
+    recipe: Recipe,
+    placement: Placement,
+    folder: Path,
+    *,
+    model: str,
+    calibration: Path | None = None,
+    ranks: Ranks = ALONE,
+    progress: Progress = lambda what, done, total: None,
+) -> Plan:
+    """Write the engine directory of a checkpoint, aside and then renamed.
+
+    Args:
+        folder: where it shall be; nothing may be there yet, and nobody else may be writing it.
+        recipe: a scheme; or what is searched for, on the calibration's text.
+        calibration: for a static scheme; by default one is made from the text that comes with chunkrt. One that was
+            made for another equalisation or rotation gives its text, and is made anew.
+        ranks: which of how many processes the engine directory is for.
+        progress: told (what is being done, how much is done, how much there is).
+
+    Raises:
+        ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
+            left behind.
+    """
+    scheme, ranges = recipe.scheme, None
+    check_scheme_of_ranks(scheme, ranks.size)
+    source, decoder = open_decoder(checkpoint, ranks)
+    if is_onnx(checkpoint):
+        imported = plan_decoder(source, decoder, {}, None)
+        verify(checkpoint, imported.plan, imported.load)
+    if scheme.is_static:
+        scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
+    planned = plan_decoder(source, decoder, placement, scheme)
+    scheme = settle(planned, scheme)
+    folding = ranges.folding if ranges else Folding.none()
+    try:
+        with written_aside(folder) as aside:
+            aside.mkdir()
+            (aside / PLAN).write_text(planned.plan.to_json(), encoding="utf-8")
+            write_weights(
+                planned.plan,
+                scheme,
+                lambda name: folding.apply(name, planned.load(name)),
+                aside / WEIGHTS,
+                load_blocks=planned.load_blocks,
+                calibration=ranges,
+                progress=lambda done, total: progress("compiling", done, total),
+            )
+            if tokenizer := Tokenizer.from_source(planned.source):
+                tokenizer.save(aside)
+            write_manifest(
+                aside,
+                model=model,
+                scheme=scheme,
+                placement=placement,
+                ranks=ranks,
+                checkpoint=sampled_digest(checkpoint),
+            )
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
+    log.info("compiled %s into %s", checkpoint, folder)
+    if scheme.weight_bits == 4:
+        counts = linears_by_weight_bits(planned.plan, scheme)
+        log.info("weights of %d linears have 4 bits, of %d 8 bits", counts[4], counts[8])
+    return planned.plan
+
+
+def prepare(
+    checkpoint: Path,
+    recipe: Recipe,
+    calibration: Path | None,
+    *,
+    model: str,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Scheme, Calibration]:
+    """The scheme that a static recipe comes to for a checkpoint, and its calibration; from the cache if they can be.
+
+    Raises:
+        ConfigError, ModelError, QuantizationError: see `compile_checkpoint`; a shadow is asked for a linear that is not
+            there; nothing is within the budget.
+    """
+    planned = plan_checkpoint(checkpoint, {})
+    scheme = recipe.scheme
+    check_shadowed(planned.plan, scheme)
+    ranges = Calibration.load(calibration) if calibration else None
+    if ranges is not None:
+        check_calibration(planned.plan, ranges)
+    if ranges is None or (ranges.equalisation, ranges.is_rotated) != (scheme.equalisation, scheme.is_rotated):
+        ranges, _ = cached_calibration(
+            planned,
+            checkpoint,
+            model=model,
+            token_ids=ranges.token_ids if ranges else None,
+            method=ranges.method if ranges else "mse",
+            equalisation=scheme.equalisation,
+            is_rotated=scheme.is_rotated,
+            progress=lambda done, total: progress("calibrating", done, total),
+        )
+    if recipe.search:
+        choice, _ = cached_choice(
+            planned,
+            checkpoint,
+            recipe,
+            ranges,
+            progress=lambda done, total: progress("choosing schemes", done, total),
+        )
+        scheme = choice.scheme
+    return scheme, ranges

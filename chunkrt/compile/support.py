@@ -1,0 +1,413 @@
+"""What chunkrt has for a checkpoint, and what is missing, by name: told from headers alone, no weight is read.
+
+Each part asks those that would do the work: the mapping of names, the decoder family, the tokenizer, the backends. What
+a config asks for and nobody has is noted and left out, and the rest is looked at as if it had not been asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from chunkrt.backends import BACKENDS, Backend, make_backend
+from chunkrt.backends.qnn.support import npu_support
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.gguf_names import ARCHITECTURES, is_known_name
+from chunkrt.checkpoints.source import TensorSource
+from chunkrt.errors import BackendUnavailableError, ModelError, UnsupportedModelError
+from chunkrt.graph.decoders import family_names, find_family, make_decoder, match_tensors
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.modules import Module
+from chunkrt.graph.partition import partition
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
+from chunkrt.graph.rope import SCALING_KEY, rope_parameters
+from chunkrt.graph.tracing import trace
+from chunkrt.onnx.importing import import_decoder, is_onnx
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
+
+NPU = "npu"
+SHOWN_NAMES = 3
+LONGEST_VALUE = 60
+"""Characters of a config's value that are shown."""
+
+_SIZES = {
+    "layers": ("block_count", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden size": ("embedding_length", "hidden_size", "n_embd", "d_model"),
+    "heads": ("attention.head_count", "num_attention_heads", "n_head", "n_heads"),
+    "context": ("context_length", "max_position_embeddings", "n_positions"),
+}
+"""What is told of any model, with the keys that have it: GGUF's, then Hugging Face's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Something that the config asks for. `reason`: why it is not there; empty if it is."""
+
+    name: str
+    asked: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """How the checkpoint's tensors go with the decoder's parameters.
+
+    `num_needed`: None where no decoder can be made; `unread` are then those that no mapping of any family has.
+    `misfits`: those of another shape than is needed, in words. `types`: how many there are of each stored type;
+    `unreadable`: those of them that are not dequantised.
+    """
+
+    num_found: int
+    num_needed: int | None
+    missing: Sequence[str]
+    unread: Sequence[str]
+    misfits: Sequence[str]
+    types: Mapping[str, int]
+    unreadable: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerKind:
+    """The checkpoint's tokenizer; `model` is empty if it has none. `reason`: why it is not there; empty if it is."""
+
+    model: str
+    pre_tokenizer: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator of the plan. `refusals`: why a backend has it not, empty if it has it; those not asked are absent."""
+
+    name: str
+    num_nodes: int
+    refusals: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedSubgraph:
+    """A subgraph of the NPU that the NPU cannot take, and the first node in the way."""
+
+    name: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupportReport:
+    """All that can be told. `module` is the family's source file, empty if the architecture is not known.
+
+    `known`: the architectures that are, nearest first. `sizes`: of layers, hidden size and so on, as far as they are
+    given. `unavailable`: backends that are not on this machine, with the reason; nothing is held against those.
+    """
+
+    path: str
+    format: str
+    architecture: str
+    model_type: str
+    module: str
+    known: Sequence[str]
+    sizes: Mapping[str, int]
+    features: Sequence[Feature]
+    tensors: Tensors
+    tokenizer: TokenizerKind
+    operators: Sequence[Operator] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    refused_subgraphs: Sequence[RefusedSubgraph] = ()
+
+    @property
+    def gaps(self) -> list[str]:
+        """Everything that is missing, in a few words each; empty if the checkpoint runs."""
+        tensors = self.tensors
+        gaps = [] if self.module else [f"architecture {self.architecture!r}"]
+        gaps += [f"feature {feature.name}" for feature in self.features if feature.reason]
+        if tensors.missing:
+            gaps.append(f"in the checkpoint: {first_few(tensors.missing)}")
+        if tensors.unread:
+            gaps.append(f"a part that reads {first_few(tensors.unread)}")
+        if tensors.misfits:
+            gaps.append(f"a fitting shape: {first_few(tensors.misfits)}")
+        gaps += [f"dequantisation of {kind}" for kind in tensors.unreadable]
+        if self.tokenizer.reason:
+            gaps.append(f"tokenizer {' '.join((self.tokenizer.model, self.tokenizer.pre_tokenizer)).strip()}")
+        for operator in self.operators:
+            gaps += [f"{operator.name} on {backend}" for backend, reason in operator.refusals.items() if reason]
+        if self.refused_subgraphs:
+            gaps.append(f"on the NPU: {first_few([subgraph.name for subgraph in self.refused_subgraphs])}")
+        return gaps
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self) | {"gaps": self.gaps}
+
+
+def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] | None = None) -> SupportReport:
+    """Look at a checkpoint's headers and tell what is there for it and what is missing.
+
+    Args:
+        path: a GGUF file, a Hugging Face folder or an ONNX decoder, of any architecture.
+        backends: whom to ask, besides the NPU; by default all that are on this machine.
+
+    Raises:
+        ModelError: it is neither, or damaged, or its config contradicts itself.
+        UnsupportedModelError: its header cannot be read (another byte order, an unknown type, a part of a split file);
+            or an ONNX decoder has an operator that is not understood.
+    """
+    if is_onnx(Path(path)):
+        return _check_onnx(Path(path), backends)
+    refusals: list[UnsupportedModelError] = []
+    source = open_checkpoint(path, refuse=refusals.append)
+    metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
+    if metadata is None:
+        declared, known = source.architecture, list(family_names())
+        model_type = declared if declared in known else ""
+    else:
+        declared, known = str(metadata.get("general.architecture")), list(ARCHITECTURES)
+        model_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
+    keys = metadata or {}
+    unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]
+    refusals = [refusal for refusal in refusals if refusal.feature in keys or (model_type and not refusal.feature)]
+    family = find_family(model_type)
+    draft = _draft(source, refusals) if model_type and source.config else None
+    available, unavailable = _backends() if backends is None and draft else (backends or (), {})
+    return SupportReport(
+        path=str(path),
+        format="safetensors" if metadata is None else "GGUF",
+        architecture=declared,
+        model_type=model_type,
+        module=family.build.__module__.replace(".", "/") + ".py" if family else "",
+        known=sorted(known, key=lambda name: -SequenceMatcher(None, declared, name).ratio()),
+        sizes=_sizes(source, declared, metadata),
+        features=[*(_features(draft, refusals) if draft else ()), *(_refused(r, source, keys) for r in refusals)],
+        tensors=_tensors(source, draft, unmapped),
+        tokenizer=_tokenizer(source, metadata),
+        operators=_operators(draft.plan, available) if draft else (),
+        unavailable=unavailable,
+        refused_subgraphs=_refused_subgraphs(draft.plan) if draft else (),
+    )
+
+
+def _check_onnx(path: Path, backends: Sequence[Backend] | None) -> SupportReport:
+    """An ONNX decoder is read as a whole, and what is not understood is an error: here is what it came to."""
+    source, decoder = import_decoder(path)
+    plan = partition(trace(decoder), family=source.architecture)
+    available, unavailable = _backends() if backends is None else (backends, {})
+    needed = {name for parameter in decoder.parameters() for name in parameter.checkpoint_tensors}
+    return SupportReport(
+        path=str(path),
+        format="ONNX",
+        architecture=source.architecture,
+        model_type=source.architecture,
+        module="chunkrt/onnx_import",
+        known=(),
+        sizes=_sizes(source, source.architecture, None),
+        features=(),
+        tensors=Tensors(
+            num_found=len(needed),
+            num_needed=len(needed),
+            missing=(),
+            unread=(),
+            misfits=(),
+            types=dict(Counter(source.info(name).stored_as for name in needed)),
+            unreadable=(),
+        ),
+        tokenizer=_tokenizer(source, None),
+        operators=_operators(plan, available),
+        unavailable=unavailable,
+        refused_subgraphs=_refused_subgraphs(plan),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """What becomes of a checkpoint without what was refused."""
+
+    config: DecoderConfig
+    decoder: Module
+    plan: Plan
+
+
+def _draft(source: TensorSource, refusals: list[UnsupportedModelError]) -> _Draft | None:
+    """Make the decoder, leaving out of the config one refused key after the other; None if that does not help."""
+    source = copy(source)
+    while True:
+        try:
+            decoder, config = make_decoder(source)
+            return _Draft(config=config, decoder=decoder, plan=partition(trace(decoder), family=source.architecture))
+        except UnsupportedModelError as refusal:
+            refusals.append(refusal)
+            left_out = {refusal.feature} | ({"rope_parameters"} if refusal.feature == SCALING_KEY else set())
+        except ModelError:
+            if refusals:
+                return None  # it may make sense with what was left out
+            raise
+        config_left = {key: value for key, value in source.config.items() if key not in left_out}
+        if len(config_left) == len(source.config):
+            return None
+        source.config = config_left
+
+
+def _sizes(source: TensorSource, declared: str, metadata: Mapping[str, Any] | None) -> dict[str, int]:
+    """By the names of `_SIZES`, those that are given as whole numbers."""
+    if metadata is not None:
+        given = {key.removeprefix(f"{declared}."): metadata[key] for key in metadata if key.startswith(f"{declared}.")}
+    else:
+        section = source.config.get("text_config")
+        given = {**(section if isinstance(section, Mapping) else {}), **source.config}
+    found = {name: next((given[key] for key in keys if key in given), None) for name, keys in _SIZES.items()}
+    return {name: value for name, value in found.items() if type(value) is int}
+
+
+def _features(draft: _Draft, refusals: Sequence[UnsupportedModelError]) -> Iterator[Feature]:
+    """What the config asks for and the decoder has, save what a refusal tells of."""
+    config, plan = draft.config, draft.plan
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    windows = [node.attributes["window"] for node in nodes if node.op in ATTENTION_OPS]
+    mixers = Counter(str(node.attributes["attn_type"]) for node in nodes if node.op == "LinearAttention")
+    experts = [node for node in nodes if node.op == "RoutedExperts"]
+    tensors = [name for parameter in draft.decoder.parameters() for name in parameter.checkpoint_tensors]
+    biases = dict.fromkeys(name.split(".")[-2] for name in tensors if name.endswith(".bias"))
+    layers = {"attention": len(windows), **mixers}
+    num_windows = sum(1 for window in windows if window)
+    asked = {
+        "layer_types": ", ".join(f"{count} {kind}" for kind, count in layers.items() if count),
+        "hidden_act": config.activation,
+        "sliding_window": f"{plan.window} tokens in {num_windows} layers" if num_windows else "",
+        SCALING_KEY: ", ".join(_rope_rules(config)),
+        "final_logit_softcapping": str(config.raw.get("final_logit_softcapping") or ""),
+        "num_experts": f"{experts[0].attributes['top_k']} of {config.raw.get('num_experts')}" if experts else "",
+        "biases": ", ".join(biases),
+        "tie_word_embeddings": "yes" if tensors.count("model.embed_tokens.weight") > 1 else "",
+    }
+    refused = {refusal.feature for refusal in refusals}
+    return (Feature(name=name, asked=value) for name, value in asked.items() if value and name not in refused)
+
+
+def _rope_rules(config: DecoderConfig) -> Iterator[str]:
+    """Scaling rules, by kind of layer where each has its own; and the tensor that scales, where a GGUF has one."""
+    sections = {kind: value for kind, value in (config.raw.get("rope_parameters") or {}).items() if value}
+    if any(isinstance(section, Mapping) for section in sections.values()):
+        rules = {kind: rope_parameters({"rope_parameters": section})["rope_type"] for kind, section in sections.items()}
+        yield from (f"{rule} in {kind}" for kind, rule in rules.items() if rule != "default")
+        return
+    if (rule := rope_parameters(config.raw)["rope_type"]) != "default":
+        yield str(rule)
+    if config.rope_divisor:
+        yield config.rope_divisor
+
+
+def _refused(refusal: UnsupportedModelError, source: TensorSource, metadata: Mapping[str, Any]) -> Feature:
+    name, config = refusal.feature, source.config
+    value = metadata.get(name, config.get(name))
+    if value is None and name == SCALING_KEY:
+        value = config.get("rope_parameters")
+    reason = str(refusal).removeprefix(f"{source.path}: ").removeprefix(f"{source.path.name}: ")
+    return Feature(name=name or "config", asked="" if value is None else str(value)[:LONGEST_VALUE], reason=reason)
+
+
+def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]) -> Tensors:
+    names = source.names()
+    info = {name: source.info(name) for name in names}
+    types = dict(Counter(each.stored_as for each in info.values()))
+    unreadable = sorted({each.stored_as for each in info.values() if not each.is_readable})
+    if draft is None:
+        unread = [*unmapped, *(name for name in names if not is_known_name(name))]
+        return Tensors(
+            num_found=len(names),
+            num_needed=None,
+            missing=(),
+            unread=unread,
+            misfits=(),
+            types=types,
+            unreadable=unreadable,
+        )
+    missing, unread = match_tensors(draft.decoder, source)
+    parameters = [p for p in draft.decoder.parameters() if missing.keys().isdisjoint(p.checkpoint_tensors)]
+    misfits = dict.fromkeys(misfit for parameter in parameters if (misfit := parameter.misfit(source)))
+    return Tensors(
+        num_found=len(names) + len(unmapped),
+        num_needed=len({name for p in draft.decoder.parameters() for name in p.checkpoint_tensors}),
+        missing=list(missing),
+        unread=[*unmapped, *unread],
+        misfits=list(misfits),
+        types=types,
+        unreadable=unreadable,
+    )
+
+
+def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> TokenizerKind:
+    """Of a GGUF only the kind is looked at, of a folder the tokenizer is made."""
+    try:
+        if metadata is not None:
+            from chunkrt.tokenizer.gguf_vocabulary import read_kind
+
+            model, pre = read_kind(metadata) or ("", "")
+            return TokenizerKind(model=model, pre_tokenizer=pre)
+        from chunkrt.tokenizer.huggingface_folder import read_folder
+
+        if (found := read_folder(source.path, source.config)) is None:
+            return TokenizerKind(model="", pre_tokenizer="")
+        library, _ = found
+        pre = type(library.pre_tokenizer).__name__ if library.pre_tokenizer else ""
+        return TokenizerKind(model=type(library.model).__name__, pre_tokenizer=pre)
+    except UnsupportedModelError as refusal:
+        model, pre = (str((metadata or {}).get(f"tokenizer.ggml.{key}", "")) for key in ("model", "pre"))
+        return TokenizerKind(model=model, pre_tokenizer=pre, reason=str(refusal))
+    except ModelError as error:
+        raise ModelError(f"{source.path}: {error}") from error
+
+
+def _backends() -> tuple[Sequence[Backend], dict[str, str]]:
+    """Those that are on this machine, and why the others are not."""
+    available: list[Backend] = []
+    unavailable: dict[str, str] = {}
+    for name in sorted(BACKENDS, key=lambda name: name != "reference"):
+        try:
+            available.append(make_backend(name, threads=1))
+        except BackendUnavailableError as error:
+            unavailable[name] = str(error)
+    return available, unavailable
+
+
+def _operators(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
+    """Every operator, and what each backend says of its nodes; the NPU is asked for those that are placed on it."""
+    scheme, npu_scheme = find_scheme(DEFAULT_SCHEME), find_scheme(DEFAULT_NPU_SCHEME)
+    counts: Counter[str] = Counter()
+    refusals: dict[str, dict[str, str]] = {}
+    for subgraph in plan.subgraphs:
+        for node in subgraph.nodes:
+            alone, name = replace(subgraph, nodes=(node,)), _operator_name(node)
+            counts[name] += 1
+            verdicts = {backend.name: backend.supports(alone, plan, scheme).reason for backend in backends}
+            if _is_for_npu(subgraph):
+                verdicts[NPU] = npu_support(alone, plan, npu_scheme).reason
+            known = refusals.setdefault(name, {})
+            known.update({backend: known.get(backend) or reason for backend, reason in verdicts.items()})
+    return [Operator(name=name, num_nodes=counts[name], refusals=refusals[name]) for name in sorted(counts)]
+
+
+def _operator_name(node: Node) -> str:
+    kind = node.attributes.get("attn_type")
+    return f"{node.op}[{kind}]" if kind else node.op
+
+
+def _is_for_npu(subgraph: Subgraph) -> bool:
+    return subgraph.is_static and subgraph.device == "npu"
+
+
+def _refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
+    scheme = find_scheme(DEFAULT_NPU_SCHEME)
+    verdicts = {s.name: npu_support(s, plan, scheme) for s in plan.subgraphs if _is_for_npu(s)}
+    return [RefusedSubgraph(name=name, node=v.node, reason=v.reason) for name, v in verdicts.items() if not v]
+
+
+def first_few(names: Sequence[str]) -> str:
+    """In one line, with how many there are beyond."""
+    num_more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")

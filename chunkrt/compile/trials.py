@@ -1,0 +1,229 @@
+"""What quantising some linears of a decoder loses: KL divergence from the float decoder, on a few windows of text.
+
+A float run keeps what every subgraph was given. A trial then begins at the first subgraph that it changes. Beside an
+engine, only sums of floats may be in another order, and embeddings are not rounded to float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from chunkrt.backends.operands import quantize_rows
+from chunkrt.compile.float_run import RunNode, Values, first_values, run_node, run_subgraph
+from chunkrt.engine_directory.weights import LoadBlocks, quantize_weight, quantize_weight_in_blocks
+from chunkrt.errors import QuantizationError
+from chunkrt.graph.plan import Node, Plan, linear_nodes, resolve
+from chunkrt.quant.blocks import quantize_to_blocks
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.grid import LinearGrids, excess_over_grid, grids_of, round_to_grid
+from chunkrt.quant.outliers import take_outliers
+from chunkrt.quant.scheme import LEVELS, Scheme
+
+Float32 = NDArray[np.float32]
+TokenIds = NDArray[np.int64]
+Result = TypeVar("Result")
+
+LOSS_EVERY = 4
+"""Of a window's rows, every fourth one's logits are compared: a head is as much work as many layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A trial beside the float decoder: mean KL divergence in nats, and the trial's perplexity over float's."""
+
+    kl: float
+    perplexity_ratio: float
+
+
+class Losses:
+    """Trials of schemes on one decoder. Holds all of its weights in float32, and linears a second time as integers.
+
+    Windows run beside one another, each on one thread: results do not depend on how many cores there are.
+
+    Args:
+        plan: the decoder as it is by nature, without shadows.
+        load: a weight's float32 values by its plan name, folded as the calibration says; called once a weight.
+        calibration: where grids end.
+        windows: int64 [n] each, n at least 2, of text: they start at position 0.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        load: Callable[[str], Float32],
+        calibration: Calibration,
+        windows: Sequence[TokenIds],
+    ) -> None:
+        self.plan = plan
+        self.linears = linear_nodes(plan)
+        self._calibration = calibration
+        weights = {name: load(name) for s in plan.subgraphs for name in s.weights}
+        self._rounded = RoundedLinears(weights, calibration)
+        self._home = {
+            node.inputs[1]: index
+            for index, s in enumerate(plan.subgraphs)
+            for node in s.nodes
+            if node.op == "MatMul" and node.inputs[1] in self.linears
+        }
+        self._windows = [_Window(plan, weights, tokens) for tokens in windows]
+        self._for_each_window(_Window.keep)
+
+    @cached_property
+    def multiply_adds(self) -> dict[str, int]:
+        """Of every linear, for one row."""
+        shapes = {name: resolve(self.plan.tensors[name].shape, {}) for name in self.linears}
+        return {name: depth * columns for name, (depth, columns) in shapes.items()}
+
+    def reach(self, weight: str) -> float:
+        """The largest magnitude of a linear's input over the step of the grid that it has beside a shadow."""
+        source = self.linears[weight].inputs[0]
+        limit = self._calibration.shadow_limits[source] or 1.0  # as grids do it
+        return LEVELS[8] * self._calibration.peaks[source] / limit
+
+    def of(self, scheme: Scheme, only: Iterable[str] | None = None) -> Loss:
+        """The loss under a static scheme.
+
+        Args:
+            only: weights of the linears that follow it, while the others stay in float; by default all.
+
+        Raises:
+            QuantizationError: a logit is not finite.
+        """
+        chosen = set(self.linears if only is None else only)
+        if not chosen:
+            return Loss(kl=0.0, perplexity_ratio=1.0)
+        first = min(self._home[name] for name in chosen)
+        for name in chosen:  # before threads ask for them
+            self._rounded.weight(name, scheme)
+
+        def run(node: Node, values: Values) -> Any:
+            if node.op == "MatMul" and node.inputs[1] in chosen:
+                return self._rounded.multiply(node, values[node.inputs[0]], scheme)
+            return run_node(node, values)
+
+        found = self._for_each_window(lambda window: window.loss(first, run))
+        kl = np.concatenate([kl for kl, _ in found])
+        surprise = np.concatenate([surprise for _, surprise in found])
+        if not np.isfinite(kl).all():
+            raise QuantizationError(
+                f"logits under the scheme {scheme.name!r} are not finite; is the checkpoint damaged?"
+            )
+        return Loss(kl=float(kl.mean()), perplexity_ratio=float(np.exp(surprise.mean())))
+
+    def _for_each_window(self, task: Callable[[_Window], Result]) -> list[Result]:
+        with threadpool_limits(1, "blas"), ThreadPoolExecutor(len(self._windows)) as pool:
+            return list(pool.map(task, self._windows))
+
+
+class RoundedLinears:
+    """Linears as a scheme computes them, on integers held in float32.
+
+    Their sums are exact below 2^24, as those of 8-bit inputs practically are; beyond they are rounded.
+
+    Args:
+        weights: float32 [K, N], by name.
+        calibration: for static schemes.
+        load_blocks: of weights that the checkpoint has in blocks of 4 bits; others are brought into blocks.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Float32],
+        calibration: Calibration | None,
+        load_blocks: LoadBlocks = lambda name: None,
+    ) -> None:
+        self._weights = weights
+        self._load_blocks = load_blocks
+        self._calibration = calibration
+        self._quantized: dict[tuple[str, int | None, bool], tuple[Float32, Float32]] = {}
+
+    def multiply(self, node: Node, x: Float32, scheme: Scheme) -> Float32:
+        """A MatMul node's output float32 [T, N] of x float32 [T, K], what a shadow adds included."""
+        name = node.inputs[1]
+        integers, scale = self.weight(name, scheme)
+        if not scheme.is_static:
+            return _multiply_rows(x, integers, scale)
+        grids, bits = self.grids(node, scheme), scheme.activation_bits_of(name)
+        result: Float32 = (round_to_grid(x, grids.input_step, bits) @ integers) * (grids.input_step * scale)
+        if grids.output_step is not None:
+            result = round_to_grid(result, grids.output_step, bits) * grids.output_step
+        if scheme.is_shadowed(name):
+            result = result + (excess_over_grid(x, grids.input_step) @ integers) * scale
+        return result
+
+    def grids(self, node: Node, scheme: Scheme) -> LinearGrids:
+        """Of a linear under a static scheme. Raises QuantizationError if the calibration is not of this decoder."""
+        return grids_of(node, scheme, self._calibration, self.weight(node.inputs[1], scheme)[1])
+
+    def weight(self, name: str, scheme: Scheme) -> tuple[Float32, Float32]:
+        """A weight's integers, as float32 [K, N], and its scales [N]; made once. Blocks: values, and scales of 1."""
+        key = name, scheme.weight_bits_of(name), scheme.has_blocks(name)
+        if key not in self._quantized:
+            self._quantized[key] = self._quantize(name, scheme)
+        return self._quantized[key]
+
+    def _quantize(self, name: str, scheme: Scheme) -> tuple[Float32, Float32]:
+        if scheme.has_blocks(name):
+            blocks = self._load_blocks(name) or quantize_to_blocks(self._weights[name], name=name)
+            return blocks.dequantise().T, np.ones(len(blocks.integers), np.float32)
+        if scheme.weight_bits_of(name) == 4:
+            integers, scale, _ = quantize_weight_in_blocks(self._weights[name], name=name)
+        else:
+            integers, scale = quantize_weight(self._weights[name], name=name)
+        return integers.astype(np.float32), scale
+
+
+def _multiply_rows(x: Float32, integers: Float32, scale: Float32) -> Float32:
+    """A linear of dynamic activations."""
+    outliers, rest = take_outliers(x)
+    quantized, row_scale = quantize_rows(rest)
+    result: Float32 = ((quantized.astype(np.float32) @ integers) * row_scale + outliers @ integers) * scale
+    return result
+
+
+class _Window:
+    """Some tokens in a row, and what every subgraph got of them in the float run."""
+
+    def __init__(self, plan: Plan, weights: Mapping[str, Float32], token_ids: TokenIds) -> None:
+        self._plan = plan
+        self._weights = weights
+        self._token_ids = token_ids
+        self._rows = np.arange(0, len(token_ids) - 1, LOSS_EVERY)
+        self._given: list[Values] = []
+        """The values that live when each subgraph starts."""
+        self._log_p: Float32
+
+    def keep(self) -> None:
+        """Run in float, and keep what a trial needs."""
+        live: Values = first_values(self._token_ids, self._rows)
+        for index in range(len(self._plan.subgraphs)):
+            self._given.append(live)
+            live = run_subgraph(self._plan, index, live, self._weights, run_node)
+        self._log_p = _log_softmax(live[self._plan.output])
+
+    def loss(self, first: int, run: RunNode) -> tuple[Float32, Float32]:
+        """KL divergence, and how much less likely the text's next token became; of each compared row."""
+        live = self._given[first]
+        for index in range(first, len(self._plan.subgraphs)):
+            live = run_subgraph(self._plan, index, live, self._weights, run)
+        log_p, log_q = self._log_p, _log_softmax(live[self._plan.output])
+        drop, p = log_p - log_q, np.exp(log_p)
+        # As both sum to 1, sum p log(p / q) is sum p log(p / q) + q - p. No term of that is negative, and all are small
+        # where p is near q: float32 is enough.
+        kl: Float32 = (p * drop + (np.exp(log_q) - p)).sum(axis=-1)
+        rows = np.arange(len(self._rows))
+        return kl, drop[rows, self._token_ids[self._rows + 1]]
+
+
+def _log_softmax(logits: Float32) -> Float32:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: Float32 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    return result

@@ -1,0 +1,1 @@
+"""Engines, their sessions and options: what a program that uses chunkrt holds."""

@@ -1,0 +1,101 @@
+"""Engine directories for devices: a model compiled for chosen SoCs and chunk lengths, in a folder to be copied."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from chunkrt.backends.qnn import QnnBackend, find_soc
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import engine_folder
+from chunkrt.engine.roles import contexts_folder
+from chunkrt.engine_directory.manifest import (
+    CONTEXTS,
+    Manifest,
+    NpuTarget,
+    open_weights,
+    read_manifest,
+    read_plan,
+    write_manifest,
+)
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.files import Progress, only_writer, written_aside
+
+
+def compile_engine(
+    model: str,
+    output: Path,
+    options: EngineOptions,
+    *,
+    socs: Sequence[str],
+    chunk_lengths: Sequence[int],
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Write an engine directory for chosen SoCs and chunk lengths, aside and then renamed.
+
+    Everything is compiled into the cache first, piece by piece, so that what was interrupted goes on where it stopped.
+
+    Args:
+        model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+        output: must not exist.
+        options: scheme, placement, calibration and NPU settings.
+        progress: told (what is being done, how much is done, how much there is).
+
+    Returns:
+        What was written: model, scheme, bytes, and a list of SoCs and chunk lengths with their contexts.
+
+    Raises:
+        ConfigError: the folder is there already, or an unknown SoC.
+        ModelError, QuantizationError, PartitionError, BackendError: as `chunkrt.load`.
+    """
+    if output.exists():
+        raise ConfigError(f"{output} exists already; choose another folder, or delete it")
+    targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
+    engine = engine_folder(model, options, progress)
+    manifest, plan, weights = read_manifest(engine), read_plan(engine), open_weights(engine)
+    scheme = manifest.scheme
+    if too_long := [length for _, length in targets if length > plan.context_length]:
+        raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
+    compiled: dict[NpuTarget, list[Path]] = {}
+    for soc, chunk_length in targets:
+        backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
+        subgraphs = [s for s in plan.subgraphs if s.device == "npu"]
+        paths = []
+        for done, subgraph in enumerate(subgraphs):
+            progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
+            paths.append(backend.prepare(subgraph, plan, chunk_length, scheme, weights).parent)
+        target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
+        compiled[target] = paths
+    try:
+        _assemble(engine, manifest, compiled, output)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise ModelError(f"cannot write the engine directory {output}: {reason}") from error
+    return {
+        "model": manifest.model,
+        "scheme": scheme.name,
+        "bytes": sum(p.stat().st_size for p in output.rglob("*") if p.is_file()),
+        "npu": [{**asdict(target), "contexts": len(paths)} for target, paths in compiled.items()],
+    }
+
+
+def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Sequence[Path]], output: Path) -> None:
+    with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
+        aside.mkdir()
+        for name in manifest.files:
+            shutil.copyfile(engine / name, aside / name)
+        for path in (path for paths in compiled.values() for path in paths):
+            shutil.copytree(path, aside / CONTEXTS / path.name)
+        write_manifest(
+            aside,
+            model=manifest.model,
+            scheme=manifest.scheme,
+            npu=list(compiled),
+            placement=manifest.placement,
+            ranks=manifest.ranks,
+            checkpoint=manifest.checkpoint,
+        )

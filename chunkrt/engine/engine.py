@@ -1,0 +1,379 @@
+"""The face of the package: `load` a model, get an `Engine`, open sessions on it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends import Backend, Executable
+from chunkrt.backends.communicator import Communicator, ranks_of
+from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
+from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
+from chunkrt.backends.link import LinkBackend
+from chunkrt.backends.switches import Switches
+from chunkrt.engine.options import CPU_CHUNK_LENGTH, EngineOptions
+from chunkrt.engine.resolve import engine_folder
+from chunkrt.engine.roles import compiled_chunk_length, open_backends
+from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
+from chunkrt.engine.session import Session
+from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
+from chunkrt.engine_directory.weights import stored_entries
+from chunkrt.errors import (
+    ClosedError,
+    CompileError,
+    ConfigError,
+    DeviceLostError,
+    ModelError,
+    PartitionError,
+    unknown_name,
+)
+from chunkrt.files import Progress
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.quant.scheme import Scheme
+from chunkrt.runtime.affinity import available_cpus, find_cpus, running_on
+from chunkrt.runtime.executor import Executor, RunResult
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.ranks.launch import connect
+from chunkrt.runtime.state import CacheDtype, State
+from chunkrt.runtime.tasks import Processor
+from chunkrt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from chunkrt.engine.ranks.leader import EngineMirror
+    from chunkrt.runtime.ranks.mpi import MpiCommunicator
+
+
+def load(
+    model: str | Path,
+    *,
+    progress: Progress | None = None,
+    communicator: Communicator | None = None,
+    **options: object,
+) -> Engine:
+    """Load a model, compiling it first if that was not done before.
+
+    Where mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 goes on with an
+    engine; in all others this does not return, but does as rank 0 does until that ends, and raises SystemExit.
+
+    Args:
+        model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+        progress: told about downloads, calibration and compilation.
+        communicator: reaches the other ranks, if this process is one of several that share the model; see
+            `chunkrt/runtime/ranks/`. All of them load it, with the same chunk length, and make the same runs. By
+            default what mpiexec launched together.
+        options: the fields of `EngineOptions`.
+
+    Raises:
+        ConfigError: an unknown option or model name, a value out of range, or CPUs that are not to be had.
+        ModelError: the checkpoint is missing, damaged or unsupported.
+        BackendError: a backend is not available or cannot compile the model.
+        PartitionError: a backend does not run what was placed on it.
+        DeviceLostError: another rank has ended.
+    """
+    known = EngineOptions.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise unknown_name("option", name, known)
+    chosen = EngineOptions(**options)  # type: ignore[arg-type]
+    find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
+    check_switches(Switches.parse(chosen.ops), registered_operators())
+    tell = progress or _ignore
+    if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
+        if launch.rank > 0:
+            sys.exit(follow(launch))
+        from chunkrt.engine.ranks.leader import leader
+
+        mirror = leader(launch).open(str(model), chosen)
+        engine = _load_part(str(model), chosen, launch, tell, mirror)
+        mirror.check(engine.identity)
+        return engine
+    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator))
+    return Engine(folder, chosen, progress=tell, communicator=communicator)
+
+
+def _ignore(what: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
+def follow(launch: MpiCommunicator) -> int:
+    """Do as rank 0 does until it ends; for all other ranks that mpiexec launched. Returns the exit status."""
+    from chunkrt.engine.ranks.follower import Follower
+
+    return Follower(launch, _load_part).serve()
+
+
+def _load_part(
+    model: str,
+    options: EngineOptions,
+    launch: MpiCommunicator,
+    progress: Progress = _ignore,
+    mirror: EngineMirror | None = None,
+) -> Engine:
+    """Load this rank's part of a model; the ranks of a machine share its processor."""
+    folder = engine_folder(model, options, progress, ranks_of(launch))
+    if options.threads is None:
+        options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
+    return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)
+
+
+class Engine:
+    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it.
+
+    With an NPU there are two executors: prompts stream through the NPU and the CPU, and single tokens, which an NPU
+    compiled for whole chunks would pad, run on the CPU alone.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        progress: Progress = _ignore,
+        communicator: Communicator | None = None,
+        mirror: EngineMirror | None = None,
+    ) -> None:
+        self.folder = folder
+        self.options = options
+        self.manifest = read_manifest(folder)
+        if self.manifest.ranks != (ranks := ranks_of(communicator)):
+            raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
+        plan = read_plan(folder)
+        self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
+        self.scheme: Scheme = self.manifest.scheme
+        self.context_length = _context_length(self.plan, options)
+        _check_shift(self.context_length, options)
+        self.weights = open_weights(folder)
+        self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
+        self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._cpus = find_cpus(options.affinity)
+        with running_on(self._cpus):  # the native pool starts its threads here
+            self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
+        self._mirror = mirror
+        """Where this is rank 0 of several, the engines of the others."""
+        self._link: Backend | None = None if communicator is None else LinkBackend(communicator)
+        self.chunk_length = self._choose_chunk_length()
+        self.dispatcher = Dispatcher(
+            self.plan,
+            self.scheme,
+            registered_operators(),
+            Switches.parse(options.ops),
+            default=default_base(options.npu),
+        )
+        self._check_cache()
+        sampler = self.dispatcher.sampler()
+        assert sampler.function is not None
+        self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
+            partial(PluginSampler, sampler.function, sampler.origin) if sampler.is_plugin else sampler.function
+        )
+        self._executor, self._decoder = self._build(progress)
+
+    def _choose_chunk_length(self) -> int:
+        has_npu = self.manifest.npu or self.npu_backend is not self.cpu_backend
+        wanted = self.options.chunk_length
+        if wanted is None and not has_npu:
+            return min(CPU_CHUNK_LENGTH, self.context_length)
+        wanted = wanted or compiled_chunk_length(self.manifest)
+        if wanted > self.context_length:
+            raise ConfigError(
+                f"chunk_length is {wanted}, longer than the context of {self.context_length}; choose a shorter one"
+            )
+        return wanted
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """What is the same for the engines of all ranks."""
+        manifest = self.manifest
+        return {
+            "version": manifest.chunkrt,
+            "checkpoint": manifest.checkpoint,
+            "scheme": asdict(self.scheme),
+            "placement": list(manifest.placement.items()),
+            "subgraphs": [(subgraph.name, subgraph.device) for subgraph in self.plan.subgraphs],
+            "context length": self.context_length,
+            "chunk length": self.chunk_length,
+            "caches": self._cache_dtype,
+            "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
+        }
+
+    def session(self) -> Session:
+        """A new, empty session.
+
+        Raises:
+            ClosedError: the engine is closed.
+        """
+        return Session(self, self.make_state())
+
+    def make_state(self) -> State:
+        """An empty state. Raises ClosedError if the engine is closed."""
+        self._check_open()
+        make = State if self._mirror is None else self._mirror.make_state
+        return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
+
+    @property
+    def _cache_dtype(self) -> CacheDtype:
+        return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
+
+    def run(
+        self,
+        token_ids: NDArray[np.int64],
+        state: State,
+        *,
+        logits: Literal["last", "all", "none"],
+        cancel: threading.Event | None = None,
+        agree: Callable[[], object] | None = None,
+        for_others: bool = False,
+    ) -> RunResult:
+        """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn.
+
+        `agree` and `for_others` are the executor's; followers give them.
+        """
+        with self._lock:
+            self._check_open()
+            executor = self._decoder if token_ids.size == 1 else self._executor
+
+            def execute(agree: Callable[[], object] | None) -> RunResult:
+                return executor.run(token_ids, state, logits=logits, cancel=cancel, agree=agree, for_others=for_others)
+
+            return execute(agree) if self._mirror is None else self._mirror.run(execute, token_ids, state, logits)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ModelError: the checkpoint came without one.
+        """
+        if self.tokenizer is None:
+            raise ModelError(f"{self.manifest.model} has no tokenizer; give token ids in place of text")
+        return self.tokenizer
+
+    def close(self) -> None:
+        """Release the executables. Waits for a run in progress; sessions cannot be used afterwards.
+
+        Closing twice is allowed.
+        """
+        with self._lock:
+            if not self.is_closed:
+                self.is_closed = True
+                del self._executor, self._decoder
+                if self._mirror is not None:
+                    self._mirror.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _build(self, progress: Progress) -> tuple[Executor, Executor]:
+        """The executors of prompts and of single tokens; without an NPU one is both."""
+        on_cpu = {s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs}
+        cpu_only = make_processors(self.cpu_backend, self.options.num_threads)
+        on_npu = self._compile_for_npu(on_cpu, progress) if self.npu_backend is not self.cpu_backend else {}
+        in_flight = self.options.chunks_in_flight
+        if not on_npu:
+            executor = self._make_executor(on_cpu, cpu_only, self.chunk_length, in_flight)
+            return executor, executor
+        processors = make_processors(self.npu_backend, self.options.num_threads)
+        prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length, in_flight)
+        return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
+
+    def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
+        return self._link if self._link is not None and subgraph.device == "link" else self.cpu_backend
+
+    def _make_executor(
+        self,
+        executables: Mapping[str, Executable],
+        processors: tuple[Processor, ...],
+        chunk_length: int,
+        chunks_in_flight: int | None,
+    ) -> Executor:
+        return Executor(
+            self.plan,
+            executables,
+            chunk_length=chunk_length,
+            processors=processors,
+            policy=find_policy(self.options.policy),
+            chunks_in_flight=chunks_in_flight,
+            cpus=self._cpus,
+        )
+
+    def _compile_for_npu(self, on_cpu: Mapping[str, Executable], progress: Progress) -> dict[str, Executable]:
+        """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
+        subgraphs = [s for s in self.plan.subgraphs if s.device == "npu"]
+        health = NpuHealth()
+        on_npu: dict[str, Executable] = {}
+        for done, subgraph in enumerate(subgraphs):
+            progress("compiling for the NPU", done, len(subgraphs))
+            try:
+                executable = self._compile(subgraph, self.npu_backend)
+            except (CompileError, DeviceLostError, PartitionError) as error:
+                was_chosen = isinstance(error, PartitionError) and self.options.npu != "auto"
+                if was_chosen or not self.options.falls_back:
+                    raise
+                health.report(error)
+                self.npu_backend = self.cpu_backend
+                return {}
+            if self.options.falls_back:
+                executable = FallbackExecutable(executable, on_cpu[subgraph.name], health)
+            on_npu[subgraph.name] = executable
+        progress("compiling for the NPU", len(subgraphs), len(subgraphs))
+        return on_npu
+
+    def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
+        return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
+
+    def _check_cache(self) -> None:
+        """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
+        if self.options.cache_dtype != "int8":
+            return
+        for subgraph in (s for s in self.plan.subgraphs if s.state):
+            for _, choice in self.dispatcher.choices(subgraph, self.cpu_backend.name):
+                if choice.operator == "cached_attention" and choice.runs_on != "native":
+                    raise ConfigError(
+                        f"caches of int8 are the native attention's alone, and {choice.runs_on} runs cached_attention "
+                        f"({choice.reason}); choose float32 or float16"
+                    )
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("the engine is closed; load the model again")
+
+
+def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
+    """What the backend that attends takes first; float32 under "float"."""
+    return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
+
+
+def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]:
+    """Who runs tasks: an NPU beside the CPU's threads, or, without one, the CPU's threads for both roles."""
+    if npu_backend.concurrency is None:
+        return (Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=threads),)
+    return (
+        Processor(name="npu", devices=frozenset(("npu",)), workers=npu_backend.concurrency),
+        Processor(name="cpu", devices=frozenset(("cpu",)), workers=threads),
+    )
+
+
+def _context_length(plan: Plan, options: EngineOptions) -> int:
+    wanted = options.context_length or plan.context_length
+    if wanted > plan.context_length:
+        raise ConfigError(f"context_length is {wanted}, but the model takes at most {plan.context_length}")
+    return wanted
+
+
+def _check_shift(context_length: int, options: EngineOptions) -> None:
+    if options.context_shift and options.context_keep > context_length - 2:
+        raise ConfigError(
+            f"context_keep is {options.context_keep}, but of a context of {context_length} two tokens at least have to "
+            "move; keep fewer"
+        )

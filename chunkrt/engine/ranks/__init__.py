@@ -1,0 +1,1 @@
+"""The leader's and the followers' engines, when several ranks share a model."""

@@ -1,0 +1,94 @@
+"""What the leader has its followers do.
+
+The leader is rank 0, which runs the program. What it does to an engine, a state or a snapshot, each follower does to
+its own: a command names the object by number, what to call, and the number that the result is kept under.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt import errors
+from chunkrt.engine.options import EngineOptions
+from chunkrt.errors import BackendError, ChunkrtError
+
+
+class Reference(NamedTuple):
+    """Stands for an object of the follower's, among the arguments of a call."""
+
+    number: int
+
+
+class RankPath(NamedTuple):
+    """Stands for a path of each rank's own: the leader's, with the rank at its end."""
+
+    path: Path
+
+    def of(self, rank: int) -> Path:
+        """The path of a follower."""
+        return self.path.with_name(f"{self.path.name}.rank{rank}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open:
+    """Load a model; the reply is the engine's identity."""
+
+    model: str
+    options: EngineOptions
+    result: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Call a method. `result`: what its result is kept under, if at all. `has_reply`: whether it may fail."""
+
+    target: int
+    method: str
+    arguments: tuple[Any, ...]
+    result: int | None = None
+    has_reply: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Take part in a run; `position` is where the leader's state stands."""
+
+    engine: int
+    state: int
+    position: int
+    token_ids: NDArray[np.int64]
+    logits: Literal["last", "all", "none"]
+
+
+class Message(NamedTuple):
+    """A command, and the objects that nobody needs any more."""
+
+    command: Open | Call | Run
+    forgotten: tuple[int, ...]
+
+
+def reply(value: object = None, error: BaseException | None = None) -> bytes:
+    """A reply as it is sent."""
+    return pickle.dumps((value, None if error is None else (type(error).__name__, str(error))))
+
+
+def read_reply(rank: int, payload: memoryview) -> Any:
+    """What a follower replied.
+
+    Raises:
+        ChunkrtError: the error that it replied with, of the same kind, with the rank before its message.
+    """
+    value, error = pickle.loads(payload)
+    if error is None:
+        return value
+    kind, message = error
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, ChunkrtError):
+        raise known(f"rank {rank}: {message}")
+    raise BackendError(f"rank {rank}: unexpected {kind}: {message}")

@@ -1,0 +1,189 @@
+"""Who plays the NPU: Qualcomm's, its emulator, a plug-in, or the CPU; and what that one takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from chunkrt.backends import Backend, Support, make_backend, qnn
+from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
+from chunkrt.backends.qnn.support import npu_support
+from chunkrt.checkpoints import catalogue
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, NPU_CHOICES, EngineOptions
+from chunkrt.engine_directory.manifest import CONTEXTS, Manifest
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Device, Node, Plan, Subgraph, Tensor
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
+
+DEFAULT_EMULATED_SOC = "SM8650"
+
+Supports = Callable[[Subgraph, Plan, Scheme], Support]
+
+log = logging.getLogger(__name__)
+
+
+def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> tuple[Backend, Backend]:
+    """Who plays the NPU and who the CPU for an engine directory: one and the same, if it plays both.
+
+    Raises:
+        BackendUnavailableError: a backend that was asked for is not on this machine.
+        ConfigError: nobody knows which SoC this is; or the one that plays the CPU has no caches of that type.
+    """
+    threads = options.num_threads
+    if options.npu in ("auto", "qnn", "off"):
+        cpu = make_backend("native", threads=threads)
+        npu = open_npu(manifest, folder, options) or cpu
+    else:
+        npu = make_backend(options.npu, threads=threads)
+        cpu = npu if npu.concurrency is None else make_backend("native", threads=threads)
+        _mind_soc(options)
+    if options.cache_dtype not in (None, *cpu.cache_dtypes):
+        raise ConfigError(
+            f"{cpu.name} has no caches of {options.cache_dtype}; choose {' or '.join(cpu.cache_dtypes)}, or another npu"
+        )
+    return npu, cpu
+
+
+def asked_npu(options: EngineOptions) -> Supports | None:
+    """What tells which subgraphs the NPU beside the CPU takes; None where the CPU shall play both roles.
+
+    Raises:
+        BackendUnavailableError: the NPU was asked for by name and is not here.
+    """
+    if options.npu == "qnn" or (options.npu == "auto" and has_npu()):
+        return npu_support
+    if options.npu in NPU_CHOICES:
+        return None
+    backend = make_backend(options.npu, threads=options.num_threads)
+    return None if backend.concurrency is None else backend.supports
+
+
+def check_npu(options: EngineOptions) -> None:
+    """Open what was asked for by name, before anything is downloaded or compiled for it. Raises as `asked_npu`."""
+    if options.npu == "qnn":
+        qnn.open_htp()
+    asked_npu(options)
+
+
+def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tuple[str, Supports]]:
+    """Who plays each role for a model under a scheme, by name, and what tells what it takes. Raises as `asked_npu`."""
+    npu = asked_npu(options)
+    cpu = "native" if npu or options.npu in ("auto", "qnn", "off") else options.npu
+    on_cpu = cpu, make_backend(cpu, threads=1).supports
+    if npu is None or (options.npu == "auto" and linear_refusal(npu, scheme)):
+        return {"npu": on_cpu, "cpu": on_cpu}
+    return {"npu": ("qnn" if options.npu == "auto" else options.npu, npu), "cpu": on_cpu}
+
+
+def default_npu_scheme(npu: Supports, default: str) -> str:
+    """The first that the NPU has linears under: a model's own scheme, w8a8-dynamic, w8a16, any."""
+    names = (default, DEFAULT_SCHEME, DEFAULT_NPU_SCHEME, *SCHEMES)
+    return next((name for name in names if not linear_refusal(npu, find_scheme(name))), default)
+
+
+def linear_refusal(npu: Supports, scheme: Scheme) -> str:
+    """Why the NPU does not run a linear of usual sizes under a scheme; empty if it does, or runs no linear alone."""
+    (subgraph,) = _ONE_LINEAR.subgraphs
+    if not any(npu(subgraph, _ONE_LINEAR, each) for each in SCHEMES.values()):
+        return ""
+    return npu(subgraph, _ONE_LINEAR, scheme).reason
+
+
+def _one_linear(width: int) -> Plan:
+    x, weight, y = "x", "linear.weight", "y"
+    tensors = (
+        Tensor(name=x, dtype="float32", shape=("T", width), kind="value"),
+        Tensor(name=weight, dtype="float32", shape=(width, width), kind="weight"),
+        Tensor(name=y, dtype="float32", shape=("T", width), kind="value"),
+    )
+    subgraph = Subgraph(
+        name="linear",
+        device="npu",
+        is_static=True,
+        rows="T",
+        nodes=(Node(name="linear", op="MatMul", domain="", inputs=(x, weight), outputs=(y,), attributes={}),),
+        inputs=(x,),
+        outputs=(y,),
+        weights=(weight,),
+        state=(),
+    )
+    return Plan(
+        family="linear",
+        subgraphs=(subgraph,),
+        tensors={tensor.name: tensor for tensor in tensors},
+        inputs=(x,),
+        output=y,
+        vocab_size=width,
+        context_length=width,
+    )
+
+
+_ONE_LINEAR = _one_linear(1024)
+
+
+def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBackend | None:
+    """Qualcomm's NPU for an engine directory, or None where the CPU shall do its work.
+
+    Raises:
+        BackendUnavailableError: it was asked for by name, and onnxruntime-qnn is not here.
+        ConfigError: nobody knows which SoC this is.
+    """
+    if options.npu not in ("auto", "qnn") or (options.npu == "auto" and not has_npu()):
+        _mind_soc(options)
+        return None
+    if options.npu == "auto" and not manifest.scheme.is_static:
+        log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme.name)
+        return None
+    try:
+        soc = choose_soc(options.soc, manifest)
+    except ConfigError as error:
+        if options.npu != "auto":
+            raise
+        log.warning("%s; the CPU does the NPU's work", error)
+        return None
+    compiled = folder / CONTEXTS
+    backend = QnnBackend(
+        soc,
+        contexts=contexts_folder(),
+        compiled=compiled if compiled.is_dir() else None,
+        options=options.htp,
+    )
+    if backend.htp.is_emulated:
+        _tell_of_emulation()
+    return backend
+
+
+def _mind_soc(options: EngineOptions) -> None:
+    if options.soc is not None:
+        what = "another backend" if options.npu not in NPU_CHOICES else "the CPU"
+        log.warning("--soc %s has no effect: %s does the NPU's work; try --npu qnn", options.soc, what)
+
+
+def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:
+    """The SoC to run on or to emulate: the one named, this machine's, the one compiled for, or a common one."""
+    return (
+        find_soc(name)
+        if name
+        else this_soc() or find_soc(manifest.npu[0].soc if manifest and manifest.npu else DEFAULT_EMULATED_SOC)
+    )
+
+
+def compiled_chunk_length(manifest: Manifest) -> int:
+    """The chunk length that an engine directory is for: of several the usual one, or else the longest.
+
+    The first that was named would not do: of "1,32,128" it would have the NPU run token by token.
+    """
+    lengths = {target.chunk_length for target in manifest.npu}
+    return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)
+
+
+def contexts_folder() -> Path:
+    """Where compiled contexts of all models are kept."""
+    return catalogue.home() / "contexts"
+
+
+@cache
+def _tell_of_emulation() -> None:
+    log.warning("there is no Hexagon NPU here, it is emulated: values are a device's, speed means nothing")

@@ -1,0 +1,72 @@
+"""The settings file: options of an engine as TOML, which `chunkrt tune` writes and the commands take with --settings.
+
+    soc = "SM8650"
+    scheme = "w8a16"
+    chunk_length = 128
+    policy = "look_ahead"
+    chunks_in_flight = 4
+
+    [placement]
+    "model.layers.*.mlp.down_proj" = "cpu"
+
+Keys are the fields of `EngineOptions`. `[placement]` holds patterns of module paths, `[htp]` settings of the NPU.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.engine.options import EngineOptions
+from chunkrt.errors import ConfigError, unknown_name
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The fields of `EngineOptions` that a settings file gives: `chunkrt.load(model, **read_settings(path))`.
+
+    A calibration is looked for from the file's own folder.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, or a value makes no sense.
+    """
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error}") from error
+    known = EngineOptions.__dataclass_fields__
+    try:
+        for key in settings:
+            if key not in known:
+                raise unknown_name("key", key, known)
+        for key in ("placement", "htp"):
+            if not isinstance(settings.get(key, {}), dict):
+                raise ConfigError(f"{key} is {settings[key]!r}, expected a table, [{key}]")
+        if "htp" in settings:
+            settings["htp"] = HtpOptions.parse([f"{name}={value}" for name, value in settings["htp"].items()])
+        if "calibration" in settings:
+            if not isinstance(settings["calibration"], str):
+                raise ConfigError(f"calibration is {settings['calibration']!r}, expected the name of a file")
+            settings["calibration"] = path.parent / settings["calibration"]
+        EngineOptions(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return settings
+
+
+def settings_text(settings: Mapping[str, str | int | Mapping[str, str]], comments: Sequence[str]) -> str:
+    """A settings file's text: comments, then fields of `EngineOptions`, tables last."""
+    plain = {key: value for key, value in settings.items() if not isinstance(value, Mapping)}
+    tables = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
+    lines = [f"# {' '.join(comment.split())}" for comment in comments]
+    lines += [f"{key} = {_toml(value)}" for key, value in plain.items()]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{_toml(key)} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | int) -> str:
+    return json.dumps(value, ensure_ascii=False)

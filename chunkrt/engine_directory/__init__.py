@@ -1,0 +1,1 @@
+"""What the compiler writes and an engine reads: manifest, plan and weights."""

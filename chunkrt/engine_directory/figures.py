@@ -1,0 +1,133 @@
+"""What a plan costs: FLOPs, bytes of weights, bytes that cross boundaries, for a chunk length and a prompt length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import cast
+
+from chunkrt.engine_directory.weights import stored_entries
+from chunkrt.graph.operations import operations_per_pair, operations_per_row
+from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
+from chunkrt.quant.calibration import num_hot_channels
+from chunkrt.quant.scheme import Scheme
+
+FLOAT16_BYTES = DTYPE_BYTES["float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubgraphFigures:
+    """One subgraph on one chunk.
+
+    `linear_flops`: of its MatMuls and of the experts that rows pick, a multiply-add counted as two. `weight_bytes`:
+    under the scheme, scales included; weights that several subgraphs read count at the first of them. `crossing_bytes`:
+    values that it takes from or gives to subgraphs on another device, once each. `converted_bytes`: what it would
+    take and give as float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `sum_bytes`: what
+    the rank gives to a sum over ranks, and what it gets; 0 unless it is on the link.
+    """
+
+    name: str
+    device: str
+    is_static: bool
+    num_nodes: int
+    linear_flops: int
+    weight_bytes: int
+    crossing_bytes: int
+    converted_bytes: int
+    sum_bytes: int
+    state_slots: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFigures:
+    """Attention over a whole prompt, all layers, scores and weighted sum: 4 * rows * keys * D FLOPs a head.
+
+    Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the
+    chunk's end; the ratio tends to (1 + C / S) / 2. In a layer with a window they meet those that any of them sees.
+    """
+
+    chunked_flops: int
+    unchunked_flops: int
+
+
+def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[SubgraphFigures]:
+    """Figures of every subgraph for one chunk, and one row of logits."""
+    symbols = {"T": chunk_length, "R": 1}
+    stored_bytes = weight_bytes(plan, scheme)
+    homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
+    readers: dict[str, set[str]] = {}
+    for subgraph in plan.subgraphs:
+        for name in subgraph.inputs:
+            readers.setdefault(name, set()).add(subgraph.device)
+
+    def crosses(subgraph: Subgraph, name: str) -> bool:
+        if name in subgraph.outputs:
+            return bool(readers.get(name, set()) - {subgraph.device})
+        return homes.get(name, subgraph.device) != subgraph.device
+
+    return [
+        SubgraphFigures(
+            name=s.name,
+            device=s.device,
+            is_static=s.is_static,
+            num_nodes=len(s.nodes),
+            linear_flops=sum(_linear_flops(plan, node, symbols) for node in s.nodes),
+            weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
+            crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
+            converted_bytes=converted_bytes(plan, s, chunk_length) if s.device == "npu" and scheme.is_static else 0,
+            sum_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in s.outputs) if s.device == "link" else 0,
+            state_slots=s.state,
+        )
+        for s in plan.subgraphs
+    ]
+
+
+def converted_bytes(plan: Plan, subgraph: Subgraph, chunk_length: int) -> int:
+    """Bytes, as float16, of all values that an NPU subgraph takes and gives for one chunk.
+
+    Values are float32 between subgraphs and float16 on an NPU: each of these is converted once a chunk. Its chunks have
+    a fixed length, so even those with "R" rows count in full.
+    """
+    shapes = (resolve(plan.tensors[n].shape, {"T": chunk_length, "R": chunk_length}) for n in _edges(subgraph))
+    return FLOAT16_BYTES * sum(prod(shape) for shape in shapes)
+
+
+def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> AttentionFigures:
+    """Attention FLOPs of a prompt, chunked and not."""
+    chunked = unchunked = 0
+    for node in (node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS):
+        per_pair, window = operations_per_pair(node, plan), cast(int, node.attributes["window"])
+        unchunked += per_pair * prompt_length**2
+        for start in range(0, prompt_length, chunk_length):
+            end = min(start + chunk_length, prompt_length)
+            first = max(0, start + 1 - window) if window else 0
+            chunked += per_pair * (end - start) * (end - first)
+    return AttentionFigures(chunked_flops=chunked, unchunked_flops=unchunked)
+
+
+def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
+    """Bytes of every weight as the scheme keeps it, with what is beside a linear: scales, grids, a shadow's rows."""
+    sizes = {name: sum(e.num_bytes for e in entries) for name, entries in stored_entries(plan, scheme).items()}
+    for name in linear_weights(plan):
+        if scheme.is_shadowed(name):
+            depth, columns = resolve(plan.tensors[name].shape, {})
+            sizes[name] += num_hot_channels(depth) * columns * DTYPE_BYTES["float32"]
+    return sizes
+
+
+def linears_by_weight_bits(plan: Plan, scheme: Scheme) -> dict[int, int]:
+    """How many linears have weights of 4, 8 and 32 bits; a scheme with blocks is one that a checkpoint has settled."""
+    counts = {4: 0, 8: 0, 32: 0}
+    for name in linear_weights(plan):
+        counts[scheme.weight_bits_of(name) or 32] += 1
+    return counts
+
+
+def _edges(subgraph: Subgraph) -> tuple[str, ...]:
+    return (*subgraph.inputs, *subgraph.outputs)
+
+
+def _linear_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:
+    if node.op not in ("MatMul", EXPERTS_OP):
+        return 0
+    return resolve(plan.tensors[node.outputs[0]].shape, symbols)[0] * operations_per_row(node, plan)

@@ -1,0 +1,239 @@
+"""The engine directory: a compiled model on disk, everything that the run half needs and nothing else.
+
+    engine.json          what it is, and what every file was when it was written
+    plan.json            the plan
+    weights.safetensors  weights prepared under the scheme
+    tokenizer.json, text.json   the tokenizer and chat template, where the checkpoint has them
+    npu/                 compiled contexts, by what they were compiled from (`backends/qnn/contexts.py`)
+
+It may be copied to a device and run there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.files import fingerprint
+from chunkrt.graph.placement import Placement
+from chunkrt.graph.plan import Plan
+from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.plugins import code_behind
+from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
+from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
+
+FORMAT = 5
+MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
+SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
+HASHED_WHEN_READ = 32 * 2**20
+"""Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
+
+
+ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
+"""Of what exporters write beside an ONNX file: weights, a file each or all in one, settings and the tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NpuTarget:
+    """What the static subgraphs were compiled for: a SoC and a chunk length, by a version of onnxruntime-qnn."""
+
+    soc: str
+    chunk_length: int
+    library: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What an engine directory says of itself.
+
+    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
+    which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
+    not written.
+    """
+
+    format: int
+    chunkrt: str
+    model: str
+    scheme: Scheme
+    files: Mapping[str, tuple[int, str]]
+    npu: Sequence[NpuTarget] = ()
+    placement: Placement = field(default_factory=dict)
+    ranks: Ranks = ALONE
+    checkpoint: str = ""
+
+
+def is_engine_directory(path: Path) -> bool:
+    """Whether a path looks like one."""
+    return (path / MANIFEST).is_file()
+
+
+def cached_folder(
+    cache: Path,
+    checkpoint: Path,
+    *,
+    recipe: Recipe,
+    placement: Placement,
+    calibration: Path | None = None,
+    ranks: Ranks = ALONE,
+) -> Path:
+    """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
+
+    The name covers the checkpoint's files (path, size, time of change), the recipe, the placement, the calibration's
+    content, the ranks, chunkrt's version and the format.
+
+    Raises:
+        ConfigError: the calibration cannot be read.
+    """
+    try:
+        grids = hashlib.sha256(calibration.read_bytes()).hexdigest() if calibration else ""
+    except OSError as error:
+        raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
+    key = cache_key(
+        checkpoint,
+        format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT),
+        recipe=asdict(recipe),
+        placement=list(placement.items()),
+        grids=grids,
+        ranks=astuple(ranks),
+    )
+    return cache / f"{checkpoint.stem}-{recipe.scheme.name}-{key}"
+
+
+def cache_key(checkpoint: Path, **made_with: object) -> str:
+    """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change).
+
+    Where a plug-in has the decoder family of a folder, its code counts as well. Those of an ONNX file are also the data
+    and settings that may be beside it.
+    """
+    stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in _files(checkpoint)]
+    key = {"files": stats, "chunkrt": version("chunkrt"), **made_with}
+    if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):
+        key["family"] = code
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+
+def sampled_digest(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's files: their names and sizes, and 1024 pieces of 4 KiB evenly spread over each.
+
+    It is how ranks of several machines know that they have the same checkpoint, without reading all of it.
+    """
+    digest = hashlib.sha256()
+    for path in _files(checkpoint):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            for piece in range(SAMPLED_PIECES):
+                file.seek(piece * size // SAMPLED_PIECES)
+                digest.update(file.read(SAMPLED_PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    """All that a checkpoint consists of."""
+    if checkpoint.suffix == ".onnx" and checkpoint.is_file():
+        beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
+        return sorted({checkpoint, *beside})
+    return sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
+
+
+def _model_type(checkpoint: Path) -> str:
+    """Of a Hugging Face folder, as far as it can be told."""
+    try:
+        return str(json.loads((checkpoint / "config.json").read_text("utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # a file; or what is wrong is told when it is opened
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    model: str,
+    scheme: Scheme,
+    npu: Sequence[NpuTarget] = (),
+    placement: Placement | None = None,
+    ranks: Ranks = ALONE,
+    checkpoint: str = "",
+) -> None:
+    """Write `engine.json`; the last file, so that a folder that has it is whole."""
+    files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
+    manifest = Manifest(
+        format=FORMAT,
+        chunkrt=version("chunkrt"),
+        model=model,
+        scheme=scheme,
+        files=files,
+        npu=tuple(npu),
+        placement=dict(placement or {}),
+        ranks=ranks,
+        checkpoint=checkpoint,
+    )
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `engine.json`, and compare the files with it.
+
+    Raises:
+        ModelError: it is missing, damaged, or of another format; or a file is not what was written.
+    """
+    try:
+        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if (found := data["format"]) != FORMAT:
+            raise ModelError(
+                f"{folder} has engine format {found}, this chunkrt reads {FORMAT}; compile the model again"
+            )
+        data["scheme"] = Scheme.from_dict(data["scheme"])
+        data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
+        data["ranks"] = Ranks(**data.get("ranks", asdict(ALONE)))
+        data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
+        manifest = Manifest(**data)
+        if not _is_sound(manifest):
+            raise ValueError("it holds values of the wrong kind")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError) as error:
+        raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
+    for name in sorted({PLAN, WEIGHTS, *manifest.files}):
+        _check_file(folder, name, manifest.files.get(name))
+    return manifest
+
+
+def _is_sound(manifest: Manifest) -> bool:
+    return (
+        isinstance(manifest.model, str)
+        and isinstance(manifest.checkpoint, str)
+        and isinstance(manifest.placement, dict)
+        and all(Path(name).name == name for name in manifest.files)
+        and all(isinstance(target.soc, str) and type(target.chunk_length) is int for target in manifest.npu)
+        and all(target.chunk_length > 0 for target in manifest.npu)
+    )
+
+
+def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> None:
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        is_small = size <= HASHED_WHEN_READ
+        is_whole = expected is not None and size == expected[0] and (not is_small or fingerprint(path) == expected)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
+    if not is_whole:
+        raise ModelError(f"{path} is not what was written when the model was compiled; compile it again")
+
+
+def read_plan(folder: Path) -> Plan:
+    """Read `plan.json`. Raises ModelError if it is missing or damaged."""
+    try:
+        text = (folder / PLAN).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{folder / PLAN} cannot be read ({error}); compile the model again") from error
+    return Plan.from_json(text)
+
+
+def open_weights(folder: Path) -> WeightStore:
+    """Map the weights. Raises ModelError if they are missing or damaged."""
+    return WeightStore.open(folder / WEIGHTS)

@@ -1,0 +1,186 @@
+"""The weights of an engine: prepared once when a model is compiled, memory-mapped ever after.
+
+One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
+linear's weight is stored packed for the CPU kernels (`engine_directory/layout.py`) under its own name; `linear` unpacks
+it for the others, `experts` those of a mixture, or `blocks` one of 4 bits in blocks. Beside it, under its name and a
+suffix, is what else the scheme needs: see the suffixes below.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.checkpoints.source import BlockTensor
+from chunkrt.engine_directory.layout import unpack, unpack_blocks
+from chunkrt.errors import ModelError
+
+SCALE_SUFFIX = ".scale"
+"""float32 [N]: a quantised linear's scales, w ~ q * scale; of experts [E, N]."""
+
+MULTIPLIER_SUFFIX = ".multiplier"
+"""int8 [ceil(K / block length), N], of a 4-bit linear: what its 4-bit integers were multiplied by, block by block."""
+
+BLOCK_SCALE_SUFFIX = ".block_scale"
+"""float16 [ceil(N / 16), K / 32, 2, 16], of a linear in blocks of 4 bits: their scales and minima."""
+
+INPUT_STEP_SUFFIX = ".input_step"
+"""float32 [1], under a static scheme: the step of the grid of the linear's input, x ~ q * step."""
+
+OUTPUT_STEP_SUFFIX = ".output_step"
+"""float32 [1] or [N]: the step of the grid of the linear's output, one for all columns or one for each."""
+
+HOT_CHANNELS_SUFFIX = ".hot_channels"
+"""int32 [H], ascending, of a linear with a shadow: the rows of its weight to be kept in float32. H may be 0."""
+
+ALIGNMENT_BYTES = 64
+_CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int32": "I32"}
+_DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One array to be stored. `logical_shape` is a packed linear's [K, N] or that of packed experts, [E, K, N];
+    otherwise it equals `shape`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    logical_shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class WeightWriter:
+    """Writes a store front to back, one array at a time, in the order of its entries."""
+
+    def __init__(self, file: IO[bytes], entries: Sequence[Entry]) -> None:
+        self._file = file
+        self._entries: Iterator[Entry] = iter(entries)
+        header: dict[str, Any] = {
+            "__metadata__": {e.name: json.dumps(e.logical_shape) for e in entries if e.logical_shape != e.shape}
+        }
+        offset = 0
+        for entry in entries:
+            end = offset + entry.num_bytes
+            header[entry.name] = {
+                "dtype": _CODES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
+        file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, array: NDArray[Any]) -> None:
+        """Append the next entry's array; its shape and dtype must be the announced ones."""
+        entry = next(self._entries)
+        assert (array.shape, array.dtype) == (entry.shape, np.dtype(entry.dtype)), entry.name
+        self._file.write(np.ascontiguousarray(array).data)
+
+
+class WeightStore:
+    """Read access to prepared weights by plan tensor name. Arrays are read-only views of the mapped file."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], logical_shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._arrays = arrays
+        self._logical_shapes = logical_shapes
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Map a file that `WeightWriter` wrote.
+
+        Raises:
+            ModelError: the file is missing or damaged.
+        """
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            start = 8 + int.from_bytes(mapped[:8], "little")
+            header = json.loads(mapped[8:start])
+            metadata = header.pop("__metadata__")
+            arrays = {name: _view(mapped, start, info) for name, info in header.items()}
+            shapes = {name: tuple(json.loads(text)) for name, text in metadata.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ModelError(f"{path} is damaged ({error}); delete its folder and compile the model again") from error
+        return cls(arrays, shapes)
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Compare with what shall be there.
+
+        Raises:
+            ModelError: an array is missing, or has another shape or dtype.
+        """
+        for entry in entries:
+            array = self._arrays.get(entry.name)
+            found = None if array is None else (array.dtype.name, array.shape)
+            logical_shape = self._logical_shapes.get(entry.name, entry.shape)
+            if found != (entry.dtype, entry.shape) or logical_shape != entry.logical_shape:
+                shape = f"{entry.dtype} {list(entry.shape)}"
+                raise ModelError(
+                    f"the stored weights do not belong to the plan: {entry.name} is "
+                    f"{'missing' if found is None else f'{found[0]} {list(found[1])}'}, expected {shape}; "
+                    "compile the model again"
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A weight that is not a quantised linear: float32, or float16 for an embedding table."""
+        return self._arrays[name]
+
+    def parts(self, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+        """A weight and what is stored beside it, each with its suffix; the weight's own is empty."""
+        beside = (SCALE_SUFFIX, MULTIPLIER_SUFFIX, BLOCK_SCALE_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX)
+        for suffix in ("", *beside):
+            if name + suffix in self._arrays:
+                yield suffix, self._arrays[name + suffix]
+
+    def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """A quantised linear's packed int8 weight and its scales float32 [N]; of experts with an axis [E] before."""
+        return self._arrays[name], self._arrays[name + SCALE_SUFFIX]
+
+    def linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """A quantised linear's int8 weight as [K, N] (a copy) and its scales float32 [N]."""
+        packed, scale = self.packed_linear(name)
+        depth, columns = self._logical_shapes[name]
+        return unpack(packed, depth, columns), scale
+
+    def experts(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """Quantised experts' int8 weights as [E, K, N] (a copy) and their scales float32 [E, N]."""
+        packed, scale = self.packed_linear(name)
+        _, depth, columns = self._logical_shapes[name]
+        return np.stack([unpack(one, depth, columns) for one in packed]), scale
+
+    def packed_blocks(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+        """The packed 4-bit weight of a linear in blocks, and its packed scales and minima."""
+        return self._arrays[name], self._arrays[name + BLOCK_SCALE_SUFFIX]
+
+    def blocks(self, name: str) -> BlockTensor:
+        """The weight of a linear in blocks, transposed to [N, K] (a copy)."""
+        _, columns = self._logical_shapes[name]
+        return unpack_blocks(*self.packed_blocks(name), columns)
+
+
+def _view(mapped: mmap.mmap, start: int, info: Mapping[str, Any]) -> NDArray[Any]:
+    begin, _ = info["data_offsets"]
+    shape = tuple(info["shape"])
+    if any(type(size) is not int or size < 0 for size in (begin, *shape)):
+        raise ValueError(f"shape {list(shape)} at {begin}")
+    flat = np.frombuffer(mapped, _DTYPES[info["dtype"]], count=prod(shape), offset=start + begin)
+    return flat.reshape(shape)

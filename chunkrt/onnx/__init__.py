@@ -1,0 +1,1 @@
+"""ONNX decoders of other tools in, and chunkrt's out."""

@@ -1,0 +1,26 @@
+"""Decoders as ONNX files for other tools: a fixed window with caches in and out, ONNX Runtime GenAI's dynamic form, or
+the static subgraphs of a plan."""
+
+from chunkrt.onnx.exporting.beside import check_beside, tokenizer_files, write_beside
+from chunkrt.onnx.exporting.dynamic import dynamic_model
+from chunkrt.onnx.exporting.genai import genai_config
+from chunkrt.onnx.exporting.save import check_absent, model_files, save_model
+from chunkrt.onnx.exporting.settings import DynamicSettings, SubgraphSettings, WindowSettings
+from chunkrt.onnx.exporting.subgraphs import save_static_subgraphs
+from chunkrt.onnx.exporting.window import window_model
+
+__all__ = [
+    "DynamicSettings",
+    "SubgraphSettings",
+    "WindowSettings",
+    "check_absent",
+    "check_beside",
+    "dynamic_model",
+    "genai_config",
+    "model_files",
+    "save_model",
+    "save_static_subgraphs",
+    "tokenizer_files",
+    "window_model",
+    "write_beside",
+]

@@ -1,0 +1,81 @@
+"""What lies beside a model: the checkpoint's tokenizer, in the files that Hugging Face has for it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from chunkrt.errors import ConfigError
+from chunkrt.files import written_aside
+from chunkrt.graph.planned import Planned
+from chunkrt.tokenizer import Tokenizer
+from chunkrt.tokenizer.library import VOCABULARY_FILE
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Of a Hugging Face folder."""
+
+Files = dict[str, bytes]
+
+
+def tokenizer_files(planned: Planned) -> Files:
+    """A folder's own files, by name; of a GGUF file what chunkrt reads from it.
+
+    Raises:
+        ModelError: the checkpoint's tokenizer is damaged.
+        UnsupportedModelError: it is of a kind that is not implemented.
+    """
+    source = planned.source.path
+    if source.is_dir():
+        return {name: (source / name).read_bytes() for name in TOKENIZER_FILES if (source / name).is_file()}
+    tokenizer = Tokenizer.from_source(planned.source)
+    if tokenizer is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        vocabulary = (Path(folder) / VOCABULARY_FILE).read_bytes()
+    settings = tokenizer.settings
+    tokens = {"bos_token": settings.bos_id, "eos_token": next(iter(settings.eos_ids), None)}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": settings.add_bos}
+    config |= {
+        key: tokenizer.token_bytes[index].decode(errors="replace") for key, index in tokens.items() if index is not None
+    }
+    if settings.chat_template is not None:
+        config["chat_template"] = settings.chat_template
+    generation = {"bos_token_id": settings.bos_id, "eos_token_id": list(settings.eos_ids)}
+    return {
+        VOCABULARY_FILE: vocabulary,
+        "tokenizer_config.json": json.dumps(config, indent=1).encode(),
+        "generation_config.json": json.dumps(generation, indent=1).encode(),
+    }
+
+
+def check_beside(folder: Path, files: Files) -> None:
+    """Raises ConfigError if there is another file under one of the names."""
+    for name, content in files.items():
+        path = folder / name
+        if path.exists() and (not path.is_file() or path.read_bytes() != content):
+            raise ConfigError(f"{path} exists already and belongs to another model; write to a folder of its own")
+
+
+def write_beside(folder: Path, files: Files) -> None:
+    """Write what is not there yet, each aside and then renamed. Raises ConfigError if that fails."""
+    for name, content in files.items():
+        if (folder / name).exists():
+            continue
+        try:
+            with written_aside(folder / name) as aside:
+                aside.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"cannot write {folder / name}: {error.strerror or error}") from error

@@ -1,0 +1,134 @@
+"""From a plan to ONNX: what both forms of an export share. Names of inputs and outputs, weights, metadata."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from chunkrt.errors import ConfigError, UnsupportedModelError
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.modules import Embedding
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Tensor
+from chunkrt.graph.planned import Planned
+from chunkrt.graph.rope import RotaryTables
+from chunkrt.onnx.exporting.emitter import Emitter
+from chunkrt.onnx.exporting.operators import LOWERINGS
+from chunkrt.onnx.exporting.settings import Settings, WindowSettings
+
+PLAN_KEY, SETTINGS_KEY, ROPE_KEY = "chunkrt.plan", "chunkrt.export", "chunkrt.rope"
+"""Where a model's metadata has the plan, what the export was asked for, and the rotary tables' frequencies."""
+
+_STATES = {"key_cache": "key", "value_cache": "value"}
+_LAYER = re.compile(r"\.(\d+)\.")
+
+Dimensions = Sequence[int | str]
+EmitLayer = Callable[[Node, Sequence[ir.Value]], Sequence[ir.Value]]
+"""Adds a layer that carries state; from what its state was to what it becomes."""
+
+
+def make_emitter(planned: Planned, *, opset: int, dtype: ir.DataType) -> Emitter:
+    """An emitter that knows a checkpoint's weights; a head that is tied to the embedding's table shares it."""
+    shapes = {name: tensor.shape for name, tensor in planned.plan.tensors.items()}
+    return Emitter(opset=opset, dtype=dtype, shapes=shapes, load=planned.load, tied=_tied(planned))
+
+
+def has(plan: Plan, *ops: str) -> bool:
+    """Whether the plan has one of these operators."""
+    return any(node.op in ops for subgraph in plan.subgraphs for node in subgraph.nodes)
+
+
+def emit_decoder(
+    e: Emitter,
+    plan: Plan,
+    layer: EmitLayer,
+    describe: Callable[[Tensor], tuple[ir.DataType, Dimensions, Dimensions]],
+    rows: Dimensions,
+) -> None:
+    """Add all of a plan's nodes, its state as inputs and outputs, and its logits.
+
+    Args:
+        layer: adds nodes with state.
+        describe: of a state its type, and its shape before and after.
+        rows: the first dimensions of input_ids and logits.
+
+    Raises:
+        UnsupportedModelError: an operator that has no form.
+    """
+    states = {
+        tensor.name: e.input(f"past_key_values.{state_name(tensor)}", dtype, past)
+        for tensor in plan.state_tensors
+        for dtype, past, _ in [describe(tensor)]
+    }
+    new: dict[str, ir.Value] = {}
+    for node in (node for subgraph in plan.subgraphs for node in subgraph.nodes):
+        mine = [name for name in node.inputs if name in states]
+        if node.op in (*ATTENTION_OPS, LINEAR_ATTENTION_OP):
+            new |= zip(mine, layer(node, [states[name] for name in mine]), strict=True)
+        else:
+            emit_node(e, node)
+    e.output(e.read(plan.output, e.dtype), "logits", [*rows, plan.vocab_size])
+    for tensor in plan.state_tensors:
+        _, _, present = describe(tensor)
+        e.output(new[tensor.name], f"present.{state_name(tensor)}", present)
+
+
+def emit_node(e: Emitter, node: Node) -> None:
+    """Add a node without state. Raises UnsupportedModelError if it has no form."""
+    if node.op == "Gather" and node.inputs[1] == "logit_rows":
+        e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows are wanted
+    elif (node.domain, node.op) in LOWERINGS:
+        LOWERINGS[node.domain, node.op](e, node)
+    else:
+        raise UnsupportedModelError(f"{node.name} is a {node.domain or 'standard'} {node.op}, which has no ONNX form")
+
+
+def state_name(tensor: Tensor) -> str:
+    """Of a layer's state in a model's inputs and outputs: "3.key", "3.value", "3.conv_state", "3.recurrent_state"."""
+    layer = _LAYER.search(tensor.name)
+    assert layer, tensor.name
+    kind = tensor.name.rpartition(".")[2]
+    return f"{layer[1]}.{_STATES.get(kind, kind)}"
+
+
+def metadata(planned: Planned, settings: Settings) -> dict[str, str]:
+    """What an ONNX graph does not say: the plan whole, the settings, and by what its rotary tables were made."""
+    form = "window" if isinstance(settings, WindowSettings) else "dynamic"
+    rope = {
+        module.path: {
+            "frequencies": [table.tolist() for table in module.frequencies(planned.source)],
+            "magnitude": module.magnitude,
+        }
+        for module in planned.decoder.modules()
+        if isinstance(module, RotaryTables)
+    }
+    plan = json.dumps(asdict(planned.plan), separators=(",", ":"))
+    return {PLAN_KEY: plan, SETTINGS_KEY: json.dumps({"form": form, **asdict(settings)}), ROPE_KEY: json.dumps(rope)}
+
+
+def with_shapes(model: ir.Model) -> ir.Model:
+    """The model, with the shape of every value that ONNX's shape inference finds."""
+    return ShapeInferencePass(check_type=True, strict_mode=True, data_prop=True)(model).model
+
+
+def check_length(plan: Plan, option: str, length: int) -> None:
+    """Raises ConfigError if it is more positions than the model can tell apart."""
+    if length > plan.context_length:
+        raise ConfigError(f"{option} is {length}, longer than the model's context of {plan.context_length}")
+
+
+def _tied(planned: Planned) -> dict[str, str]:
+    """Weights that are the transpose of the embedding's table."""
+    tables = [m.weight for m in planned.decoder.modules() if isinstance(m, Embedding) and m.scale == 1]
+    return {
+        parameter.name: table.name
+        for table in tables
+        for parameter in planned.decoder.parameters()
+        if parameter is not table
+        and parameter.checkpoint_tensors.keys() == table.checkpoint_tensors.keys()
+        and parameter.shape == table.shape[::-1]
+    }

@@ -1,0 +1,190 @@
+"""Linear attention over a window of fixed length: convolutions, and the delta rule in closed form.
+
+Everything is float32, state too. Rows of padding leave the state alone: they add nothing to the convolution's input,
+and have a decay of 1 and a step of 0. They may only come before the first token, where the state is zero.
+
+Source: Yang et al., Gated Delta Networks (2024), section 3.3, for the closed form of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import onnx_ir as ir
+
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.graph.plan import Node
+from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
+
+States = Sequence[ir.Value]
+
+
+class WindowLinearAttention:
+    """Emits layers of linear attention over `window` rows, the first of which may be padding.
+
+    Args:
+        is_token: of the whole sequence, int64 [1, T], 0 for padding.
+    """
+
+    def __init__(self, e: Emitter, window: int, is_token: ir.Value, sequence: int) -> None:
+        self._e, self._window, self._mask, self._sequence = e, window, is_token, sequence
+
+    def layer(self, node: Node, states: States) -> States:
+        """Add a layer. Returns what its states become.
+
+        Raises:
+            UnsupportedModelError: a kind without a closed form here.
+        """
+        kind = cast(str, node.attributes["attn_type"])
+        if kind not in _KINDS:
+            raise UnsupportedModelError(f"linear attention of the kind {kind!r} has no ONNX form of fixed length")
+        return _KINDS[kind](self, node, states)
+
+    def _short_conv(self, node: Node, states: States) -> States:
+        e, (out,) = self._e, node.outputs
+        width = e.width(node.inputs[0]) // 3
+        names = [f"{out}/{part}" for part in ("gate_before", "gate_after", "x")]
+        before, after, x = e.split(e.read(node.inputs[0], FLOAT), [width] * 3, names)
+        gated = e.op("Mul", before, x, name=f"{out}/gated")
+        convolved, new_state = self._convolve(node, gated, states[0])
+        e.alias(out, e.cast(e.op("Mul", after, convolved, name=f"{out}/float"), e.dtype))
+        return [new_state]
+
+    def _gated_delta_rule(self, node: Node, states: States) -> States:
+        e, (out,), rows = self._e, node.outputs, self._window
+        k_heads, v_heads, k_dim, v_dim = (
+            cast(int, node.attributes[key]) for key in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+        )
+        convolved, new_conv_state = self._convolve(node, e.read(node.inputs[0], FLOAT), states[0])
+        active = e.op("Mul", convolved, e.op("Sigmoid", convolved, name=f"{out}/sigmoid"), name=f"{out}/active")
+        all_k, all_v = k_heads * k_dim, v_heads * v_dim
+        q, k, v = e.split(active, [all_k, all_k, all_v], [f"{out}/{part}" for part in "qkv"])
+        q, k = (self._key_heads(node, part) for part in (q, k))
+        q = e.op("Mul", q, e.number(k_dim**-0.5), name=f"{out}/q_scaled")
+        v = self._heads(v, v_heads, v_dim)
+
+        # cumulative decay, and the decay between any two rows, 0 where the second is not the earlier
+        gate, beta = (self._of_tokens(node.inputs[index]) for index in (1, 2))
+        decay = e.op("CumSum", gate, e.constant("number.2", np.array(2, np.int64)), name=f"{out}/decay")
+        at_row = e.op("Unsqueeze", decay, e.ints(3), name=f"{out}/decay_at_row")
+        at_column = e.op("Unsqueeze", decay, e.ints(2), name=f"{out}/decay_at_column")
+        between = e.op("Sub", at_row, at_column, name=f"{out}/decay_between")
+        lower = e.constant(f"lower.{rows}", np.tril(np.ones((rows, rows), bool)))
+        never = e.number(-1e9)
+        between = e.op("Where", lower, between, never, name=f"{out}/decay_to_earlier", dtype=FLOAT)
+        factors = e.op("Exp", between, name=f"{out}/decay_factors")
+        from_start = e.op("Exp", at_row, name=f"{out}/from_start")
+
+        # what the rows write, given the state before them and each other
+        step = e.op("Unsqueeze", beta, e.ints(3), name=f"{out}/step")
+        k_columns = e.op("Transpose", k, name=f"{out}/k_columns", perm=[0, 1, 3, 2])
+        k_stepped = e.op("Mul", k, step, name=f"{out}/k_stepped")
+        recalled = e.op("Mul", k_stepped, from_start, name=f"{out}/k_from_start")
+        recalled = e.op("MatMul", recalled, states[1], name=f"{out}/recalled")
+        missing = e.op("Sub", e.op("Mul", v, step, name=f"{out}/v_stepped"), recalled, name=f"{out}/missing")
+        likeness = e.op("MatMul", k_stepped, k_columns, name=f"{out}/likeness")
+        likeness = e.op("Mul", likeness, factors, name=f"{out}/likeness_decayed")
+        written = self._solve(likeness, missing, out)
+
+        # what the rows read, and the state after them
+        past = e.op("Mul", q, from_start, name=f"{out}/q_from_start")
+        past = e.op("MatMul", past, states[1], name=f"{out}/from_state")
+        seen = e.op("MatMul", q, k_columns, name=f"{out}/seen")
+        seen = e.op("MatMul", e.op("Mul", seen, factors, name=f"{out}/seen_decayed"), written, name=f"{out}/from_rows")
+        read = e.op("Add", past, seen, name=f"{out}/read")
+        end = e.cut(at_row, rows - 1, rows, axis=2, name=f"{out}/decay_at_end")
+        to_end = e.op("Exp", e.op("Sub", end, at_row, name=f"{out}/decay_to_end"), name=f"{out}/to_end")
+        k_to_end = e.op("Mul", k, to_end, name=f"{out}/k_to_end")
+        k_to_end = e.op("Transpose", k_to_end, name=f"{out}/k_to_end_columns", perm=[0, 1, 3, 2])
+        added = e.op("MatMul", k_to_end, written, name=f"{out}/added")
+        kept = e.op("Mul", states[1], e.op("Exp", end, name=f"{out}/whole_decay"), name=f"{out}/kept")
+        new_state = e.op("Add", kept, added, name=f"{out}/new_recurrent_state")
+
+        by_row = e.op("Transpose", read, name=f"{out}/by_row", perm=[0, 2, 1, 3])
+        e.alias(out, e.cast(e.reshape(by_row, 0, 0, all_v, name=f"{out}/float"), e.dtype))
+        return [new_conv_state, new_state]
+
+    def _convolve(self, node: Node, x: ir.Value, state: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """x [1, W, C], causally with what came before; also the last columns, [1, C, K - 1]."""
+        e, (out,), rows = self._e, node.outputs, self._window
+        weight = e.read(node.inputs[3], FLOAT)
+        assert weight.shape is not None
+        channels, _, taps = weight.shape.numpy()
+        column = e.shared("is_token.column", lambda name: e.op("Unsqueeze", self._is_token(), e.ints(2), name=name))
+        columns = e.op("Transpose", e.op("Mul", x, column, name=f"{out}/tokens"), name=f"{out}/columns", perm=[0, 2, 1])
+        window = e.op("Concat", state, columns, name=f"{out}/window", axis=2)
+        bias = [e.read(node.inputs[4], FLOAT)] if node.inputs[4] else []
+        by_channel = e.op("Conv", window, weight, *bias, name=f"{out}/convolved_columns", group=channels)
+        new_state = e.cut(window, rows, rows + taps - 1, axis=2, name=f"{out}/new_conv_state")
+        return e.op("Transpose", by_channel, name=f"{out}/convolved", perm=[0, 2, 1]), new_state
+
+    def _key_heads(self, node: Node, x: ir.Value) -> ir.Value:
+        """Queries or keys [1, W, Hk dk] to [1, Hv, W, dk], of unit length if the node says so."""
+        e, rows = self._e, self._window
+        k_heads, v_heads, dim = (cast(int, node.attributes[k]) for k in ("num_k_heads", "num_v_heads", "head_k_dim"))
+        heads = self._heads(x, k_heads, dim)
+        if node.attributes["use_qk_l2norm"]:
+            squares = e.op("Mul", heads, heads, name=f"{x.name}/squares")
+            total = e.op(
+                "Add", e.reduce_sum(squares, -1, name=f"{x.name}/total"), e.number(1e-6), name=f"{x.name}/safe"
+            )
+            heads = e.op("Div", heads, e.op("Sqrt", total, name=f"{x.name}/length"), name=f"{x.name}/unit")
+        if k_heads == v_heads:
+            return heads
+        shared = v_heads // k_heads
+        apart = e.op("Unsqueeze", heads, e.ints(2), name=f"{x.name}/each")
+        repeated = e.op("Expand", apart, e.ints(1, k_heads, shared, rows, dim), name=f"{x.name}/repeated")
+        return e.reshape(repeated, 1, v_heads, rows, dim, name=f"{x.name}/shared")
+
+    def _heads(self, x: ir.Value, num_heads: int, dim: int) -> ir.Value:
+        apart = self._e.reshape(x, 0, 0, num_heads, dim, name=f"{x.name}/apart")
+        return self._e.op("Transpose", apart, name=f"{x.name}/heads", perm=[0, 2, 1, 3])
+
+    def _of_tokens(self, name: str) -> ir.Value:
+        """A gate [1, W, heads] to [1, heads, W], 0 for padding."""
+        e = self._e
+        by_head = e.op("Transpose", e.read(name, FLOAT), name=f"{name}/by_head", perm=[0, 2, 1])
+        return e.op("Mul", by_head, self._is_token(), name=f"{name}/of_tokens")
+
+    def _is_token(self) -> ir.Value:
+        """Which rows are not padding: 1 or 0, [1, W]."""
+        e, start, end = self._e, self._sequence - self._window, self._sequence
+        rows = e.shared("is_token", lambda name: e.cut(self._mask, start, end, axis=1, name=name))
+        return e.cast(rows, FLOAT)
+
+    def _solve(self, lower: ir.Value, right: ir.Value, out: str) -> ir.Value:
+        """X of (I + strictly lower part) X = right, [1, heads, W, W] and [1, heads, W, dv].
+
+        The inverse's blocks on the diagonal double in size: of [[A, 0], [C, B]] it is [[A', 0], [-B' C A', B']]. As
+        stable as substitution, in log2(W) steps.
+        """
+        e, rows = self._e, self._window
+        inverse: ir.Value | None = None
+        block = np.arange(rows)
+        size = 1
+        while size < rows:
+            row, column = (block // size)[:, None], block // size
+            below = (row == column + 1) & (row % 2 == 1)
+            mask = e.constant(f"below.{rows}.{size}", below.astype(np.float32))
+            part = e.op("Mul", lower, mask, name=f"{out}/below_{size}")
+            if inverse is None:
+                identity = e.constant(f"identity.{rows}", np.eye(rows, dtype=np.float32))
+                inverse = e.op("Sub", identity, part, name=f"{out}/inverse_{size}")
+            else:
+                turned = e.op(
+                    "MatMul",
+                    e.op("MatMul", inverse, part, name=f"{out}/left_{size}"),
+                    inverse,
+                    name=f"{out}/both_{size}",
+                )
+                inverse = e.op("Sub", inverse, turned, name=f"{out}/inverse_{size}")
+            size *= 2
+        return right if inverse is None else e.op("MatMul", inverse, right, name=f"{out}/written")
+
+
+_KINDS: dict[str, Callable[[WindowLinearAttention, Node, States], States]] = {
+    "short_conv": WindowLinearAttention._short_conv,
+    "gated_delta_rule": WindowLinearAttention._gated_delta_rule,
+}

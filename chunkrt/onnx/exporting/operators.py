@@ -1,0 +1,164 @@
+"""The plan's operators without state in primitives of any opset from 14 on, and in ONNX's own where it has them.
+
+Norms, softmax, gates of the recurrence and routers compute in float32 whatever the model's type: squares of float16
+overflow from 256 on. A result has the type of its left operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import pi, sqrt
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+
+from chunkrt.graph.plan import DOMAIN, Node
+from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
+
+Lowering = Callable[[Emitter, Node], None]
+"""Adds what a node of the plan means, with a value of its output's name."""
+
+
+def _embedding(e: Emitter, node: Node) -> None:
+    table, indices = node.inputs
+    e.op("Gather", e.read(table), e.read(indices), name=node.outputs[0], axis=0)
+
+
+def _matmul(e: Emitter, node: Node) -> None:
+    left, right = (e.read(name, e.dtype) for name in node.inputs)
+    e.op("MatMul", left, right, name=node.outputs[0])
+
+
+def _float_linear(e: Emitter, node: Node) -> None:
+    left, right = (e.read(name, FLOAT) for name in node.inputs)
+    e.op("MatMul", left, right, name=node.outputs[0])
+
+
+def _elementwise(e: Emitter, node: Node) -> None:
+    left = e.read(node.inputs[0])
+    e.op(node.op, left, *(e.read(name, left.dtype) for name in node.inputs[1:]), name=node.outputs[0])
+
+
+def _softplus(e: Emitter, node: Node) -> None:
+    e.op("Softplus", e.read(node.inputs[0], FLOAT), name=node.outputs[0])
+
+
+def _gelu(e: Emitter, node: Node) -> None:
+    (out,) = node.outputs
+    x = e.read(node.inputs[0])
+    if e.opset >= 20:
+        e.op("Gelu", x, name=out, approximate=str(node.attributes["approximate"]))
+        return
+    wide = e.cast(x, FLOAT)
+    cube = e.op("Mul", e.op("Mul", wide, wide, name=f"{out}/square"), wide, name=f"{out}/cube")
+    bent = e.op("Add", wide, e.op("Mul", cube, e.number(0.044715), name=f"{out}/bend"), name=f"{out}/bent")
+    tanh = e.op("Tanh", e.op("Mul", bent, e.number(sqrt(2 / pi)), name=f"{out}/angle"), name=f"{out}/tanh")
+    half = e.op("Mul", wide, e.number(0.5), name=f"{out}/half")
+    finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
+
+
+def _split(e: Emitter, node: Node) -> None:
+    if e.opset >= 18:
+        e.ops("Split", e.read(node.inputs[0]), names=node.outputs, axis=-1, num_outputs=len(node.outputs))
+    else:
+        e.ops("Split", e.read(node.inputs[0]), names=node.outputs, axis=-1)
+
+
+def _rms_norm(e: Emitter, node: Node) -> None:
+    (out,) = node.outputs
+    x = e.read(node.inputs[0])
+    weight, epsilon = e.read(node.inputs[1], FLOAT), cast(float, node.attributes["epsilon"])
+    if e.opset >= 23:
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon}
+        finish(e, "RMSNormalization", e.cast(x, FLOAT), weight, dtype=x.dtype, name=out, **attributes)
+    else:
+        normed = _normed(e, e.cast(x, FLOAT), epsilon, out)
+        finish(e, "Mul", normed, weight, dtype=x.dtype, name=out)
+
+
+def _head_norm(e: Emitter, node: Node) -> None:
+    """The first heads of a row, each by its own row of the weight [heads, D]; the others pass through."""
+    (out,) = node.outputs
+    x = e.read(node.inputs[0])
+    weight, epsilon = e.read(node.inputs[1], FLOAT), cast(float, node.attributes["epsilon"])
+    assert weight.shape is not None
+    num_heads, dim = weight.shape.numpy()
+    heads = e.reshape(x, 0, 0, -1, dim, name=f"{out}/heads")
+    first = e.cast(e.cut(heads, 0, num_heads, axis=2, name=f"{out}/first"), FLOAT)
+    if e.opset >= 23:
+        ones = e.constant(f"ones.{dim}", np.ones(dim, np.float32))
+        normed = e.op("RMSNormalization", first, ones, name=f"{out}/normed", axis=-1, epsilon=epsilon)
+    else:
+        normed = _normed(e, first, epsilon, out)
+    assert x.dtype is not None
+    weighted = e.cast(e.op("Mul", normed, weight, name=f"{out}/weighted"), x.dtype)
+    if num_heads * dim == e.width(node.inputs[0]):
+        e.reshape(weighted, 0, 0, -1, name=out)
+        return
+    rest = e.cut(heads, num_heads, np.iinfo(np.int32).max, axis=2, name=f"{out}/rest")
+    joined = e.op("Concat", weighted, rest, name=f"{out}/joined", axis=2)
+    e.reshape(joined, 0, 0, -1, name=out)
+
+
+def _normed(e: Emitter, x: ir.Value, epsilon: float, out: str) -> ir.Value:
+    """x / sqrt(mean(x^2) + epsilon)."""
+    mean = e.reduce_mean(e.op("Mul", x, x, name=f"{out}/square"), name=f"{out}/mean")
+    root = e.op("Sqrt", e.op("Add", mean, e.number(epsilon), name=f"{out}/safe"), name=f"{out}/root")
+    return e.op("Div", x, root, name=f"{out}/normed")
+
+
+def _routed_experts(e: Emitter, node: Node) -> None:
+    """All experts of all rows, times a weight that is 0 for those that a row does not take."""
+    (out,) = node.outputs
+    hidden, router_logits = e.read(node.inputs[0], e.dtype), e.read(node.inputs[1], FLOAT)
+    gate_up, down = (e.read(name, e.dtype) for name in node.inputs[2:])
+    assert down.shape is not None
+    inner = int(down.shape.numpy()[1])
+    probabilities = e.op("Softmax", router_logits, name=f"{out}/probabilities", axis=-1)
+    top_k = e.ints(cast(int, node.attributes["top_k"]))
+    largest, indices = e.ops("TopK", router_logits, top_k, names=[f"{out}/largest", f"{out}/picked"], axis=-1)
+    del largest
+    indices.type = ir.TensorType(ir.DataType.INT64)
+    picked = e.op("GatherElements", probabilities, indices, name=f"{out}/weights", axis=-1)
+    if node.attributes["norm_topk_prob"]:
+        picked = e.op("Div", picked, e.reduce_sum(picked, -1, name=f"{out}/sum"), name=f"{out}/normed")
+    nothing = e.op("Sub", probabilities, probabilities, name=f"{out}/nothing")
+    weights = e.op("ScatterElements", nothing, indices, picked, name=f"{out}/of_all", axis=-1)
+    rows = e.op("Unsqueeze", hidden, e.ints(1), name=f"{out}/rows")
+    both = e.op("MatMul", rows, gate_up, name=f"{out}/gate_up")
+    gate, up = e.split(both, [inner, inner], [f"{out}/gate", f"{out}/up"])
+    active = e.op("Mul", gate, e.op("Sigmoid", gate, name=f"{out}/sigmoid"), name=f"{out}/active")
+    results = e.op("MatMul", e.op("Mul", active, up, name=f"{out}/gated"), down, name=f"{out}/results")
+    by_expert = e.op("Transpose", weights, name=f"{out}/by_expert", perm=[0, 2, 1])
+    columns = e.op("Unsqueeze", by_expert, e.ints(3), name=f"{out}/columns")
+    weighted = e.op("Mul", e.cast(results, FLOAT), columns, name=f"{out}/weighted")
+    total = e.reduce_sum(weighted, 1, name=f"{out}/total", keepdims=False)
+    e.alias(out, e.cast(total, e.dtype))
+
+
+def finish(e: Emitter, op: str, *inputs: ir.Value, dtype: ir.DataType | None, name: str, **attributes: Any) -> ir.Value:
+    """The last node of a lowering in float32, and a cast to `dtype` after it if that is another."""
+    if inputs[0].dtype == dtype:
+        return e.op(op, *inputs, name=name, **attributes)
+    wide = e.op(op, *inputs, name=f"{name}/wide", **attributes)
+    assert dtype is not None
+    return e.op("Cast", wide, name=name, dtype=dtype, to=int(dtype))
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("", "Add"): _elementwise,
+    ("", "Gather"): _embedding,
+    ("", "Gelu"): _gelu,
+    ("", "MatMul"): _matmul,
+    ("", "Mul"): _elementwise,
+    ("", "RMSNormalization"): _rms_norm,
+    ("", "Sigmoid"): _elementwise,
+    ("", "Softplus"): _softplus,
+    ("", "Split"): _split,
+    ("", "Tanh"): _elementwise,
+    (DOMAIN, "FloatLinear"): _float_linear,
+    (DOMAIN, "HeadNorm"): _head_norm,
+    (DOMAIN, "RoutedExperts"): _routed_experts,
+}
+"""By domain and operator."""

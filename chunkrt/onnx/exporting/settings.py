@@ -1,0 +1,94 @@
+"""What an export is asked for, and what of it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import onnx_ir as ir
+
+from chunkrt.errors import ConfigError
+from chunkrt.onnx.exporting.emitter import FLOAT, FLOAT16, IR_VERSIONS
+
+DTYPES = {"fp16": FLOAT16, "fp32": FLOAT}
+OPSETS = tuple(IR_VERSIONS)
+DEFAULT_OPSET = 18
+
+Keys = Literal["pre-rope", "post-rope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every form has: the type of linears, states and logits, "fp16" or "fp32", and ONNX's version.
+
+    Raises:
+        ConfigError: a type or an opset that does not exist, or what the forms below refuse.
+    """
+
+    dtype: str = "fp16"
+    opset: int = DEFAULT_OPSET
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
+        if self.opset not in OPSETS:
+            raise ConfigError(f"--opset is {self.opset}, expected one of {', '.join(map(str, OPSETS))}")
+
+    @property
+    def tensor_type(self) -> ir.DataType:
+        """ONNX's name of the type."""
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubgraphSettings(Settings):
+    """Static subgraphs of `window` rows, at least 1."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise ConfigError(f"--window is {self.window}, expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSettings(SubgraphSettings):
+    """A fixed window: W rows a run, attention over the last T slots of caches of M; 1 <= W <= T <= M.
+
+    window: W. sequence: T. context: M. keys: whether they are cached before RoPE, so that their place in the cache is
+    their position, or after it.
+    """
+
+    sequence: int
+    context: int
+    keys: Keys = "pre-rope"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window > self.sequence:
+            raise ConfigError(
+                f"--window is {self.window} and --sequence {self.sequence}; a window's rows are a part of the sequence"
+            )
+        if self.sequence > self.context:
+            raise ConfigError(
+                f"--sequence is {self.sequence} and --context {self.context}; the caches cannot hold the sequence"
+            )
+        if self.keys not in get_args(Keys):
+            raise ConfigError(f"--keys is {self.keys!r}, expected {' or '.join(get_args(Keys))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSettings(Settings):
+    """Any number of rows and of positions, as ONNX Runtime GenAI wants it; keys are cached after RoPE.
+
+    context: positions that it is used for at most; where a decoder has rotary tables for short and for long contexts,
+    it chooses.
+    """
+
+    context: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.context < 1:
+            raise ConfigError(f"--context is {self.context}, expected at least 1")

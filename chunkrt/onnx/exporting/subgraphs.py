@@ -1,0 +1,76 @@
+"""The plan's static subgraphs, each as a model of its own with a fixed number of rows: what an NPU's compiler takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+
+from chunkrt.errors import ConfigError
+from chunkrt.files import remove
+from chunkrt.graph.plan import Subgraph
+from chunkrt.graph.planned import Planned
+from chunkrt.onnx.exporting.decoder import emit_node, make_emitter, with_shapes
+from chunkrt.onnx.exporting.save import check_absent, save_model
+from chunkrt.onnx.exporting.settings import SubgraphSettings
+
+SUBGRAPH_KEY = "chunkrt.subgraph"
+"""Where a model's metadata has the name of the subgraph that it is."""
+
+
+def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSettings) -> ir.Model:
+    """A static subgraph; its inputs and outputs [1, window, columns] have the plan's names.
+
+    Raises:
+        UnsupportedModelError: an operator that has no form.
+    """
+    plan = planned.plan
+    e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
+    for name in subgraph.inputs:
+        e.input(name, e.dtype, [1, settings.window, e.width(name)])
+    for node in subgraph.nodes:
+        emit_node(e, node)
+    later = plan.subgraphs[plan.subgraphs.index(subgraph) + 1 :]
+    wanted = {plan.output, *(name for s in later for name in s.inputs)}
+    for name in subgraph.outputs:
+        if name in wanted:
+            e.output(e.read(name, e.dtype), name, [1, settings.window, e.width(name)])
+    return with_shapes(e.model(metadata={SUBGRAPH_KEY: subgraph.name}, name=subgraph.name))
+
+
+def save_static_subgraphs(
+    planned: Planned,
+    folder: Path,
+    settings: SubgraphSettings,
+    *,
+    external_data: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Path]:
+    """Write them, all or none, named after their place in the plan: "03_static.1.onnx".
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: one is there already, or cannot be written.
+    """
+    subgraphs = planned.plan.subgraphs
+    digits = len(str(len(subgraphs)))
+    static = {f"{i:0{digits}}_{s.name}.onnx": s for i, s in enumerate(subgraphs) if s.is_static}
+    for name in static:
+        check_absent(folder / name)
+    aside = folder / ".subgraphs.part"
+    remove(aside)
+    try:
+        for done, (name, subgraph) in enumerate(static.items()):
+            progress(done, len(static))
+            save_model(subgraph_model(planned, subgraph, settings), aside / name, external_data=external_data)
+        for file in sorted(aside.iterdir()):
+            file.rename(folder / file.name)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
+    finally:
+        remove(aside)
+    progress(len(static), len(static))
+    return [folder / name for name in static]

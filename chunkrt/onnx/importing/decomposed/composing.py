@@ -1,0 +1,146 @@
+"""A decoder that was written out, in the operators of those that know attention: the first thing done to it.
+
+What comes out is what ONNX Runtime GenAI's builder would have written: GroupQueryAttention,
+SimplifiedLayerNormalization, FastGelu, and MatMul with weights that DequantizeLinear makes. It runs under ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from chunkrt.onnx.importing.decomposed.activations import find_gelus
+from chunkrt.onnx.importing.decomposed.attention import Attention, AttentionFinder
+from chunkrt.onnx.importing.decomposed.norms import Norm, find_norms
+from chunkrt.onnx.importing.decomposed.rotary import Tables
+from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.regions import Regions
+from chunkrt.onnx.importing.rewriting import replaced
+from chunkrt.onnx.importing.signature import Signature
+
+CONTRIB = "com.microsoft"
+
+
+def is_written_out(proto: onnx.ModelProto) -> bool:
+    """Whether a decoder has attention or norms of small operators."""
+    return any(node.op_type in ("Softmax", "ReduceMean") for node in proto.graph.node)
+
+
+def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: int) -> onnx.ModelProto:
+    """The same decoder, with what was written out as single operators.
+
+    Requires: `path` has the external data beside it. `context`: positions that rotary tables get.
+    Ensures: inputs, outputs and initializers that are still read keep their names; the batch is 1.
+
+    Raises:
+        UnsupportedModelError: a Softmax that is not that of causal attention over past and present keys.
+        ModelError: ONNX Runtime cannot run a part of it.
+    """
+    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature, context), context)
+    norms = find_norms(regions)
+    finder = AttentionFinder(regions, norms, set(signature.states), path.name)
+    softmaxes = [n.output[0] for n in proto.graph.node if n.op_type == "Softmax" and n.output[0] in regions.data]
+    writer = _Writer(signature)
+    for softmax in softmaxes:
+        writer.attention(finder.find(softmax))
+    for norm in norms.values():
+        writer.norm(norm, regions)
+    for source, result in find_gelus(regions):
+        writer.node("FastGelu", [source], [result], domain=CONTRIB)
+    writer.constants(regions.fixed)
+    return writer.replaced(proto, path)
+
+
+class _Writer:
+    """Nodes that take the place of others, which wrote values of the same names."""
+
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: dict[str, onnx.TensorProto] = {}
+        self._tables: dict[int, tuple[str, str]] = {}
+        self._lengths: tuple[str, str] | None = None
+
+    def node(self, op: str, inputs: list[str], outputs: list[str], *, domain: str = "", **attributes: Any) -> str:
+        """Add a node; returns its first output."""
+        name = f"composed/{op}_{len(self._nodes)}"
+        outputs = outputs or [f"{name}/output"]
+        self._nodes.append(helper.make_node(op, inputs, outputs, name=name, domain=domain, **attributes))
+        return outputs[0]
+
+    def norm(self, norm: Norm, regions: Regions) -> None:
+        """A norm of rows. Those of heads belong to attention."""
+        if len(regions.shape(norm.result)) == 3:
+            weight = norm.weight
+            if len(regions.evaluator.constant(weight).shape) != 1:
+                weight = self.node("Reshape", [weight, self._constant(np.array([-1]))], [])
+            self._norm(norm.source, weight, norm.epsilon, [norm.result])
+
+    def attention(self, found: Attention) -> None:
+        """One layer's attention."""
+        core, heads, kv_heads = found.core, found.num_heads, found.num_kv_heads
+        query = self._normalised(found.query, found.query_norm, heads * found.head_dim, found.head_dim)
+        key = self._normalised(found.key, found.key_norm, kv_heads * found.head_dim, found.head_dim)
+        lengths = self._of_lengths(found.past_key)
+        self.node(
+            "GroupQueryAttention",
+            [query, key, found.value, found.past_key, found.past_value, *lengths, *self._names(found.tables)],
+            [core.result, core.keys, core.values],
+            domain=CONTRIB,
+            num_heads=heads,
+            kv_num_heads=kv_heads,
+            scale=core.scale,
+            local_window_size=core.window or -1,
+            do_rotary=1,
+        )
+
+    def constants(self, values: Mapping[str, np.ndarray]) -> None:
+        """Values that were worked out, and are always these."""
+        self._initializers |= {name: numpy_helper.from_array(value, name) for name, value in values.items()}
+
+    def replaced(self, proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+        """The model with these nodes."""
+        result = replaced(proto, self._nodes, list(self._initializers.values()), path)
+        if not any(opset.domain == CONTRIB for opset in result.opset_import):
+            result.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+        return result
+
+    def _normalised(self, rows: str, norm: Norm | None, columns: int, head_dim: int) -> str:
+        if norm is None:
+            return rows
+        heads = self.node("Reshape", [rows, self._constant(np.array([0, -1, head_dim]))], [])
+        normalised = self._norm(heads, norm.weight, norm.epsilon, [])
+        return self.node("Reshape", [normalised, self._constant(np.array([0, -1, columns]))], [])
+
+    def _norm(self, source: str, weight: str, epsilon: float, outputs: list[str]) -> str:
+        return self.node(
+            "SimplifiedLayerNormalization", [source, weight], outputs, axis=-1, epsilon=epsilon, stash_type=1
+        )
+
+    def _of_lengths(self, past: str) -> tuple[str, str]:
+        """GroupQueryAttention's seqlens_k int32 [1] and total_sequence_length int32."""
+        if self._lengths is None:
+            sizes = [
+                self.node("Gather", [self.node("Shape", [name], []), self._constant(np.array(axis))], [])
+                for name, axis in ((past, 2), (self._signature.tokens, 1))
+            ]
+            total = self.node("Cast", [self.node("Add", sizes, [])], [], to=onnx.TensorProto.INT32)
+            last = self.node("Sub", [total, self._constant(np.array([1], np.int32))], [])
+            self._lengths = last, total
+        return self._lengths
+
+    def _names(self, tables: Tables) -> tuple[str, str]:
+        if id(tables) not in self._tables:
+            names = tuple(self._constant(table, f"{kind}_{len(self._tables)}") for kind, table in vars(tables).items())
+            self._tables[id(tables)] = names[0], names[1]
+        return self._tables[id(tables)]
+
+    def _constant(self, values: np.ndarray, name: str = "") -> str:
+        name = f"composed/{name or len(self._initializers)}"
+        self._initializers[name] = numpy_helper.from_array(values, name)
+        return name

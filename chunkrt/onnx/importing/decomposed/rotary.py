@@ -1,0 +1,93 @@
+"""Rotary embedding that is written out: its tables are read off what it does to unit vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.onnx.importing.regions import Regions
+from chunkrt.onnx.importing.signature import Probe
+
+Array = NDArray[Any]
+
+BLOCK = 1024
+"""Positions whose rows are read at once."""
+
+FEW = 8
+"""Tokens of a short prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tables:
+    """cos, sin: float32 [context, rotary_dim / 2], for halves that are rotated; other columns pass through."""
+
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+
+    def rotate(self, x: Array, start: int) -> Array:
+        """x: [1, heads, T, head_dim], rows from position `start` on."""
+        half = self.cos.shape[1]
+        cos, sin = (table[start : start + x.shape[2]] for table in (self.cos, self.sin))
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
+    """How many columns are rotated between two values [1, heads, T, head_dim]; None if it is no rotation of halves."""
+    zeros = np.zeros_like(regions.random(source, np.random.default_rng(0)))
+    part = regions.part(result, {source: zeros})
+    width = zeros.shape[-1]
+    mixed = np.zeros((width, width), np.bool_)
+    for column in range(width):
+        unit = zeros.copy()
+        unit[..., column] = 1
+        mixed[column] = np.any(_as_heads(part({source: unit}), zeros) != 0, axis=(0, 1, 2))
+    rotated = int(np.sum(mixed.sum(axis=1) > 1))
+    half = rotated // 2
+    plain = np.eye(width, dtype=np.bool_)
+    expected = plain.copy()
+    expected[np.arange(half), np.arange(half) + half] = expected[np.arange(half) + half, np.arange(half)] = True
+    return (
+        rotated
+        if rotated and rotated % 2 == 0 and np.array_equal(mixed | np.eye(width, dtype=np.bool_), expected)
+        else None
+    )
+
+
+def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
+    """Whether what turns the first rows is the same however many follow: not so where a long context has a table of its
+    own, as in longrope."""
+    few = min(FEW, regions.context)
+    short, long = regions.evaluator.runs(names, [Probe(0, few), Probe(0, regions.context)])
+    for name in names:
+        whole = long[name]
+        axis = next((axis for axis, size in enumerate(whole.shape) if size == regions.context), None)
+        first = whole if axis is None else whole.take(range(few), axis=axis)
+        if first.shape != short[name].shape or not np.allclose(first, short[name], rtol=0, atol=1e-6):
+            return False
+    return True
+
+
+def read_tables(regions: Regions, source: str, result: str, width: int) -> Tables:
+    """The rows of all positions, from what becomes of a vector of ones in its first half."""
+    context, names = regions.context, regions.positional_inputs(result, {source})
+    like = regions.random(source, np.random.default_rng(0))
+    half = width // 2
+    cos, sin = (np.empty((context, half), np.float32) for _ in range(2))
+    probes = [Probe(start, min(BLOCK, context - start)) for start in range(0, context, BLOCK)]
+    for probe, given in zip(probes, regions.evaluator.runs(names, probes), strict=True):
+        start, length = probe.past, probe.length
+        ones = np.zeros((1, like.shape[1], length, like.shape[3]), like.dtype)
+        ones[..., :half] = 1
+        found = regions.part(result, {source: ones}, given)({source: ones})
+        cos[start : start + length] = found[0, 0, :, :half]
+        sin[start : start + length] = found[0, 0, :, half:width]
+    return Tables(cos=cos, sin=sin)
+
+
+def _as_heads(values: Array, like: Array) -> Array:
+    return values if values.shape == like.shape else values.swapaxes(1, 2)

@@ -1,0 +1,182 @@
+"""A foreign decoder while passes turn it into chunkrt's own.
+
+Passes replace what they understand by nodes of a small vocabulary, that of `module_tree.py`, and leave the rest. Values
+of that vocabulary are rows: [T, N], where the exporter has [batch, T, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.graph.modules import Float32, Parameter
+from chunkrt.graph.parallel import LinearWeight
+from chunkrt.graph.plan import Attribute
+from chunkrt.graph.shares import Share
+from chunkrt.graph.tracing import attribute
+from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.masks import Masks
+from chunkrt.onnx.importing.regions import Regions
+from chunkrt.onnx.importing.signature import Signature
+from chunkrt.onnx.importing.source import OnnxSource
+from chunkrt.onnx.importing.tensors import StoredTensor
+
+CONTRIB = "com.microsoft"
+
+Layout = Literal["linear", "as it is", "heads"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A constant of the graph: tensors of the source, one after the other.
+
+    layout: "linear" is [in, out] of tensors [out, in]; "as it is" joins them along their first axis; "heads" has each
+    vector as often as `repeats` says, [heads, head_dim]. rows: those of the joined tensors' that are taken, if not all.
+    scale: what all is multiplied by.
+    """
+
+    tensors: tuple[str, ...]
+    layout: Layout
+    rows: NDArray[np.int64] | None = None
+    repeats: tuple[int, ...] = ()
+    scale: float = 1.0
+
+    def shape(self, source: OnnxSource) -> tuple[int, ...]:
+        """Of the weight in the graph."""
+        shapes = [source.info(name).shape for name in self.tensors]
+        if self.layout == "heads":
+            return sum(self.repeats), shapes[0][0]
+        first = sum(shape[0] for shape in shapes) if self.rows is None else len(self.rows)
+        return (shapes[0][1], first) if self.layout == "linear" else (first, *shapes[0][1:])
+
+    def parameter(self, source: OnnxSource) -> Parameter:
+        """How it is loaded."""
+
+        def combine(*tensors: Float32) -> Float32:
+            if self.layout == "heads":
+                return np.repeat(np.stack(tensors), self.repeats, axis=0)
+            whole = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+            whole = whole if self.rows is None else whole[self.rows]
+            whole = whole if self.scale == 1 else whole * np.float32(self.scale)
+            return whole.T if self.layout == "linear" else whole
+
+        tensors, shape = {name: source.info(name).shape for name in self.tensors}, self.shape(source)
+        if self.layout != "linear":
+            return Parameter(shape=shape, checkpoint_tensors=tensors, combine=combine)
+        num_rows = sum(rows for rows, _ in tensors.values())
+        rows = Share.whole(num_rows) if self.rows is None else Share(num_rows, self.rows)
+        return LinearWeight(
+            shape=shape, checkpoint_tensors=tensors, combine=combine, rows=rows, depth=Share.whole(shape[0])
+        )
+
+
+@dataclass
+class Draft:
+    """The graph, and what is known of it.
+
+    `logits_index`: which of its outputs they are. `weights`: what each constant is made of that the vocabulary's nodes
+    read.
+    """
+
+    where: str
+    model: ir.Model
+    signature: Signature
+    evaluator: Evaluator
+    source: OnnxSource
+    logits_index: int
+    weights: dict[ir.Value, Weight] = field(default_factory=dict)
+    _kept: dict[tuple[str, bool], str] = field(default_factory=dict)
+
+    @cached_property
+    def masks(self) -> Masks:
+        """The masks of the foreign graph."""
+        return Masks(self.evaluator)
+
+    @cached_property
+    def regions(self) -> Regions:
+        """Parts of the foreign graph, to be run on values of our choice."""
+        return Regions(self.evaluator.proto, self.evaluator.folder, self.evaluator, self.evaluator.context)
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The graph that passes change."""
+        return self.model.graph
+
+    @property
+    def logits(self) -> ir.Value:
+        """The output that the head makes."""
+        return self.graph.outputs[self.logits_index]
+
+    def add_weight(self, weight: Weight) -> ir.Value:
+        """A constant of the graph."""
+        value = ir.Value()
+        self.weights[value] = weight
+        return value
+
+    def keep(self, name: str, tensor: StoredTensor, *, is_transposed: bool = False) -> str:
+        """Put a tensor into the source, once for each value of the foreign graph; returns its name there."""
+        key = name, is_transposed
+        if key not in self._kept:
+            self._kept[key] = self.source.add(name, tensor)
+        return self._kept[key]
+
+    def shape(self, weight: ir.Value) -> tuple[int, ...]:
+        """Of a constant that is in `weights`."""
+        return self.weights[weight].shape(self.source)
+
+    def insert(
+        self,
+        before: ir.Node,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        *,
+        domain: str = "",
+        num_outputs: int = 1,
+        **attributes: Attribute,
+    ) -> Sequence[ir.Value]:
+        """Put a node of the vocabulary before another; returns its outputs."""
+        of_node = [attribute(name, value) for name, value in attributes.items()]
+        node = ir.Node(domain, op, inputs, of_node, num_outputs=num_outputs, name=before.name)
+        self.graph.insert_before(before, node)
+        return node.outputs
+
+    def replace(self, old: ir.Value, new: ir.Value) -> None:
+        """Have everybody read another value."""
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+    def unsupported(self, node: ir.Node, reason: str) -> UnsupportedModelError:
+        """The error that names a node, its operator and the domain."""
+        return UnsupportedModelError(
+            f"{self.where}: node {node.name!r}, an operator {node.op_type} of the domain "
+            f"{node.domain or 'ai.onnx'}, cannot be imported: {reason}"
+        )
+
+
+def producer(value: ir.Value | None, op: str, domain: str = "") -> ir.Node | None:
+    """The node that makes a value, if it is of an operator."""
+    node = None if value is None else value.producer()
+    return node if node is not None and (node.domain, node.op_type) == (domain, op) else None
+
+
+def int_attribute(node: ir.Node, name: str, default: int = 0) -> int:
+    """An attribute that is a whole number."""
+    found = node.attributes.get(name)
+    return default if found is None else int(found.value)
+
+
+def float_attribute(node: ir.Node, name: str, default: float = 0.0) -> float:
+    """An attribute that is a number."""
+    found = node.attributes.get(name)
+    return default if found is None else float(found.value)
+
+
+def input_of(node: ir.Node, index: int) -> ir.Value | None:
+    """An input that may be absent."""
+    return node.inputs[index] if index < len(node.inputs) else None

@@ -1,0 +1,263 @@
+"""Running parts of a foreign graph under ONNX Runtime, to learn what they say instead of guessing it.
+
+Masks, positions and sizes depend on nothing but how many tokens are past and how many come: a few probes show what
+they are. So any arithmetic that an exporter may have made of them is understood, or refused by its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx import helper
+
+from chunkrt.errors import ModelError
+from chunkrt.onnx.importing.signature import Probe, Signature, feeds
+from chunkrt.onnx.importing.skeleton import Skeleton, skeleton
+
+SIZES = ("Shape", "Size")
+"""Operators that read no more of a value than its shape."""
+
+PROBES = (Probe(0, 1), Probe(0, 6), Probe(5, 1), Probe(5, 3), Probe(19, 7))
+"""A first chunk, a lone token, and a chunk after others; sizes that no tensor has by chance."""
+
+LONGEST_PROMPT = 1024
+"""Tokens of the longest prompt at which positions, lengths and masks are tried whole."""
+
+MOST_TOKENS, MOST_STATES = 256, 2**30
+"""Of a run that learns sizes far from the start: tokens at once, and bytes of the states that it reads."""
+
+
+def decimal(number: float) -> float:
+    """The decimal number that was meant by its nearest float32."""
+    return float(f"{number:.7g}")
+
+
+def far_probes(context: int) -> tuple[Probe, Probe]:
+    """The longest prompt that is tried, and the context's last token alone."""
+    return Probe(0, min(context, LONGEST_PROMPT)), Probe(context - 1, 1)
+
+
+class Evaluator:
+    """A foreign model as it was read, of which any value can be had.
+
+    Args:
+        proto: its external data stay in their files, in `folder`.
+        context: positions that it is thought to have; sizes are tried near its end.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature, context: int) -> None:
+        self.proto, self.folder, self._signature, self.context = proto, folder, signature, context
+        self._writers = {name: node for node in proto.graph.node for name in node.output if name}
+        self._initializers: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in proto.graph.initializer}
+
+    @cached_property
+    def _inputs(self) -> dict[str, ir.Value]:
+        values = (ir.serde.deserialize_value_info_proto(v, None) for v in self.proto.graph.input)
+        return {v.name or "": v for v in values}
+
+    def is_positional(self, name: str) -> bool:
+        """Whether a value of the model as it was read depends on sizes, masks and positions alone.
+
+        That is: not on tokens, nor on what is cached.
+        """
+        return name in self._known and name not in self._data
+
+    def probe(self, name: str, probes: Sequence[Probe] = PROBES) -> list[NDArray[Any]]:
+        """A positional value at each probe.
+
+        Raises:
+            ModelError: ONNX Runtime cannot run what it is made of.
+        """
+        return [values[name] for values in self.runs([name], probes)]
+
+    def run(self, names: Sequence[str], probe: Probe) -> dict[str, NDArray[Any]]:
+        """Values at one probe. Of those that depend on tokens or states, shapes and types alone are the model's.
+
+        Raises:
+            ModelError: ONNX Runtime cannot run what they are made of.
+        """
+        return self.runs(names, [probe])[0]
+
+    def runs(self, names: Sequence[str], probes: Sequence[Probe]) -> list[dict[str, NDArray[Any]]]:
+        """`run` at several probes, for the cost of little more than one."""
+        return self._run(names, probes, self._sizes) if names else [{} for _ in probes]
+
+    def constant(self, name: str) -> NDArray[Any]:
+        """A value that depends on no input at all. Raises ModelError as `probe` does."""
+        if (tensor := self._tensor(name)) is not None:
+            return ir.serde.deserialize_tensor(tensor, self.folder).numpy()
+        graph = _part([name], self.proto.graph.node, self._initializers, set())
+        return _run(self._open(graph), [name], {})[0]
+
+    def _tensor(self, name: str) -> onnx.TensorProto | None:
+        """What an initializer or a Constant holds."""
+        if name in self._initializers:
+            return self._initializers[name]
+        node = self._writers[name]
+        is_constant = node.op_type == "Constant"
+        held: list[onnx.TensorProto] = [a.t for a in node.attribute if is_constant and a.name == "value"]
+        return held[0] if held else None
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return {*self._writers, *self._initializers, *(v.name for v in self.proto.graph.input)}
+
+    @cached_property
+    def _data(self) -> set[str]:
+        """Values that depend on tokens or states by more than their shapes."""
+        data = {self._signature.tokens, *self._signature.states}
+        for node in self.proto.graph.node:
+            if node.op_type not in SIZES and (data.intersection(node.input) or _has_subgraph(node)):
+                data.update(name for name in node.output if name)
+        return data
+
+    @cached_property
+    def constants(self) -> set[str]:
+        """Values that depend on no input."""
+        known = set(self._initializers)
+        for node in self.proto.graph.node:
+            if known.issuperset(n for n in node.input if n) and not _has_subgraph(node):
+                known.update(name for name in node.output if name)
+        return known
+
+    @cached_property
+    def _skeleton(self) -> Skeleton:
+        return skeleton(self.proto, self._data)
+
+    @cached_property
+    def _sizes(self) -> dict[str, NDArray[np.int64]]:
+        """What Shape and Size say of values that depend on tokens or states, as [1, past, length] @ a matrix.
+
+        So large contexts are tried without running anything over them. What is no such sum is not here.
+        """
+        names = [n.output[0] for n in self.proto.graph.node if n.op_type in SIZES and self._data.intersection(n.input)]
+        if not names:
+            return {}
+        far, of_far = self._far_sizes(names)
+        probes = (*PROBES, *far)
+        terms = np.array([(1, probe.past, probe.length) for probe in probes])
+        runs = [*self._run(names, PROBES, {}), *of_far]
+        sizes = {}
+        for name in names:
+            found = np.stack([run[name].reshape(-1) for run in runs])
+            factors = np.rint(np.linalg.pinv(terms) @ found).astype(np.int64)
+            if np.array_equal(terms @ factors, found):
+                sizes[name] = factors
+        return sizes
+
+    def _far_sizes(self, names: Sequence[str]) -> tuple[list[Probe], list[dict[str, NDArray[Any]]]]:
+        """Sizes of a longer prompt, and of the context's last token: of an earlier one where the states would be more
+        than `MOST_STATES`, or the model cannot run so far.
+
+        A context that nothing but a default says may be more than the model has.
+        """
+        part = _part(names, *self._skeleton, set())
+        read = {name for node in part.node for name in node.input}.intersection(self._signature.states)
+        states = {name: value for name, value in self._inputs.items() if name in read}
+        near, farther = (
+            sum(v.nbytes for v in feeds(self._signature, states, Probe(past, 1)).values()) for past in (0, 1)
+        )
+        tried = self.context
+        if farther > near:
+            tried = min(tried, (MOST_STATES - near) // (farther - near))
+        least = max(probe.past + probe.length for probe in PROBES)
+        while tried > least:
+            probes = [Probe(0, min(tried, MOST_TOKENS)), Probe(tried - 1, 1)]
+            try:
+                return probes, self._run(names, probes, {})
+            except ModelError:
+                tried //= 2
+        return [], []
+
+    def _run(
+        self, names: Sequence[str], probes: Sequence[Probe], sizes: Mapping[str, NDArray[np.int64]]
+    ) -> list[dict[str, NDArray[Any]]]:
+        nodes, initializers = self._skeleton
+        made = [name for name in names if name not in sizes]
+        graph = _part(made, nodes, initializers, sizes.keys())
+        read = {name for node in graph.node for name in node.input}.union(made)
+        inputs = {name: value for name, value in self._inputs.items() if name in read}
+        shapes = {n: [] if self._writers[n].op_type == "Size" else [sizes[n].shape[1]] for n in sizes}
+        graph.input.extend(v for v in self.proto.graph.input if v.name in inputs and v.name not in initializers)
+        for name in sizes.keys() & read:
+            graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shapes[name]))
+        session = self._open(graph) if made else None
+        results = []
+        for probe in probes:
+            said = {n: ([1, probe.past, probe.length] @ sizes[n]).reshape(shapes[n]) for n in shapes}
+            given = feeds(self._signature, inputs, probe) | {name: said[name] for name in sizes.keys() & read}
+            values = dict(zip(made, _run(session, made, given), strict=True)) if made else {}
+            results.append({name: values[name] if name in values else said[name] for name in names})
+        return results
+
+    def _open(self, graph: onnx.GraphProto) -> Any:
+        model = onnx.ModelProto(ir_version=self.proto.ir_version, graph=graph)
+        model.opset_import.extend(self.proto.opset_import)
+        if not any(opset.domain == "" for opset in model.opset_import):
+            model.opset_import.append(helper.make_opsetid("", 18))
+        model.functions.extend(self.proto.functions)
+        try:
+            return open_session(model.SerializeToString(), self.folder)
+        except Exception as error:  # onnxruntime raises a dozen unrelated types
+            made = graph.output[0].name
+            raise ModelError(f"ONNX Runtime cannot make {made!r} of this model: {reason_of(error)}") from error
+
+
+def _part(
+    names: Sequence[str],
+    nodes: Sequence[onnx.NodeProto],
+    initializers: Mapping[str, onnx.TensorProto],
+    given: Collection[str],
+) -> onnx.GraphProto:
+    """The nodes that make some values, in order, and the initializers that they read."""
+    writers = {name: index for index, node in enumerate(nodes) for name in node.output if name and name not in given}
+    needed: set[int] = set()
+    read = set(names)
+    pending = list(names)
+    while pending:
+        index = writers.get(pending.pop())
+        if index is not None and index not in needed:
+            needed.add(index)
+            pending += [n for n in nodes[index].input if n and n not in read]
+            read.update(nodes[index].input)
+    graph = onnx.GraphProto(name="part")
+    graph.node.extend(nodes[index] for index in sorted(needed))
+    graph.initializer.extend(tensor for name, tensor in initializers.items() if name in read)
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    return graph
+
+
+def _has_subgraph(node: onnx.NodeProto) -> bool:
+    """Whether it holds graphs of its own, which may read any value."""
+    return any(a.HasField("g") or a.graphs for a in node.attribute)
+
+
+def _run(session: Any, names: Sequence[str], given: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    try:
+        return list(session.run(list(names), dict(given)))
+    except Exception as error:  # onnxruntime raises a dozen unrelated types
+        raise ModelError(f"ONNX Runtime cannot make {names[0]!r} of this model: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What another library's error says, in one line."""
+    return " ".join(str(error).split())[:300]
+
+
+def open_session(model: bytes | Path, folder: Path) -> Any:
+    """An inference session of a serialised model whose external data are in `folder`, or of a file without such."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32, not int8, activations
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    source = model if isinstance(model, bytes) else str(model)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,165 @@
+"""Decoders that `chunkrt export` wrote: the plan is in the file's metadata, and the weights have the plan's names.
+
+A fixed window has caches that move and masks that it is fed; no decoder of any length can be read off it. So the plan
+is taken as it says, and checked: it must come out again from the decoder that is made of it, and `verification.py`
+compares that with the file's own graph.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
+from chunkrt.graph.modules import Float32, Parameter
+from chunkrt.graph.partition import DYNAMIC_OPS, partition
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
+from chunkrt.graph.tracing import trace
+from chunkrt.onnx.importing.constants import stored
+from chunkrt.onnx.importing.draft import Draft, Weight
+from chunkrt.onnx.importing.replay import OPERATORS, ReplayedDecoder, Step
+from chunkrt.onnx.importing.tensors import transposed
+
+PLAN_KEY, ROPE_KEY, SETTINGS_KEY = "chunkrt.plan", "chunkrt.rope", "chunkrt.export"
+
+MAX_TABLE = 2**28
+"""Elements of a rotary table."""
+
+
+def has_plan(model: ir.Model) -> bool:
+    """Whether a model says of itself that chunkrt exported it."""
+    return PLAN_KEY in model.metadata_props
+
+
+def export_settings(model: ir.Model) -> Mapping[str, Any]:
+    """What a model was exported as; empty if another tool wrote it. A fixed window has its numbers.
+
+    Raises:
+        ModelError: it says nothing sensible.
+    """
+    try:
+        settings = json.loads(model.metadata_props.get(SETTINGS_KEY, "{}"))
+        if settings.get("form") == "window" and not all(int(settings[key]) > 0 for key in ("sequence", "context")):
+            raise ValueError(f"sequence and context are {settings['sequence']} and {settings['context']}")
+        return dict(settings)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(f"its metadata {SETTINGS_KEY!r} is damaged ({error}); export the model again") from error
+
+
+def replay_plan(draft: Draft) -> ReplayedDecoder:
+    """The decoder of an exported plan.
+
+    Raises:
+        ModelError: the plan is damaged, or the file's weights do not belong to it.
+        UnsupportedModelError: the file does not say how its rotary tables go on.
+    """
+    try:
+        plan = Plan.from_json(draft.model.metadata_props[PLAN_KEY])
+        draft.source.architecture = plan.family
+        decoder = _decoder(draft, plan)
+        found = partition(trace(decoder), family=plan.family)
+    except UnsupportedModelError:
+        raise
+    except ChunkrtError as error:
+        raise ModelError(f"{draft.where}: the plan that it was exported from is damaged: {error}") from error
+    except (KeyError, ValueError, TypeError, AssertionError, AttributeError, IndexError) as error:
+        raise ModelError(
+            f"{draft.where}: the plan that it was exported from is damaged ({type(error).__name__}: {error})"
+        ) from error
+    if found.to_json() != plan.to_json():
+        raise ModelError(f"{draft.where}: the plan that it was exported from contradicts itself; export it again")
+    return decoder
+
+
+def _decoder(draft: Draft, plan: Plan) -> ReplayedDecoder:
+    decoder = ReplayedDecoder("input_ids", "logit_rows", plan.output)
+    devices: dict[str, str] = {}
+    for subgraph in plan.subgraphs:
+        for node in subgraph.nodes:
+            if (node.domain, node.op) not in OPERATORS:
+                raise ModelError(f"node {node.name!r} has the operator {node.op!r} of {node.domain!r}")
+            path = node.name.rpartition(".")[0]
+            is_elsewhere = subgraph.device != ("cpu" if (node.domain, node.op) in DYNAMIC_OPS else "npu")
+            if is_elsewhere or devices.get(path):
+                devices[path] = subgraph.device
+            decoder.add_step(_step(node, path, plan))
+    linears = {node.inputs[1] for s in plan.subgraphs for node in s.nodes if node.op in ("MatMul", "FloatLinear")}
+    tables = _tables(draft, plan)
+    for tensor in plan.tensors.values():
+        if tensor.kind == "weight":
+            path, _, attribute = tensor.name.rpartition(".")
+            shape = resolve(tensor.shape, {})
+            parameter = tables.get(tensor.name) or _weight(draft, tensor.name, shape, is_linear=tensor.name in linears)
+            decoder.add_weight(tensor.name, path, attribute, parameter)
+    decoder.named()
+    for module in decoder.modules():
+        if device := devices.get(module.path):
+            module.device = "cpu" if device == "cpu" else "npu"
+    return decoder
+
+
+def _step(node: Node, path: str, plan: Plan) -> Step:
+    names = [name.removeprefix(f"{path}.") if path else name for name in node.outputs]
+    attributes, inputs = dict(node.attributes), [name or None for name in node.inputs]
+    if node.op in ATTENTION_OPS:
+        qkv, position, rope_position, cos, sin, *_ = inputs
+        if plan.long_context_from is not None and rope_position != position:
+            attributes["long_context_from"] = plan.long_context_from
+        inputs = [qkv, cos, sin]
+    return Step((node.domain, node.op), attributes, inputs, node.outputs, path, names)
+
+
+def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool) -> Parameter:
+    """A weight that the file has under the plan's name; a tied head's is made of the embedding by a Transpose."""
+    value = draft.graph.initializers.get(name)
+    if value is None:
+        value = next((v for node in draft.graph for v in node.outputs if v.name == name), None)
+    if value is None or name not in draft.evaluator.constants:
+        raise ModelError(f"the file has no weight {name}")
+    tensor = stored(draft, value)
+    if tensor.shape != shape:
+        raise ModelError(f"the weight {name} is {list(tensor.shape)}, the plan has {list(shape)}")
+    kept = draft.keep(name, transposed(tensor) if is_linear else tensor)
+    return Weight(tensors=(kept,), layout="linear" if is_linear else "as it is").parameter(draft.source)
+
+
+def _tables(draft: Draft, plan: Plan) -> dict[str, Parameter]:
+    """Rotary tables by their names, from the frequencies that the file has of each."""
+    found: dict[str, Parameter] = {}
+    known = json.loads(draft.model.metadata_props.get(ROPE_KEY, "{}"))
+    nodes = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
+    if unknown := {node.inputs[3].rpartition(".")[0] for node in nodes} - known.keys():
+        raise UnsupportedModelError(
+            f"{draft.where} has rows of {min(unknown)}, and not the frequencies that it was made by, for it was "
+            "exported from an ONNX decoder; import that one"
+        )
+    for path, rope in known.items():
+        frequencies, magnitude = _checked(rope)
+        for suffix, function in (("cos", np.cos), ("sin", np.sin)):
+            shape = resolve(plan.tensors[f"{path}.{suffix}"].shape, {})
+            rows = plan.context_length * len(frequencies)
+            if shape != (rows, frequencies.shape[1]) or rows * frequencies.shape[1] > MAX_TABLE:
+                raise ModelError(f"the table {path}.{suffix} is {list(shape)}, of {rows} positions")
+
+            def build(
+                function: Any = function, frequencies: NDArray[np.float64] = frequencies, magnitude: float = magnitude
+            ) -> Float32:
+                positions = np.arange(plan.context_length, dtype=np.float64)
+                parts = [magnitude * function(np.outer(positions, row)) for row in frequencies]
+                return np.concatenate(parts).astype(np.float32)
+
+            found[f"{path}.{suffix}"] = Parameter(shape=shape, checkpoint_tensors={}, combine=build)
+    return found
+
+
+def _checked(rope: Mapping[str, Any]) -> tuple[NDArray[np.float64], float]:
+    frequencies, magnitude = np.array(rope["frequencies"], np.float64), float(rope["magnitude"])
+    if frequencies.ndim != 2 or not frequencies.size or not np.isfinite(frequencies).all() or not isfinite(magnitude):
+        raise ModelError("its rotary frequencies are no numbers")
+    return frequencies, magnitude

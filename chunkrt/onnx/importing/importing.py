@@ -1,0 +1,154 @@
+"""From an ONNX file to a decoder that chunkrt compiles: the passes, and their order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.modules import Module
+from chunkrt.onnx.importing.claims import check_claims
+from chunkrt.onnx.importing.decomposed import compose, is_written_out
+from chunkrt.onnx.importing.draft import Draft
+from chunkrt.onnx.importing.evaluation import Evaluator, reason_of
+from chunkrt.onnx.importing.exported import has_plan, replay_plan
+from chunkrt.onnx.importing.module_tree import build_tree
+from chunkrt.onnx.importing.names import name_nodes
+from chunkrt.onnx.importing.passes.activations import raise_activations
+from chunkrt.onnx.importing.passes.attention import raise_attention
+from chunkrt.onnx.importing.passes.columns import raise_columns, separate_columns
+from chunkrt.onnx.importing.passes.convolution import raise_convolutions
+from chunkrt.onnx.importing.passes.delta_rule import raise_decays, raise_delta_rules, raise_gated_norms
+from chunkrt.onnx.importing.passes.elementwise import raise_constants
+from chunkrt.onnx.importing.passes.embedding import raise_embedding
+from chunkrt.onnx.importing.passes.feed_forward import merge_gates
+from chunkrt.onnx.importing.passes.head import pick_rows
+from chunkrt.onnx.importing.passes.identities import drop_identities
+from chunkrt.onnx.importing.passes.integer_linears import raise_integer_linears
+from chunkrt.onnx.importing.passes.linears import raise_linears
+from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
+from chunkrt.onnx.importing.passes.pruning import prune
+from chunkrt.onnx.importing.reading import find_model, read_proto, to_graph
+from chunkrt.onnx.importing.settings import GENAI, read_settings
+from chunkrt.onnx.importing.signature import find_signature
+from chunkrt.onnx.importing.source import OnnxSource
+
+PASSES: tuple[Callable[[Draft], None], ...] = (
+    raise_integer_linears,
+    drop_identities,
+    raise_linears,
+    raise_constants,
+    raise_embedding,
+    raise_activations,
+    raise_norms,
+    raise_columns,
+    raise_decays,
+    raise_delta_rules,
+    raise_gated_norms,
+    raise_head_norms,
+    raise_attention,
+    prune,
+    raise_convolutions,
+    merge_gates,
+    prune,
+    separate_columns,
+    prune,
+)
+"""In order; each requires no more than what those before it ensure."""
+
+UNKNOWN_CONTEXT, LONGEST_CONTEXT = 4096, 2**20
+"""Positions: where no file says how many there are, and those that a file may ask for."""
+
+MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
+"""What comes of nodes without the inputs or attributes that ONNX demands: too many ways to check each."""
+
+log = logging.getLogger(__name__)
+
+
+def is_onnx(path: Path) -> bool:
+    """Whether a path looks like an ONNX decoder: an .onnx file, or a folder with one and no other weights."""
+    if not path.is_dir():
+        return path.suffix == ".onnx"
+    has_onnx = (path / GENAI).exists() or any(path.glob("*.onnx"))
+    return has_onnx and not any(path.glob("*.safetensors"))
+
+
+def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
+    """Read an ONNX decoder.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Returns:
+        Its weights, and its module tree.
+
+    Raises:
+        ModelError: it is damaged or inconsistent.
+        UnsupportedModelError: it has an operator, or a use of one, that is not understood; the message names it.
+    """
+    file = find_model(path)
+    try:
+        return _import(file)
+    except MALFORMED as error:
+        raise ModelError(
+            f"{file} is damaged: it has a node that lacks what its operator needs "
+            f"({type(error).__name__}: {reason_of(error)})"
+        ) from error
+
+
+def _import(file: Path) -> tuple[OnnxSource, Module]:
+    proto = read_proto(file)
+    check_claims(proto, file)
+    model = to_graph(proto, file)
+    signature = find_signature(model, file.name)
+    family, config = read_settings(file.parent)
+    context = _context_length(config)
+    if not has_plan(model):
+        _refuse_rounding(proto, Evaluator(proto, file.parent, signature, context), file)
+        if is_written_out(proto):
+            proto = compose(proto, file, signature, context)
+            model = to_graph(proto, file)
+    draft = Draft(
+        where=file.name,
+        model=model,
+        signature=signature,
+        evaluator=Evaluator(proto, file.parent, signature, context),
+        source=OnnxSource(file, family, config),
+        logits_index=[value.name for value in model.graph.outputs].index(signature.logits),
+    )
+    if has_plan(model):
+        return draft.source, replay_plan(draft)
+    for one_pass in PASSES:
+        one_pass(draft)
+    logit_rows = pick_rows(draft)
+    if unread := draft.signature.states.keys() - _read_states(draft):
+        raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")
+    log.info("%s is an export of %s with %d states", file, signature.exporter, len(signature.states))
+    return draft.source, build_tree(draft, name_nodes(draft), logit_rows)
+
+
+def _refuse_rounding(proto: onnx.ModelProto, evaluator: Evaluator, file: Path) -> None:
+    """Raise UnsupportedModelError for activations that are rounded to a grid which was fixed at the export."""
+    for node in proto.graph.node:
+        if node.op_type == "QuantizeLinear" and not evaluator.is_positional(node.output[0]):
+            raise UnsupportedModelError(
+                f"{file.name}: node {node.name!r}, an operator QuantizeLinear of the domain "
+                f"{node.domain or 'ai.onnx'}, cannot be imported: it rounds the activations {node.input[0]!r} to a "
+                "grid of the file's own; export the decoder with weights alone quantised, and choose a static scheme"
+            )
+
+
+def _context_length(config: Mapping[str, Any]) -> int:
+    """Positions that tables are made for, of a decoder that works them out as it runs."""
+    found = config.get("max_position_embeddings", UNKNOWN_CONTEXT)
+    if not isinstance(found, int) or not 0 < found <= LONGEST_CONTEXT:
+        raise ModelError(f"max_position_embeddings is {found!r:.40}, expected 1 to {LONGEST_CONTEXT}")
+    return found
+
+
+def _read_states(draft: Draft) -> set[str]:
+    return {v.name or "" for node in draft.graph for v in node.inputs if v is not None}

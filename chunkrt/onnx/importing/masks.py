@@ -1,0 +1,78 @@
+"""What masks say, found by running them: which keys a row sees, up to the length of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.onnx.importing.evaluation import PROBES, Evaluator, far_probes
+from chunkrt.onnx.importing.signature import Probe
+
+HIDDEN = -1e4
+"""A mask adds this or less to a score that a row must not see: its exponential is 0 in float32."""
+
+
+class MaskError(Exception):
+    """A mask that says something else; the message tells what."""
+
+
+class Masks:
+    """The masks of a decoder; each is run once, however many layers read it."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._windows: dict[tuple[str, int], int] = {}
+
+    def window(self, name: str, context: int) -> int:
+        """How many keys a row sees by a mask, its own among them; 0 for all before it.
+
+        Args:
+            name: bool (true is seen) or float (added to scores), of a shape that broadcasts to [1, heads, T, past + T].
+            context: positions that the decoder can tell apart.
+
+        Raises:
+            MaskError: it is no causal mask, with or without a window.
+            ModelError: ONNX Runtime cannot run what it is made of.
+        """
+        if (name, context) not in self._windows:
+            self._windows[name, context] = self._find(name, context)
+        return self._windows[name, context]
+
+    def _find(self, name: str, context: int) -> int:
+        far = far_probes(context)
+        (row,) = self._visible(name, far[-1:])
+        window = int(row.sum())
+        crossing = [Probe(max(window - 3, 1), 7)]  # where the window begins to move
+        tried = [probe for probe in (*PROBES, *crossing) if probe.past + probe.length <= context]
+        tried += far
+        for probe, found in zip(tried, self._visible(name, tried), strict=True):
+            if not np.array_equal(found, visible(probe, window)):
+                raise MaskError(
+                    f"for {probe.length} tokens after {probe.past} it is not causal, with or without a window"
+                )
+        return 0 if window == context else window
+
+    def _visible(self, name: str, probes: Sequence[Probe]) -> list[NDArray[np.bool_]]:
+        return [_shows(values) for values in self._evaluator.probe(name, probes)]
+
+
+def visible(probe: Probe, window: int) -> NDArray[np.bool_]:
+    """Which keys each row sees, of the last `window`: [T, past + T]."""
+    rows, keys = np.arange(probe.length)[:, None] + probe.past, np.arange(probe.past + probe.length)
+    return (keys <= rows) & (keys > rows - window)
+
+
+def _shows(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """A mask as true and false, [T, keys]; the same for all heads. Raises MaskError if it is no such."""
+    flat = values.reshape(-1, *values.shape[-2:]) if values.ndim >= 2 else values.reshape(1, 1, -1)
+    if values.dtype != np.bool_:
+        if not ((flat == 0) | (flat <= HIDDEN)).all():
+            raise MaskError("it adds numbers to scores that are neither 0 nor very small")
+        flat = flat == 0
+    if (flat != flat[:1]).any():
+        raise MaskError("it is not the same for all heads")
+    mask: NDArray[np.bool_] = flat[0]
+    return mask

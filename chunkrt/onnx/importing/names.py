@@ -1,0 +1,223 @@
+"""What the parts of an imported decoder are called: as Hugging Face, and so chunkrt's own decoders, call them.
+
+Names follow from what a node does and where it stands, never from the exporter's names: the linear before attention
+is its layer's self_attn.qkv_proj. Schemes and placements go by them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from chunkrt.graph.plan import DOMAIN
+from chunkrt.onnx.importing.draft import Draft, producer
+
+MIXERS = ("CachedAttention", "LinearAttention")
+"""Operators of our domain of which every layer has one."""
+
+ACTIVATIONS = {"Sigmoid": "silu_sigmoid", "Gelu": "gelu", "Tanh": "tanh", "Softplus": "softplus"}
+
+
+class Words(NamedTuple):
+    """What a layer's parts are called in a family of models."""
+
+    before_mixer: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    residual: str = "attention_residual"
+    last_norm: str = "norm"
+
+
+LFM2 = Words("operator_norm", "ffn_norm", "feed_forward", "operator_residual", "embedding_norm")
+"""Of decoders that have short convolutions among their layers."""
+
+
+class Place(NamedTuple):
+    """A node's module, and the names of its outputs in it."""
+
+    path: str
+    outputs: Sequence[str]
+
+
+def name_nodes(draft: Draft) -> dict[ir.Node, Place]:
+    """A place for every node. Requires: a pruned graph of the vocabulary. Ensures: no two outputs share a name."""
+    nodes = list(draft.graph)
+    mixers = [node for node in nodes if node.domain == DOMAIN and node.op_type in MIXERS]
+    namer = _Namer(draft, LFM2 if any(_is_short_convolution(mixer) for mixer in mixers) else Words())
+    for layer, mixer in enumerate(mixers):
+        namer.name_mixer(mixer, f"model.layers.{layer}")
+    layer = -1
+    for node in nodes:
+        if node in mixers:
+            layer += 1
+        namer.name(node, layer)
+    return _unique(namer.places)
+
+
+def _is_short_convolution(mixer: ir.Node) -> bool:
+    kind = mixer.attributes.get("attn_type")
+    return kind is not None and kind.value == "short_conv"
+
+
+class _Namer:
+    def __init__(self, draft: Draft, words: Words) -> None:
+        self._words = words
+        self.places: dict[ir.Node, Place] = {}
+        self._weights = draft.weights
+        self._has_rows = False  # whether the rows whose logits are wanted have been picked
+
+    def name_mixer(self, mixer: ir.Node, layer: str) -> None:
+        """A layer's mixer with the linears before and after it."""
+        if mixer.op_type == "LinearAttention" and not _is_short_convolution(mixer):
+            self._name_delta_rule(mixer, layer)
+            return
+        is_attention = mixer.op_type == "CachedAttention"
+        path = f"{layer}.{'self_attn' if is_attention else 'conv'}"
+        self.places[mixer] = Place(path, ["attention" if is_attention else "linear_attention"])
+        read = mixer.inputs[0]
+        if norm := producer(read, "HeadNorm", DOMAIN):
+            self.places[norm] = Place(f"{path}.qk_norm", ["output"])
+            read = norm.inputs[0]
+        product = self._name_linear(read, f"{path}.{'qkv_proj' if is_attention else 'in_proj'}")
+        if product and (norm := producer(product.inputs[0], "RMSNormalization")):
+            self.places[norm] = Place(f"{layer}.{self._words.before_mixer}", ["output"])
+        self._name_result(mixer.outputs[0], path, "o_proj" if is_attention else "out_proj")
+
+    def _name_delta_rule(self, mixer: ir.Node, layer: str) -> None:
+        """A recurrence, what it is told by row, and the norm of its heads."""
+        path = f"{layer}.linear_attn"
+        self.places[mixer] = Place(path, ["linear_attention"])
+        qkv, decay, step = mixer.inputs[:3]
+        product = self._name_linear(qkv, f"{path}.qkv_proj")
+        if product and (norm := producer(product.inputs[0], "RMSNormalization")):
+            self.places[norm] = Place(f"{layer}.{self._words.before_mixer}", ["output"])
+        made = decay
+        for op, name in (("Mul", "output"), ("Softplus", "softplus"), ("Add", "biased")):
+            if found := producer(made, op):
+                self.places[found] = Place(f"{path}.decay", [name])
+                made = found.inputs[0]
+        if sigmoid := producer(step, "Sigmoid"):
+            self.places[sigmoid] = Place(f"{path}.step", ["output"])
+        if split := producer(made, "Split"):
+            self.places[split] = Place(path, ["b", "a"])
+            self._name_linear(split.inputs[0], f"{path}.ba_proj")
+        result = mixer.outputs[0]
+        for user, _ in mixer.outputs[0].uses():
+            if (user.domain, user.op_type) == (DOMAIN, "HeadNorm"):
+                self.places[user] = Place(f"{path}.head_norm", ["output"])
+                result = user.outputs[0]
+        self._name_result(result, path, "out_proj")
+
+    def _name_result(self, result: ir.Value, path: str, linear: str) -> None:
+        """The linear behind a mixer, and the gate between them if there is one."""
+        for user, _ in result.uses():
+            if user.op_type == "MatMul":
+                self._name_linear(self._sum(user.outputs[0]), f"{path}.{linear}")
+            elif user.op_type == "Mul" and user.inputs[1] not in self._weights:
+                self.places[user] = Place(path, ["gated"])
+                self._name_gate(next(value for value in user.inputs if value is not result), path)
+                self._name_result(user.outputs[0], path, linear)
+
+    def _name_gate(self, gate: ir.Value | None, path: str) -> None:
+        """What multiplies a mixer's result: the sigmoid of a linear, or its SiLU."""
+        silu, sigmoid = producer(gate, "Mul"), producer(gate, "Sigmoid")
+        if silu is not None:
+            self.places[silu] = Place(path, ["silu"])
+            sigmoid = producer(silu.inputs[1], "Sigmoid")
+        if sigmoid is not None:
+            self.places[sigmoid] = Place(path, ["silu_sigmoid" if silu is not None else "sigmoid"])
+            self._name_linear(sigmoid.inputs[0], f"{path}.{'z_proj' if silu is not None else 'gate_proj'}")
+
+    def name(self, node: ir.Node, layer: int) -> None:
+        """A node that is not named yet; `layer` is that of the last mixer before it."""
+        if node in self.places:
+            return
+        inside = f"model.layers.{layer}" if layer >= 0 else "model"
+        if node.op_type == "Gather":
+            is_embedding = node.inputs[0] in self._weights
+            self._has_rows |= not is_embedding
+            self.places[node] = Place("model.embed_tokens", ["output"]) if is_embedding else Place("", ["last_hidden"])
+        elif self._has_rows:
+            self._name_head(node)
+        elif node.op_type == "RMSNormalization":
+            self.places[node] = Place(self._norm(node, inside), ["output"])
+        elif node.op_type == "MatMul":
+            result = self._sum(node.outputs[0])
+            is_gate_up = any(user.op_type == "Split" for user, _ in result.uses())
+            self._name_linear(result, f"{inside}.{self._words.mlp}.{'gate_up_proj' if is_gate_up else 'down_proj'}")
+        elif node.op_type == "Split":
+            self.places[node] = Place(f"{inside}.{self._words.mlp}", ["gate", "up"])
+        elif node.op_type == "Add" and node.inputs[1] not in self._weights:
+            residual = Place(inside, [self._words.residual])
+            self.places[node] = Place(inside, ["output"]) if residual in self.places.values() else residual
+        elif node.op_type == "Mul" and node.inputs[1] not in self._weights:
+            is_silu = producer(node.inputs[1], "Sigmoid") is not None
+            self.places[node] = Place(f"{inside}.{self._words.mlp}", ["silu" if is_silu else "gated"])
+        else:
+            self.places[node] = Place(
+                f"{inside}.{self._words.mlp}", [ACTIVATIONS.get(node.op_type, node.op_type.lower())]
+            )
+
+    def _name_head(self, node: ir.Node) -> None:
+        if node.op_type == "MatMul":
+            self._name_linear(self._sum(node.outputs[0]), "lm_head")
+        elif node.op_type == "Tanh":
+            self.places[node] = Place("soft_cap", ["bounded"])
+        elif node.op_type == "Mul":
+            is_last = producer(node.inputs[0], "Tanh") is not None
+            self.places[node] = Place("soft_cap.cap" if is_last else "soft_cap.inverse", ["output"])
+        else:
+            self.places[node] = Place("lm_head", [node.op_type.lower()])
+
+    def _norm(self, node: ir.Node, layer: str) -> str:
+        """Which of a layer's norms one is, by what it reads and what was there before."""
+        read = node.inputs[0]
+        maker = read.producer() if read is not None else None
+        place = self.places.get(maker) if maker is not None else None
+        if place is None or layer == "model":
+            return f"model.{self._words.last_norm}"
+        if place.path.endswith((".o_proj", ".out_proj")):
+            return f"{layer}.post_attention_layernorm"
+        if place.path.endswith(".down_proj"):
+            return f"{layer}.post_feedforward_layernorm"
+        if place == Place(layer, [self._words.residual]):
+            has_post = any(found.path == f"{layer}.post_attention_layernorm" for found in self.places.values())
+            return f"{layer}.{'pre_feedforward_layernorm' if has_post else self._words.before_mlp}"
+        return f"model.{self._words.last_norm}"
+
+    def _sum(self, product: ir.Value) -> ir.Value:
+        """A product with its bias, if it has one."""
+        users = [user for user, _ in product.uses()]
+        if len(users) == 1 and users[0].op_type == "Add" and users[0].inputs[1] in self._weights:
+            return users[0].outputs[0]
+        return product
+
+    def _name_linear(self, value: ir.Value | None, path: str) -> ir.Node | None:
+        """A MatMul, and the Add of its bias; returns the MatMul."""
+        add = producer(value, "Add")
+        if add is not None and add.inputs[1] in self._weights:
+            self.places[add] = Place(path, ["output"])
+            value = add.inputs[0]
+        product = producer(value, "MatMul")
+        if product is not None:
+            self.places[product] = Place(path, ["output" if add is None else "product"])
+        return product
+
+
+def _unique(places: dict[ir.Node, Place]) -> dict[ir.Node, Place]:
+    """Number what would have the same name: parts that no family of chunkrt's has."""
+    seen: Counter[tuple[str, str]] = Counter()
+    result = {}
+    for node, (path, outputs) in places.items():
+        count = max(seen[path, output] for output in outputs)
+        seen.update((path, output) for output in outputs)
+        if not count:
+            result[node] = Place(path, outputs)
+        elif outputs == ["output"]:  # a module of its own, with its own weights
+            result[node] = Place(f"{path}_{count + 1}", outputs)
+        else:
+            result[node] = Place(path, [f"{output}_{count + 1}" for output in outputs])
+    return result

@@ -1,0 +1,169 @@
+"""Attention nodes become chunkrt's CachedAttention over one linear of queries, keys and values.
+
+Anchors are operators that are attention by themselves. Where a graph has attention written out, `decomposed/` has put
+it together before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from chunkrt.onnx.importing.attention import Attention, put
+from chunkrt.onnx.importing.draft import CONTRIB, Draft, float_attribute, input_of, int_attribute, producer
+from chunkrt.onnx.importing.passes.heads import results_of, rows_of
+from chunkrt.onnx.importing.passes.rotary import Tables, make_tables, take_off
+from chunkrt.onnx.importing.positions import check_positions, check_total, find_window
+from chunkrt.onnx.importing.widths import width
+
+
+def raise_attention(draft: Draft) -> None:
+    """Requires: linears, norms of heads and columns are raised. Ensures: attention is CachedAttention(qkv, cos, sin,
+    past_key, past_value), and its past is a state of the graph.
+    """
+    for node in list(draft.graph):
+        if read := READERS.get((node.domain, node.op_type)):
+            put(draft, node, read(draft, node))
+
+
+def _group_query(draft: Draft, node: ir.Node) -> Attention:
+    """com.microsoft's GroupQueryAttention: causal by itself, present keys are rotated."""
+    plain = {"softcap": 0.0, "smooth_softmax": 0.0, "qk_output": 0.0, "kv_cache_bit_width": 0.0}
+    for name, usual in plain.items():
+        if float_attribute(node, name, usual) not in (usual, -1.0):
+            raise draft.unsupported(node, f"its {name} is {float_attribute(node, name)}, which is not supported")
+    if extra := [v.name for v in node.inputs[10:] if v is not None]:
+        raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias, a sink or a scale, which is not supported")
+    query, key, value = node.inputs[:3]
+    assert query is not None
+    tables = None
+    if int_attribute(node, "do_rotary"):
+        if int_attribute(node, "rotary_interleaved"):
+            raise draft.unsupported(node, "it rotates neighbours (interleaved); only rotation by halves is supported")
+        tables = make_tables(draft, node, input_of(node, 7), input_of(node, 8))
+        check_positions(draft, node, input_of(node, 9), draft.shape(tables.cos)[0])
+    elif key is not None:
+        query, tables = take_off(draft, query)
+        key, of_keys = take_off(draft, key)
+        tables = same_tables(draft, node, tables, of_keys)
+    if tables is None:
+        raise draft.unsupported(node, "nothing rotates its queries and keys; attention without RoPE is not supported")
+    context = draft.shape(tables.cos)[0]
+    check_total(draft, node, input_of(node, 5), context, less=1)
+    check_total(draft, node, input_of(node, 6), context)
+    window = int_attribute(node, "local_window_size", -1)
+    return Attention(
+        query=query,
+        key=key,
+        value=value,
+        past_key=node.inputs[3],
+        past_value=node.inputs[4],
+        tables=tables,
+        num_heads=int_attribute(node, "num_heads"),
+        num_kv_heads=int_attribute(node, "kv_num_heads"),
+        scale=float_attribute(node, "scale"),
+        window=max(window, 0),
+    )
+
+
+def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables | None) -> Tables | None:
+    """The tables of queries and keys. Raises UnsupportedModelError if they differ."""
+    names = [None if t is None else [draft.weights[value].tensors for value in t] for t in (left, right)]
+    if names[0] != names[1]:
+        raise draft.unsupported(node, "its queries and keys are rotated by different tables")
+    return left
+
+
+def _multi_head(draft: Draft, node: ir.Node) -> Attention:
+    """com.microsoft's MultiHeadAttention: as many heads of keys as of queries; a mask is added to the scores."""
+    if extra := [v.name for v in (*node.inputs[3:5], *node.inputs[8:]) if v is not None]:
+        raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias or a padding mask, which is not supported")
+    query, value = node.inputs[0], input_of(node, 2)
+    mask = input_of(node, 5)
+    if not int_attribute(node, "unidirectional") and mask is None:
+        raise draft.unsupported(node, "it is not causal: it has no mask and is not unidirectional")
+    return _from_heads(
+        draft,
+        node,
+        (query, input_of(node, 1), value),
+        (input_of(node, 6), input_of(node, 7)),
+        mask=mask,
+        heads=(int_attribute(node, "num_heads"), int_attribute(node, "num_heads")),
+    )
+
+
+def _standard(draft: Draft, node: ir.Node) -> Attention:
+    """Standard ONNX's Attention, since opset 23."""
+    if float_attribute(node, "softcap") or input_of(node, 6) is not None:
+        raise draft.unsupported(node, "its scores are capped, or it is told lengths of keys, which is not supported")
+    mask = input_of(node, 3)
+    if not int_attribute(node, "is_causal") and mask is None:
+        raise draft.unsupported(node, "it is not causal: it has no mask, and is_causal is 0")
+    operands, pasts = [], []
+    for operand, past in zip(node.inputs[:3], (None, input_of(node, 4), input_of(node, 5)), strict=True):
+        appended = producer(operand, "Concat") if past is None and operand is not node.inputs[0] else None
+        is_cached = appended is not None and int_attribute(appended, "axis") in (2, -2) and len(appended.inputs) == 2
+        if is_cached and mask is None:
+            raise draft.unsupported(node, "keys are appended before it, and is_causal counts rows from the first key")
+        pasts.append(appended.inputs[0] if appended is not None and is_cached else past)
+        operands.append(appended.inputs[1] if appended is not None and is_cached else operand)
+    is_by_row = "q_num_heads" in node.attributes
+    return _from_heads(
+        draft,
+        node,
+        (operands[0], operands[1], operands[2]),
+        (pasts[1], pasts[2]),
+        mask=mask,
+        heads=(int_attribute(node, "q_num_heads"), int_attribute(node, "kv_num_heads")) if is_by_row else None,
+        results=() if is_by_row else results_of(draft, node),
+    )
+
+
+def _count_heads(draft: Draft, node: ir.Node, query: ir.Value, past: ir.Value | None) -> tuple[int, int]:
+    """Heads of queries and of keys, where these come as [batch, heads, T, D]: the past has the same sizes."""
+    sizes = [d for d in past.shape if isinstance(d, int)] if past is not None and past.shape is not None else []
+    columns = width(draft, query)
+    if len(sizes) < 2 or columns is None or sizes[-1] < 1 or columns % sizes[-1]:
+        raise draft.unsupported(node, "neither it nor the shape of its past says how many heads it has")
+    return columns // sizes[-1], sizes[-2]
+
+
+def _from_heads(
+    draft: Draft,
+    node: ir.Node,
+    operands: tuple[ir.Value | None, ir.Value | None, ir.Value | None],
+    past: tuple[ir.Value | None, ir.Value | None],
+    *,
+    mask: ir.Value | None,
+    heads: tuple[int, int] | None,
+    results: Sequence[ir.Value] = (),
+) -> Attention:
+    """Attention whose operands may be by head, and whose queries and keys are rotated before it; causal by itself where
+    it has no mask."""
+    query, key, value = (rows_of(draft, node, operand) for operand in operands)
+    tables = same_tables(draft, node, query.tables, key.tables)
+    if tables is None or value.tables is not None:
+        raise draft.unsupported(node, "queries and keys, and not values, are to be rotated before it")
+    num_heads, num_kv_heads = heads or _count_heads(draft, node, query.rows, past[0])
+    return Attention(
+        query=query.rows,
+        key=key.rows,
+        value=value.rows,
+        past_key=past[0],
+        past_value=past[1],
+        tables=tables,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        scale=float_attribute(node, "scale"),
+        window=0 if mask is None else find_window(draft, node, mask, draft.shape(tables.cos)[0]),
+        results=results,
+    )
+
+
+READERS: dict[tuple[str, str], Callable[[Draft, ir.Node], Attention]] = {
+    (CONTRIB, "GroupQueryAttention"): _group_query,
+    (CONTRIB, "MultiHeadAttention"): _multi_head,
+    ("", "Attention"): _standard,
+}
+"""What is read as attention, by domain and operator."""

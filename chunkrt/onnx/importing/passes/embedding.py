@@ -1,0 +1,63 @@
+"""Looking tokens up: Gather of a constant table, with the number that a family multiplies the result by.
+
+com.microsoft's GatherBlockQuantized is the same of a table in blocks of few bits.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from chunkrt.onnx.importing.constants import is_constant, raw, stored
+from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, input_of, int_attribute
+from chunkrt.onnx.importing.passes.linears import packed_matrix
+from chunkrt.onnx.importing.tensors import shape_of
+
+
+def raise_embedding(draft: Draft) -> None:
+    """Requires: constants of Mul are weights. Ensures: the embedding is Gather(w, input_ids) with w [V, H] among
+    `draft.weights`; a Mul by one number after it is in w.
+    """
+    for node in list(draft.graph):
+        tokens = input_of(node, 1)
+        if tokens is None or tokens.name != draft.signature.tokens:
+            continue
+        if (node.domain, node.op_type) == ("", "Gather"):
+            name = _table(draft, node)
+        elif (node.domain, node.op_type) == (CONTRIB, "GatherBlockQuantized"):
+            name = _packed_table(draft, node)
+        else:
+            continue
+        scale, result = 1.0, node.outputs[0]
+        users = [user for user, _ in result.uses()]
+        if len(users) == 1 and users[0].op_type == "Mul" and (factor := users[0].inputs[1]) in draft.weights:
+            assert factor is not None
+            if draft.shape(factor) == (1,):
+                scale = float(draft.source.read(draft.weights[factor].tensors[0])[0])
+                result = users[0].outputs[0]
+        weight = Weight(tensors=(name,), layout="as it is", scale=scale)
+        (output,) = draft.insert(node, "Gather", [draft.add_weight(weight), tokens])
+        draft.replace(result, output)
+
+
+def _table(draft: Draft, node: ir.Node) -> str:
+    table = node.inputs[0]
+    if table is None or not is_constant(draft, table) or int_attribute(node, "axis"):
+        raise draft.unsupported(node, "tokens are looked up in what is no constant, or not by its rows")
+    tensor = stored(draft, table)
+    if len(tensor.shape) != 2:
+        raise draft.unsupported(node, f"its table has the shape {list(tensor.shape)}, expected a row a token")
+    return draft.keep(table.name or "", tensor)
+
+
+def _packed_table(draft: Draft, node: ir.Node) -> str:
+    table, scales = node.inputs[0], input_of(node, 2)
+    axes = int_attribute(node, "gather_axis"), int_attribute(node, "quantize_axis", 1)
+    packed, steps = (None if value is None else raw(value) for value in (table, scales))
+    if packed is None or steps is None or packed.dtype != ir.DataType.UINT8 or axes != (0, 1) or len(steps.shape) != 2:
+        raise draft.unsupported(node, "its table is no initializer of bytes in blocks along each row")
+    rows, groups = shape_of(steps)
+    bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size", 128)
+    columns = packed.size * 8 // (max(bits, 1) * max(rows, 1))
+    if groups != -(-columns // max(block_size, 1)):
+        raise draft.unsupported(node, f"its table has {columns} columns and {groups} blocks of {block_size}")
+    return packed_matrix(draft, node, [table, scales, input_of(node, 3)], (rows, columns))

@@ -1,0 +1,32 @@
+"""Logits of the rows that are asked for: the rows are picked before the head's linear."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from chunkrt.onnx.importing.draft import Draft
+
+ROWWISE = ("Add", "Mul", "Tanh")
+"""What may follow the head's linear, row by row: a bias, a soft cap."""
+
+
+def pick_rows(draft: Draft) -> ir.Value:
+    """Requires: linears are raised. Ensures: what leads to the logits reads Gather(hidden, logit_rows).
+
+    Returns:
+        logit_rows.
+
+    Raises:
+        UnsupportedModelError: the logits are not a linear's result.
+    """
+    rows = ir.Value(name="logit_rows")
+    node = draft.logits.producer()
+    while node is not None and not node.domain and node.op_type in ROWWISE:
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is None or node.op_type != "MatMul" or node.inputs[1] not in draft.weights:
+        if node is None:
+            node = next(iter(draft.graph))
+        raise draft.unsupported(node, "the logits are not the result of a linear over the last hidden rows")
+    (picked,) = draft.insert(node, "Gather", [node.inputs[0], rows])
+    node.replace_input_with(0, picked)
+    return rows

@@ -1,0 +1,78 @@
+"""Rows seen as heads, and back: the reshaping and turning around attention of four dimensions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from chunkrt.graph.plan import DOMAIN
+from chunkrt.onnx.importing.draft import Draft, Weight, float_attribute, producer
+from chunkrt.onnx.importing.passes.rotary import Tables, take_off
+from chunkrt.onnx.importing.widths import width
+
+BY_HEAD = (0, 2, 1, 3)
+"""The permutation from [batch, T, heads, D] to [batch, heads, T, D], and back."""
+
+
+class Heads(NamedTuple):
+    """The rows that an operand of attention was cut from, and what rotated its heads."""
+
+    rows: ir.Value
+    tables: Tables | None
+
+
+def rows_of(draft: Draft, node: ir.Node, value: ir.Value | None) -> Heads:
+    """The rows [T, heads * D] that an operand of an attention node was before it was cut into heads.
+
+    Rotation is taken off. A norm of single heads before it is put behind the rows, as HeadNorm.
+
+    Raises:
+        UnsupportedModelError: it comes from no rows.
+    """
+    tables, norm, found = None, None, value
+    while found is not None and width(draft, found) is None:
+        maker = found.producer()
+        if maker is not None and maker.op_type == "RotaryEmbedding" and tables is None:
+            found, tables = take_off(draft, found)
+        elif producer(found, "Reshape") or is_turned(found):
+            found = maker.inputs[0] if maker is not None else None
+        elif tables is not None and norm is None and (norm := producer(found, "RMSNormalization")) is not None:
+            found = norm.inputs[0]
+        else:
+            found = None
+    if found is None:
+        name = value.name if value is not None else ""
+        raise draft.unsupported(node, f"its operand {name!r} does not come from rows of heads")
+    return Heads(found if norm is None else _normed(draft, node, norm, found), tables)
+
+
+def is_turned(value: ir.Value) -> bool:
+    """Whether a value is another by head, or back."""
+    turned = producer(value, "Transpose")
+    perm = None if turned is None else turned.attributes.get("perm")
+    return perm is not None and tuple(perm.value) == BY_HEAD
+
+
+def results_of(draft: Draft, node: ir.Node) -> list[ir.Value]:
+    """What an attention node's result by head becomes: rows again.
+
+    Raises:
+        UnsupportedModelError: something else is done to it.
+    """
+    turned = [user for user, _ in node.outputs[0].uses()]
+    joined = [user for turn in turned for user, _ in turn.outputs[0].uses()]
+    is_rows = all(is_turned(turn.outputs[0]) for turn in turned) and {user.op_type for user in joined} == {"Reshape"}
+    if not is_rows:
+        raise draft.unsupported(node, "its result by head is not turned and joined to rows")
+    return [user.outputs[0] for user in joined]
+
+
+def _normed(draft: Draft, node: ir.Node, norm: ir.Node, rows: ir.Value) -> ir.Value:
+    weight, columns = norm.inputs[1], width(draft, rows) or 0
+    if weight not in draft.weights or weight is None or columns % draft.shape(weight)[0]:
+        raise draft.unsupported(norm, f"it is not of heads of a row of {columns} columns")
+    repeats = (columns // draft.shape(weight)[0],)
+    by_head = draft.add_weight(Weight(tensors=draft.weights[weight].tensors, layout="heads", repeats=repeats))
+    epsilon = float_attribute(norm, "epsilon")
+    return draft.insert(node, "HeadNorm", [rows, by_head], domain=DOMAIN, epsilon=epsilon)[0]

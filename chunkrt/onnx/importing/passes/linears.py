@@ -1,0 +1,91 @@
+"""Products with a constant matrix become MatMul, whatever form the exporter stored the matrix in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from chunkrt.onnx.importing.constants import is_constant, raw, row, stored
+from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, float_attribute, input_of, int_attribute
+from chunkrt.onnx.importing.tensors import n_bits_tensor, transposed
+
+N_BITS = (2, 4, 8)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+def raise_linears(draft: Draft) -> None:
+    """Requires: nothing. Ensures: a product of rows with a constant is MatMul(x, w) with w among `draft.weights`, and
+    its bias, if it had one of its own, an Add after it.
+    """
+    for node in list(draft.graph):
+        if draft.evaluator.is_positional(node.outputs[0].name or ""):
+            continue
+        if (node.domain, node.op_type) == ("", "MatMul") and is_constant(draft, node.inputs[1]):
+            _replace(draft, node, _matrix(draft, node, node.inputs[1]), None)
+        elif (node.domain, node.op_type) == ("", "Gemm") and is_constant(draft, node.inputs[1]):
+            if any(float_attribute(node, name, 1.0) != 1 for name in ("alpha", "beta")) or int_attribute(
+                node, "transA"
+            ):
+                raise draft.unsupported(node, "its alpha and beta are not 1, or its left operand is transposed")
+            is_transposed = bool(int_attribute(node, "transB"))
+            _replace(draft, node, _matrix(draft, node, node.inputs[1], is_transposed), input_of(node, 2))
+        elif (node.domain, node.op_type) == (CONTRIB, "MatMulNBits"):
+            _replace(draft, node, _n_bits(draft, node), input_of(node, 5))
+
+
+def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, is_transposed: bool = False) -> str:
+    """A constant [K, N], or [N, K] if it is transposed already, in the source as [N, K]."""
+    assert value is not None
+    tensor = stored(draft, value)
+    if len(tensor.shape) != 2:
+        raise draft.unsupported(node, f"its weight has the shape {list(tensor.shape)}, expected a matrix")
+    matrix = tensor if is_transposed else transposed(tensor)
+    return draft.keep(value.name or "", matrix, is_transposed=not is_transposed)
+
+
+def _n_bits(draft: Draft, node: ir.Node) -> str:
+    depth, columns = int_attribute(node, "K"), int_attribute(node, "N")
+    if input_of(node, 4) is not None:
+        raise draft.unsupported(node, "its weights are grouped by g_idx; export it without an order of activations")
+    return packed_matrix(draft, node, [input_of(node, index) for index in (1, 2, 3)], (columns, depth))
+
+
+def packed_matrix(draft: Draft, node: ir.Node, operands: Sequence[ir.Value | None], shape: tuple[int, int]) -> str:
+    """A matrix [N, K] of 2, 4 or 8 bits in the source: operands are its integers, scales and zero points.
+
+    Raises:
+        UnsupportedModelError: it has other bits or blocks, or is not constant.
+        ModelError: the sizes do not go together.
+    """
+    bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size")
+    if bits not in N_BITS or block_size not in BLOCK_SIZES or min(shape) < 1:
+        raise draft.unsupported(
+            node,
+            f"it has {bits} bits in blocks of {block_size}; supported are {N_BITS} bits in blocks of {BLOCK_SIZES}",
+        )
+    packed, scales, zeros = (None if value is None else raw(value) for value in operands)
+    name = operands[0].name if operands[0] is not None else None
+    if packed is None or scales is None or (operands[2] is not None and zeros is None):
+        raise draft.unsupported(node, "its weights are not initializers")
+    where = f"{draft.where}: node {node.name!r}"
+    tensor = n_bits_tensor(packed, scales, zeros, shape=shape, bits=bits, block_size=block_size, where=where)
+    return draft.keep(name or "", tensor)
+
+
+def put_linear(draft: Draft, node: ir.Node, x: ir.Value | None, matrix: str, bias: ir.Value | None) -> None:
+    """Have those who read a node's first output read MatMul(x, matrix) + bias. Raises UnsupportedModelError if the bias
+    is no vector."""
+    weight = draft.add_weight(Weight(tensors=(matrix,), layout="linear"))
+    (output,) = draft.insert(node, "MatMul", [x, weight])
+    if bias is not None:
+        if (name := row(draft, bias)) is None:
+            raise draft.unsupported(node, "its bias is no constant vector")
+        of_bias = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
+        (output,) = draft.insert(node, "Add", [output, of_bias])
+    draft.replace(node.outputs[0], output)
+
+
+def _replace(draft: Draft, node: ir.Node, matrix: str, bias: ir.Value | None) -> None:
+    put_linear(draft, node, node.inputs[0], matrix, bias)
+    draft.graph.remove(node, safe=True)

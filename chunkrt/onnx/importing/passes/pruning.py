@@ -1,0 +1,15 @@
+"""Take out what nothing reads any more: masks, positions, shapes, and what other passes have replaced."""
+
+from __future__ import annotations
+
+from chunkrt.onnx.importing.draft import Draft
+
+
+def prune(draft: Draft) -> None:
+    """Requires: nothing. Ensures: the only output are the logits, and every node leads to them."""
+    logits = draft.logits
+    draft.graph.outputs[:] = [logits]
+    draft.logits_index = 0
+    for node in reversed(list(draft.graph)):
+        if not any(output.uses() or output is logits for output in node.outputs):
+            draft.graph.remove(node, safe=True)

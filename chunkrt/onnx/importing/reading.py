@@ -1,0 +1,185 @@
+"""Opening an ONNX file of which nothing is known yet: every claim is checked before anything is allocated.
+
+Initializers stay in their files, memory-mapped when they are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from math import prod
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.onnx.importing.settings import named_file
+
+MAX_ELEMENTS = 2**40
+_EXTERNAL = 1
+"""TensorProto.DataLocation.EXTERNAL."""
+
+
+def read_proto(path: Path) -> onnx.ModelProto:
+    """Read the graph of an ONNX file; weights stay where they are.
+
+    Ensures: nodes are in an order in which they can run, every value has a name of its own, and every initializer lies
+    wholly in this file or in one beside it.
+
+    Raises:
+        ModelError: it is damaged, contradicts itself, or names data that is missing or elsewhere.
+        UnsupportedModelError: it holds a kind of tensor that no decoder has.
+    """
+    try:
+        proto = onnx.ModelProto()
+        proto.ParseFromString(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # protobuf's DecodeError has no stable home
+        raise ModelError(f"{path} is truncated or no ONNX model: {error}; fetch it again") from error
+    if not proto.graph.node or not proto.graph.output:
+        raise ModelError(f"{path} holds no ONNX graph; fetch it again, or name the .onnx file of the decoder")
+    _check_names(proto.graph, path)
+    for tensor in _tensors(proto.graph):
+        _check_tensor(tensor, path)
+    if proto.graph.sparse_initializer:
+        raise UnsupportedModelError(f"{path} has sparse initializers, which are not supported")
+    sort_nodes(proto.graph, path)
+    return proto
+
+
+def to_graph(proto: onnx.ModelProto, path: Path) -> ir.Model:
+    """A checked model as a graph that passes can change. Raises ModelError if onnx_ir finds more wrong with it."""
+    try:
+        model = ir.from_proto(proto)
+        ir.external_data.set_base_dir(model.graph, path.parent)
+    except Exception as error:  # onnx_ir raises what it meets
+        raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
+    return model
+
+
+def _check_names(graph: onnx.GraphProto, path: Path) -> None:
+    """ONNX is in static single assignment form: a name is written once."""
+    made = [name for node in graph.node for name in node.output if name]
+    initializers = {tensor.name for tensor in graph.initializer}
+    made += [*initializers, *(v.name for v in graph.input if v.name not in initializers)]
+    for names in (made, [tensor.name for tensor in graph.initializer]):
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            raise ModelError(f"{path} is damaged: {repeated[0]!r} is written twice")
+    known = set(made) | {""}
+    for node in graph.node:
+        if missing := [name for name in node.input if name not in known]:
+            raise ModelError(f"{path} is damaged: node {node.name!r} reads {missing[0]!r}, which nothing writes")
+    if missing := [v.name for v in graph.output if v.name not in known]:
+        raise ModelError(f"{path} is damaged: its output {missing[0]!r} is written by nothing")
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """All tensors of a graph, and of the graphs that its nodes hold."""
+    yield from graph.initializer
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from _tensors(inner)
+
+
+def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
+    """A tensor's shape and its bytes agree, and they are there."""
+    name, dims = tensor.name, list(tensor.dims)
+    if any(size < 0 for size in dims) or prod(dims) > MAX_ELEMENTS:
+        raise ModelError(f"{path} is damaged: {name!r} has the impossible shape {dims}")
+    try:
+        dtype = ir.DataType(tensor.data_type)
+        if dtype == ir.DataType.STRING:
+            return
+        needed = -(-prod(dims) * dtype.bitwidth // 8)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedModelError(f"{path}: {name!r} has an unknown data type ({error})") from error
+    if tensor.data_location == _EXTERNAL:
+        _check_external(tensor, needed, path)
+    elif tensor.HasField("raw_data"):
+        if (found := len(tensor.raw_data)) != needed:
+            raise ModelError(f"{path} is damaged: {name!r} {dims} has {found} bytes, expected {needed}")
+    else:
+        fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+        found = max(len(getattr(tensor, field)) for field in fields)
+        if found * 8 < prod(dims) * min(dtype.bitwidth, 8):
+            raise ModelError(f"{path} is damaged: {name!r} {dims} has {found} values")
+
+
+def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
+    """The data lies in a plain file beside the model, and the file is long enough."""
+    name = tensor.name
+    claims = {entry.key: entry.value for entry in tensor.external_data}
+    location = claims.get("location", "")
+    parts = Path(location.replace("\\", "/")).parts
+    if not location or Path(location).is_absolute() or location.startswith(("/", "\\")) or ".." in parts:
+        raise ModelError(f"{path}: the data of {name!r} is said to be at {location!r}, which is not beside the model")
+    beside = path.parent / location
+    try:
+        if not beside.resolve(strict=True).is_relative_to(path.parent.resolve()) and not _is_cached(beside, path):
+            raise ModelError(f"{path}: the data of {name!r} is at {location!r}, which leads out of the model's folder")
+        size = beside.stat().st_size
+        offset, length = int(claims.get("offset", 0)), int(claims.get("length", needed))
+    except OSError as error:
+        raise ModelError(f"{path}: its data file {location!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {name!r} has external data at {claims}") from error
+    if not beside.is_file():
+        raise ModelError(f"{path}: its data file {location!r} is not a plain file")
+    if length != needed or offset < 0 or offset + length > size:
+        raise ModelError(
+            f"{path}: {name!r} claims {length} bytes at {offset} of {location!r}, which has {size}; it needs {needed}"
+        )
+
+
+def _is_cached(beside: Path, path: Path) -> bool:
+    """Hubs keep a snapshot as a folder of links to blobs: both files are links, to one folder."""
+    return path.is_symlink() and beside.is_symlink() and path.resolve().parent == beside.resolve().parent
+
+
+def sort_nodes(graph: onnx.GraphProto, path: Path) -> None:
+    """Put the nodes in an order in which they can run; exporters' own order is kept where it is one."""
+    nodes = list(graph.node)
+    made: set[str] = set()
+    writers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    in_order = True
+    for node in nodes:
+        in_order &= not any(name in writers and name not in made for name in node.input)
+        made.update(node.output)
+    if in_order:
+        return
+    reads = {index: {writers[n] for n in node.input if n in writers} for index, node in enumerate(nodes)}
+    try:
+        order = list(TopologicalSorter(reads).static_order())
+    except CycleError as error:
+        first = nodes[error.args[1][0]]
+        raise ModelError(f"{path} is damaged: node {first.name!r} reads what depends on it") from error
+    copies = [type(node).FromString(node.SerializeToString()) for node in (nodes[index] for index in order)]
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
+def find_model(path: Path) -> Path:
+    """The decoder's file of a folder, or the file itself.
+
+    Raises:
+        ModelError: there is none, or several that nothing tells apart.
+    """
+    if not path.is_dir():
+        return path
+    if named := named_file(path):
+        return named
+    files = sorted(path.glob("*.onnx"))
+    for preferred in ("model.onnx", "decoder_model_merged.onnx", "decoder.onnx"):
+        if (path / preferred) in files:
+            return path / preferred
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files[:3]) or "none"
+        raise ModelError(f"{path} has {len(files)} ONNX files ({found}); name the decoder's file itself")
+    return files[0]

@@ -1,0 +1,216 @@
+"""Parts of a foreign graph, run on values of our choice: what a tangle of small operators computes is tried, not read.
+
+Exporters that know no operator for attention write it out, each in its own way and each release in another. All of them
+compute the same function of queries, keys and values; so the part between these and the result is run on random values,
+and taken for attention only if it gives what attention gives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from chunkrt.errors import ModelError
+from chunkrt.onnx.importing.evaluation import Evaluator, open_session, reason_of
+from chunkrt.onnx.importing.signature import Probe
+
+Array = NDArray[Any]
+
+PROBE = Probe(5, 13)
+"""Sizes at which parts are tried: tokens after others, of a number that no decoder has as its number of heads."""
+
+
+class Regions:
+    """The part of a decoder that depends on tokens and states, with everything else frozen at one probe.
+
+    Args:
+        proto: nodes in an order in which they can run; its external data stay in `folder`.
+        context: positions that the decoder is for.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, folder: Path, evaluator: Evaluator, context: int) -> None:
+        self.proto, self.evaluator, self.context, self.probe = proto, evaluator, context, PROBE
+        self._folder = folder
+        self._nodes = list(proto.graph.node)
+        self._writers = {name: i for i, node in enumerate(self._nodes) for name in node.output if name}
+        self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
+        self._readers: dict[str, list[int]] = defaultdict(list)
+        for index, node in enumerate(self._nodes):
+            for name in {n for n in node.input if n}:
+                self._readers[name].append(index)
+        named = {n for node in self._nodes for n in (*node.input, *node.output) if n}
+        self.data = frozenset(n for n in named if not evaluator.is_positional(n))
+        """Values that depend on tokens or states."""
+
+    @cached_property
+    def _at_probe(self) -> dict[str, Array]:
+        return self.evaluator.run(sorted(self.data), self.probe)
+
+    @cached_property
+    def frozen(self) -> dict[str, Array]:
+        """What depends on sizes, masks and positions, and is read by what depends on more: its values at the probe."""
+        return self._frozen[0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The sizes of a value that depends on tokens or states, at the probe."""
+        return self._at_probe[name].shape
+
+    def random(self, name: str, rng: np.random.Generator) -> Array:
+        """Normal numbers in the shape and type of a value that depends on tokens or states."""
+        like = self._at_probe[name]
+        return rng.standard_normal(like.shape).astype(like.dtype)
+
+    def writer(self, name: str) -> onnx.NodeProto:
+        """The node that makes a value; one without an operator for inputs and initializers."""
+        return self._nodes[self._writers[name]] if name in self._writers else onnx.NodeProto()
+
+    def readers(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes that read a value."""
+        return [self._nodes[index] for index in self._readers[name]]
+
+    def above(self, name: str) -> Iterator[str]:
+        """`name`, and values further up that everything passes through on its way to it, the nearest first."""
+        yield name
+        frontier = {name}
+        while made := [n for n in frontier if n in self._writers]:
+            node = self._nodes[max(self._writers[n] for n in made)]
+            frontier = (frontier - set(node.output)) | {n for n in node.input if n in self.data}
+            if len(frontier) == 1:
+                yield next(iter(frontier))
+
+    def below(self, name: str) -> Iterator[str]:
+        """`name`, and values further down that everything passes through that is made of it, the nearest first."""
+        yield name
+        waiting = Counter({name: len(self._readers[name])})
+        pending = list(self._readers[name])
+        heapify(pending)
+        done: set[int] = set()
+        while pending:
+            if (index := heappop(pending)) in done:
+                continue
+            done.add(index)
+            node = self._nodes[index]
+            for read in {n for n in node.input if n in waiting}:
+                waiting[read] -= 1
+                if not waiting[read]:
+                    del waiting[read]
+            for made in node.output:
+                if made in self.data and self._readers[made]:
+                    waiting[made] = len(self._readers[made])
+                    for reader in self._readers[made]:
+                        heappush(pending, reader)
+            if len(waiting) == 1:
+                yield next(iter(waiting))
+
+    def positional_inputs(self, target: str, roots: set[str]) -> list[str]:
+        """Values frozen at the probe that the part between `roots` and `target` reads."""
+        return sorted({n for node in self._between(target, roots) for n in node.input if n in self.frozen})
+
+    def is_between(self, target: str, roots: set[str]) -> bool:
+        """Whether `target` is made of `roots`, and of nothing else that depends on tokens or states."""
+        outside = self.data - roots - self._writers.keys()
+        return not any(name in outside for node in self._between(target, roots) for name in node.input)
+
+    @cached_property
+    def fixed(self) -> dict[str, Array]:
+        """Of `frozen`, what is the same at other probes: sizes that are fixed, although they are worked out."""
+        others = self._frozen[1:]
+        return {
+            name: value
+            for name, value in self.frozen.items()
+            if all(np.array_equal(value, other[name]) for other in others)
+        }
+
+    @cached_property
+    def _frozen(self) -> list[dict[str, Array]]:
+        """`frozen` at the probe, at another near it, and at the context's end."""
+        read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
+        near, last = Probe(self.probe.past + 2, self.probe.length + 6), Probe(self.context - 1, 1)
+        probes = [self.probe, near, *([last] if last.past > near.past else [])]
+        return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
+
+    def is_size(self, name: str) -> bool:
+        """Whether a value frozen at the probe is whole numbers that grow as tokens do, up to the context's end."""
+        if not np.issubdtype(self.frozen[name].dtype, np.integer):
+            return False
+        here, later, longer, last = (values[name] for values in (self.frozen, *self._sizes))
+        if not here.shape == later.shape == longer.shape == last.shape:
+            return False
+        by_past, by_length = later - here, longer - here
+        past, length = self.context - 1 - self.probe.past, 1 - self.probe.length
+        return np.array_equal(last, here + past * by_past + length * by_length)
+
+    @cached_property
+    def _sizes(self) -> list[dict[str, Array]]:
+        """Whole numbers with one more token before, one more to come, and with the last of all tokens alone."""
+        names = [name for name, value in self.frozen.items() if np.issubdtype(value.dtype, np.integer)]
+        past, length = self.probe.past, self.probe.length
+        probes = Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)
+        return self.evaluator.runs(names, probes)
+
+    def part(
+        self, target: str, roots: Mapping[str, Array], given: Mapping[str, Array] | None = None
+    ) -> Callable[[Mapping[str, Array]], Array]:
+        """What makes `target` of values for `roots`.
+
+        Args:
+            roots: values of the types that will be given.
+            given: other values for those that are frozen, for sizes other than the probe's.
+
+        Raises:
+            ModelError: it depends on more than these, or ONNX Runtime cannot run it.
+        """
+        nodes = self._between(target, set(roots))
+        known = {**self.frozen, **(given or {})}
+        graph = onnx.GraphProto(name="part")
+        graph.node.extend(nodes)
+        for name in dict.fromkeys(n for node in nodes for n in node.input if n and n not in roots):
+            if name in known:
+                graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(known[name]), name))
+            elif name in self._initializers:
+                graph.initializer.append(self._initializers[name])
+        for name, value in roots.items():
+            kind = helper.make_tensor_type_proto(helper.np_dtype_to_tensor_dtype(value.dtype), None)
+            graph.input.append(onnx.ValueInfoProto(name=name, type=kind))
+        graph.output.append(onnx.ValueInfoProto(name=target))
+        model = onnx.ModelProto(ir_version=self.proto.ir_version, graph=graph)
+        model.opset_import.extend(self.proto.opset_import)
+        try:
+            session = open_session(model.SerializeToString(), self._folder)
+        except Exception as error:  # onnxruntime raises a dozen unrelated types
+            raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {reason_of(error)}") from error
+
+        def run(values: Mapping[str, Array]) -> Array:
+            try:
+                result: Array = session.run([target], dict(values))[0]
+            except Exception as error:
+                raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {reason_of(error)}") from error
+            return result
+
+        return run
+
+    def run(self, target: str, roots: Mapping[str, Array]) -> Array:
+        """`target` at the probe, if `roots` are what is given. Raises ModelError as `part` does."""
+        return roots[target] if target in roots else self.part(target, roots)(roots)
+
+    def _between(self, target: str, roots: set[str]) -> list[onnx.NodeProto]:
+        """The nodes that make `target` of `roots`, of frozen values and of constants, in order."""
+        needed: set[int] = set()
+        pending = [target]
+        while pending:
+            name = pending.pop()
+            if name in roots or name in self.frozen or name not in self._writers:
+                continue
+            if (index := self._writers[name]) not in needed:
+                needed.add(index)
+                pending += [n for n in self._nodes[index].input if n]
+        return [self._nodes[index] for index in sorted(needed)]

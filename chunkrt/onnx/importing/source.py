@@ -1,0 +1,63 @@
+"""The weights of an ONNX decoder as a `TensorSource`: under the names that the module tree asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo
+from chunkrt.errors import ModelError
+from chunkrt.onnx.importing.tensors import StoredTensor
+
+
+class OnnxSource:
+    """Tensors by the names of the initializers that they come from; linears are [out_features, in_features].
+
+    `path`: the folder, where tokenizer files are looked for. `file`: the model's.
+    """
+
+    path: Path
+    architecture: str
+    config: Mapping[str, Any]
+
+    def __init__(self, file: Path, architecture: str, config: Mapping[str, Any]) -> None:
+        self.file, self.path = file, file.parent
+        self.architecture, self.config = architecture, config
+        self._tensors: dict[str, StoredTensor] = {}
+
+    def add(self, name: str, tensor: StoredTensor) -> str:
+        """Make a tensor known, and return the name it has here: another if its own is taken by another tensor."""
+        unique, number = name, 1
+        while unique in self._tensors:
+            unique, number = f"{name}.{number}", number + 1
+        self._tensors[unique] = tensor
+        return unique
+
+    def names(self) -> Sequence[str]:
+        """Every tensor that the decoder reads."""
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """See `TensorSource`."""
+        tensor = self._find(name)
+        return TensorInfo(shape=tensor.shape, stored_as=tensor.stored_as)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """See `TensorSource`; also raises ModelError for data that cannot be read any more."""
+        try:
+            return self._find(name).read()
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.file}: the weight {name} cannot be read: {error}") from error
+
+    def read_blocks(self, name: str) -> BlockTensor | None:
+        """See `TensorSource`."""
+        return self._find(name).read_blocks()
+
+    def _find(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            raise ModelError(f"{self.file} has no weight {name}")
+        return self._tensors[name]

@@ -1,0 +1,264 @@
+"""The ways in which an ONNX file stores a weight, each read as float32, and where it can be as blocks of 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
+from chunkrt.errors import ModelError
+
+Float32 = NDArray[np.float32]
+
+_NAMES = {
+    ir.DataType.DOUBLE: "F64",
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.FLOAT16: "F16",
+    ir.DataType.BFLOAT16: "BF16",
+}
+
+
+def shape_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """A tensor's sizes: all are known, for it is no value that is still to be computed."""
+    return tuple(int(size) for size in tensor.shape if isinstance(size, int))
+
+
+class StoredTensor(Protocol):
+    """A weight in its file. `stored_as`: as `TensorInfo` has it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def stored_as(self) -> str: ...
+
+    def read(self) -> Float32:
+        """Its values; a view of the file where it is stored so."""
+        ...
+
+    def read_blocks(self) -> BlockTensor | None:
+        """The same values in blocks of 4 bits, if they are exactly such; it is [N, K] then."""
+        ...
+
+
+class FloatTensor:
+    """Numbers as they are: float64, float32, float16 or bfloat16."""
+
+    def __init__(self, tensor: ir.TensorProtocol) -> None:
+        self._tensor = tensor
+        self.shape = shape_of(tensor)
+        self.stored_as = _NAMES.get(tensor.dtype, tensor.dtype.name)
+
+    def read(self) -> Float32:
+        """See `StoredTensor`."""
+        return np.asarray(self._tensor.numpy()).astype(np.float32, copy=False)
+
+    def read_blocks(self) -> BlockTensor | None:
+        """None."""
+        return None
+
+
+class Derived:
+    """What a calculation makes of other tensors.
+
+    `stored_as`: what the tensors under it are stored as.
+    """
+
+    def __init__(self, shape: tuple[int, ...], stored_as: str, compute: Callable[[], Float32]) -> None:
+        self.shape, self.stored_as, self._compute = shape, stored_as, compute
+
+    def read(self) -> Float32:
+        """See `StoredTensor`."""
+        values = self._compute()
+        assert values.shape == self.shape, (values.shape, self.shape)
+        return values
+
+    def read_blocks(self) -> BlockTensor | None:
+        """None."""
+        return None
+
+
+class Transposed:
+    """A matrix the other way around."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self.tensor = tensor
+        self.shape, self.stored_as = tensor.shape[::-1], tensor.stored_as
+
+    def read(self) -> Float32:
+        """See `StoredTensor`."""
+        return self.tensor.read().T
+
+    def read_blocks(self) -> BlockTensor | None:
+        """None: blocks lie along the rows of what is under it."""
+        return None
+
+
+def transposed(tensor: StoredTensor) -> StoredTensor:
+    """The same matrix the other way around, without doing it twice."""
+    return tensor.tensor if isinstance(tensor, Transposed) else Transposed(tensor)
+
+
+class Groups(NamedTuple):
+    """Integers with a scale and a zero point for each group of neighbours in a row: w = (integer - zero) * scale.
+
+    integers: uint8 [N, K]. scales, zeros: float32 [N, groups].
+    """
+
+    integers: NDArray[np.uint8]
+    scales: Float32
+    zeros: Float32
+
+
+class GroupedTensor:
+    """A weight [N, K] of whole numbers in groups along K.
+
+    Args:
+        decode: reads it; called whenever values are wanted.
+        group: neighbours that share a scale.
+    """
+
+    def __init__(self, shape: tuple[int, int], bits: int, group: int, decode: Callable[[], Groups]) -> None:
+        self.shape, self._bits, self._group, self._decode = shape, bits, group, decode
+
+    @cached_property
+    def stored_as(self) -> str:
+        """Q4_1 if it can be had as blocks without a loss, else a name of its own."""
+        is_exact = self._can_be_blocks and _minima(self._decode()) is not None
+        return "Q4_1" if is_exact else f"INT{self._bits}_GROUPS_OF_{self._group}"
+
+    @property
+    def _can_be_blocks(self) -> bool:
+        return self._bits == 4 and self._group % BLOCK_DEPTH == 0 and self.shape[1] % BLOCK_DEPTH == 0
+
+    def read(self) -> Float32:
+        """See `StoredTensor`."""
+        integers, scales, zeros = self._decode()
+        depth = self.shape[1]
+        values = integers - np.repeat(zeros, self._group, axis=1)[:, :depth]
+        return (values * np.repeat(scales, self._group, axis=1)[:, :depth]).astype(np.float32, copy=False)
+
+    def read_blocks(self) -> BlockTensor | None:
+        """The integers as they are, with scales and minima in float16, if float16 holds these exactly."""
+        if not self._can_be_blocks:
+            return None
+        groups = self._decode()
+        if (minima := _minima(groups)) is None:
+            return None
+        times, blocks = self._group // BLOCK_DEPTH, self.shape[1] // BLOCK_DEPTH
+        scales, lows = (np.repeat(a, times, axis=1)[:, :blocks] for a in (groups.scales.astype(np.float16), minima))
+        return BlockTensor(integers=groups.integers, scales=scales, minima=lows)
+
+
+def _minima(groups: Groups) -> NDArray[np.float16] | None:
+    """-zero * scale in float16; None if float16 does not hold it, or a scale, exactly."""
+    exact = -groups.zeros.astype(np.float64) * groups.scales
+    with np.errstate(over="ignore"):
+        minima, scales = exact.astype(np.float16), groups.scales.astype(np.float16)
+    is_exact = np.isfinite(minima).all() and (minima == exact).all() and (scales == groups.scales).all()
+    return minima if is_exact else None
+
+
+def n_bits_tensor(
+    packed: ir.TensorProtocol,
+    scales: ir.TensorProtocol,
+    zeros: ir.TensorProtocol | None,
+    *,
+    shape: tuple[int, int],
+    bits: int,
+    block_size: int,
+    where: str,
+) -> GroupedTensor:
+    """The weight [N, K] of com.microsoft's MatMulNBits.
+
+    Args:
+        packed: uint8 [N, ceil(K / block_size), block_size * bits / 8], low bits first.
+        scales: float [N, ceil(K / block_size)], in any shape.
+        zeros: by default the middle of the range; whole numbers of as many bits, packed row by row, or floats.
+        where: the node, for messages.
+
+    Raises:
+        ModelError: an operand has another size.
+    """
+    columns, depth = shape
+    groups = -(-depth // block_size)
+    expected = {"weight": (packed, columns * groups * block_size * bits // 8), "scales": (scales, columns * groups)}
+    is_packed = zeros is not None and zeros.dtype == ir.DataType.UINT8
+    if zeros is not None:
+        expected["zero points"] = zeros, columns * (-(-groups * bits // 8) if is_packed else groups)
+    for name, (tensor, size) in expected.items():
+        if tensor.size != size:
+            raise ModelError(f"{where}: its {name} have {tensor.size} elements, expected {size}")
+
+    def decode() -> Groups:
+        integers = _unpacked(packed.numpy().reshape(columns, -1), bits).reshape(columns, -1)[:, :depth]
+        offsets: NDArray[np.float32] = np.full((columns, groups), 2 ** (bits - 1), np.float32)
+        if zeros is not None:
+            flat = zeros.numpy().reshape(columns, -1)
+            offsets = (_unpacked(flat, bits)[:, :groups] if is_packed else flat).astype(np.float32)
+        return Groups(integers, scales.numpy().reshape(columns, groups).astype(np.float32), offsets)
+
+    return GroupedTensor(shape, bits, block_size, decode)
+
+
+def _unpacked(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    if bits == 8:
+        return packed
+    per_byte = 8 // bits
+    shifts = np.arange(per_byte, dtype=np.uint8) * bits
+    parts: NDArray[np.uint8] = (packed[..., None] >> shifts) & (2**bits - 1)
+    return parts.reshape(*packed.shape[:-1], -1)
+
+
+def dequantised_tensor(
+    integers: ir.TensorProtocol,
+    scales: ir.TensorProtocol,
+    zeros: ir.TensorProtocol | None,
+    *,
+    axis: int,
+    block_size: int,
+    where: str,
+) -> StoredTensor:
+    """What DequantizeLinear makes of an initializer: a scale for all, for each slice of an axis, or for each block.
+
+    Raises:
+        ModelError: the shapes do not go together.
+    """
+    shape, of_scales = shape_of(integers), shape_of(scales)
+    axis %= max(len(shape), 1)
+    if block_size:
+        expected = tuple(-(-size // block_size) if i == axis else size for i, size in enumerate(shape))
+        fits = of_scales == expected
+    else:
+        fits = scales.size == 1 or (len(of_scales) == 1 and bool(shape) and of_scales[0] == shape[axis])
+    if not fits or (zeros is not None and shape_of(zeros) != of_scales):
+        raise ModelError(f"{where}: scales {list(of_scales)} do not go with a weight {list(shape)} on axis {axis}")
+
+    def spread(tensor: ir.TensorProtocol) -> NDArray[np.float32]:
+        values = tensor.numpy().astype(np.float32)
+        if block_size:
+            return np.repeat(values, block_size, axis=axis).take(range(shape[axis]), axis=axis)
+        return values.reshape([-1 if i == axis else 1 for i in range(len(shape))]) if values.size > 1 else values
+
+    bits = integers.dtype.bitwidth
+    if block_size and len(shape) == 2 and axis == 0 and bits in (4, 8):
+        lowest = 2 ** (bits - 1) if integers.dtype in (ir.DataType.INT4, ir.DataType.INT8) else 0
+
+        def decode() -> Groups:
+            rows = np.ascontiguousarray((integers.numpy().astype(np.int16) + lowest).astype(np.uint8).T)
+            steps = scales.numpy().astype(np.float32).T
+            offsets = np.zeros_like(steps) if zeros is None else zeros.numpy().astype(np.float32).T
+            return Groups(rows, steps, offsets + np.float32(lowest))
+
+        return Transposed(GroupedTensor((shape[1], shape[0]), bits, block_size, decode))
+
+    def compute() -> Float32:
+        values = integers.numpy().astype(np.float32)
+        return (values if zeros is None else values - spread(zeros)) * spread(scales)
+
+    return Derived(shape, integers.dtype.name, compute)

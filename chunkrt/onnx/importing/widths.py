@@ -1,0 +1,44 @@
+"""How many columns a value has, worked out from the constants that made it: what a file says of shapes may be wrong."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from chunkrt.graph.plan import DOMAIN
+from chunkrt.onnx.importing.draft import Draft
+
+SAME = {
+    ("", "Add"),
+    ("", "Mul"),
+    ("", "Sigmoid"),
+    ("", "Gelu"),
+    ("", "Tanh"),
+    ("", "RMSNormalization"),
+    (DOMAIN, "HeadNorm"),
+}
+"""Operators of the vocabulary whose result is as wide as their first operand."""
+
+
+def groups_of(columns: ir.Node) -> int:
+    """Of how many equal groups of a row a node Columns takes the same columns each."""
+    return int(columns.attributes["groups"].value)
+
+
+def width(draft: Draft, value: ir.Value | None) -> int | None:
+    """Columns of a value that the vocabulary's operators made; None if another one did."""
+    while value is not None and (node := value.producer()) is not None:
+        kind = node.domain, node.op_type
+        if kind == ("", "MatMul") and node.inputs[1] in draft.weights:
+            return draft.shape(node.inputs[1])[1]
+        if kind == ("", "Gather") and node.inputs[0] in draft.weights:
+            return draft.shape(node.inputs[0])[1]
+        if kind == (DOMAIN, "Columns"):
+            return groups_of(node) * (int(node.attributes["stop"].value) - int(node.attributes["start"].value))
+        if kind == (DOMAIN, "CachedAttention"):
+            return int(node.attributes["num_heads"].value) * int(node.attributes["head_dim"].value)
+        if kind == (DOMAIN, "LinearAttention"):
+            return int(node.attributes["num_v_heads"].value) * int(node.attributes["head_v_dim"].value)
+        if kind not in SAME:
+            return None
+        value = node.inputs[0]
+    return None

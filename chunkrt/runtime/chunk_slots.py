@@ -1,0 +1,51 @@
+"""The ring: how many chunks may be in flight, by the memory that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.buffers import BufferLayout
+from chunkrt.runtime.tasks import Processor
+
+DEFAULT_RING_BYTES = 64 * 1024 * 1024
+"""Of the ring's buffers together. Chunks of 32 tokens take 0.3 MB each for SmolLM2-135M, 3 MB for Llama-2-7B."""
+
+MOST_CHUNKS_IN_FLIGHT = 32
+"""Where memory allows more: a prompt of 1024 tokens in chunks of 32. Slots gain most when they take the whole prompt:
+attention grows with the position, so early chunks keep the NPU busy and late ones the CPU."""
+
+CHUNKS_A_WORKER = 2
+"""In flight where one processor runs everything: any task suits any worker, and fewer chunks stay in the caches. On two
+cores this prefills 512 tokens of SmolLM2-135M 4 % faster than 32 slots do, 1024 tokens 10 %."""
+
+
+CHUNKS_WITH_LINK = 16
+"""In flight where one processor and the link run everything: while some chunks wait for other ranks, others keep the
+workers busy. It does not depend on the workers, so that ranks on different machines have equally many: a run that is
+stopped on one of them still gets the sums that it waits for."""
+
+
+def ring_slots(
+    plan: Plan, chunk_length: int, processors: Sequence[Processor], *, num_bytes: int = DEFAULT_RING_BYTES
+) -> int:
+    """Ring slots that an executor gets.
+
+    One more than there are workers lets all of them be busy; more let a policy keep them busy. Memory comes first:
+    there are never more than fit. It is committed as it is used: a short prompt takes less.
+
+    Args:
+        plan: the decoder.
+        chunk_length: C.
+        processors: who runs tasks, the link's workers excepted.
+        num_bytes: that the slots may take together.
+
+    Returns:
+        At least 1, whatever it takes.
+    """
+    workers = sum(processor.workers for processor in processors)
+    has_link = any(subgraph.device == "link" for subgraph in plan.subgraphs)
+    wanted = max(MOST_CHUNKS_IN_FLIGHT, 1 + workers)
+    if len(processors) == 1:
+        wanted = CHUNKS_WITH_LINK if has_link else CHUNKS_A_WORKER * workers
+    return max(1, min(wanted, num_bytes // BufferLayout(plan, chunk_length).num_bytes))

@@ -1,0 +1,86 @@
+"""How a process that mpiexec launched finds out, and meets the others."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, NoReturn
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.runtime.ranks.last_words import LastWords
+
+if TYPE_CHECKING:
+    from chunkrt.runtime.ranks.mpi import MpiCommunicator
+
+_communicator: MpiCommunicator | None = None
+_last_words: LastWords | None = None
+
+_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+"""Of MPICH and of what follows it, and of Open MPI."""
+
+
+def launched_ranks() -> Ranks:
+    """Which rank of how many this process was launched as; `ALONE` without mpiexec. MPI is not imported for it.
+
+    Raises:
+        ConfigError: the variables make no sense.
+    """
+    for rank, size in _VARIABLES:
+        if rank in os.environ and size in os.environ:
+            try:
+                return Ranks(int(os.environ[rank]), int(os.environ[size]))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{rank}={os.environ[rank]} and {size}={os.environ[size]} are not from mpiexec; unset them"
+                ) from error
+    return ALONE
+
+
+def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
+    """Meet the other ranks of this launch, the first time that it is called; None without mpiexec.
+
+    Args:
+        arguments: what this process was started with; the same on all ranks.
+
+    Raises:
+        ConfigError, DeviceLostError: as `MpiCommunicator`.
+    """
+    global _communicator, _last_words
+    if _communicator is None and not (ranks := launched_ranks()).are_alone:
+        if os.name != "posix":
+            raise ConfigError(f"mpiexec started {ranks.size} ranks, which need Linux or macOS; start without mpiexec")
+        from chunkrt.runtime.ranks.mpi import MpiCommunicator
+
+        logging.getLogger("chunkrt.files").setLevel(logging.ERROR)  # ranks wait for each other's compiling
+        if ranks.rank == 0 and _last_words is None:
+            _last_words = LastWords()
+            atexit.register(_last_words.say, "")
+        _communicator = MpiCommunicator(
+            ranks, version=version("chunkrt"), arguments=arguments, foretell=_foretell, end=_end
+        )
+    return _communicator
+
+
+def say(line: str, *, is_verbose: bool = False) -> None:
+    """Print what went wrong on stderr; of several ranks the first speaks, or with `is_verbose` each."""
+    if _last_words is not None:
+        _last_words.say(line)
+    elif is_verbose or launched_ranks().rank == 0:
+        print(line, file=sys.stderr)
+
+
+def _foretell(why: str) -> None:
+    """What is printed if this process is killed before it speaks."""
+    if _last_words is not None:
+        _last_words.prepare(f"chunkrt: {why}")
+
+
+def _end(why: str) -> NoReturn:
+    """End the process at once."""
+    say(f"chunkrt: {why}")
+    os._exit(1)

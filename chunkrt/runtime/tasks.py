@@ -1,0 +1,51 @@
+"""Tasks, the processors that run them, and what is told of one that has run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chunkrt.graph.plan import Device, Plan
+
+
+class Task(NamedTuple):
+    """One subgraph on one chunk, by their indices."""
+
+    subgraph: int
+    chunk: int
+
+
+class TaskEvent(NamedTuple):
+    """One task that ended well: who ran it and when, on one monotonic clock in nanoseconds."""
+
+    task: Task
+    processor: str
+    worker: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """Workers that run tasks of one device role, or of both when both run on the same CPU threads.
+
+    `workers` is how many tasks it runs at once: 1 for an NPU.
+    """
+
+    name: str
+    devices: frozenset[Device]
+    workers: int
+
+
+def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int) -> tuple[Processor, ...]:
+    """The processors, and before them the link's workers if the plan has sums over ranks.
+
+    There is a worker for every chunk in flight, so that no sum waits for a worker while the other ranks wait for it:
+    whatever the order in which each rank takes its tasks, the earliest chunk can always go on. They come first, so that
+    what runs one task at a time finishes a chunk before it begins the next.
+    """
+    if not any(subgraph.device == "link" for subgraph in plan.subgraphs):
+        return tuple(processors)
+    link = Processor(name="link", devices=frozenset(("link",)), workers=chunks_in_flight)
+    return (link, *processors)

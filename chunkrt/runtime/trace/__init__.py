@@ -1,0 +1,1 @@
+"""What a run did: its trace, where the time went, pictures of it."""

@@ -1,0 +1,203 @@
+"""Traces: the records of runs as Chrome trace events, which Perfetto's viewer opens.
+
+One track a worker, one for copies where there are any, and one with the runs. A task is a complete event ("X") named by
+its subgraph and chunk; flow events ("s", "t", "f") lead along every chunk, and where tasks fork a second one along the
+other way until it joins; counters ("C") hold the busy share of each processor and the memory of ring and caches. Times
+are microseconds since the first run's start, with three decimals.
+
+Source: Trace Event Format, Google, the Chromium project.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from chunkrt.runtime.record import RunRecord, track_name
+from chunkrt.runtime.tasks import TaskEvent
+
+Event = dict[str, Any]
+Tracks = Mapping[tuple[str, int], tuple[int, str]]
+"""Track id and name by (processor, worker)."""
+
+PROCESS = 1
+"""The process that all tracks belong to."""
+
+RUNS_TRACK, FIRST_WORKER_TRACK = 1, 2
+COPIES = "copies"
+TRUNCATION_GUARD_US = 1e-4
+"""Added to all times: viewers cut them to whole nanoseconds, and not every nanosecond is a float. If 8.413 times 1000
+came out as 8412.999, tasks that touch would overlap."""
+
+TASKS_PER_BUSY_SAMPLE, MOST_BUSY_SAMPLES = 16, 128
+
+
+def trace_events(records: Sequence[RunRecord], title: str) -> Iterator[Event]:
+    """The events of a trace.
+
+    Args:
+        records: of runs, at least one, on one clock.
+        title: of the process, such as the model's name.
+    """
+    tracks = tracks_of(records)
+    yield from _metadata(tracks, title)
+    start_ns = min(record.start_ns for record in records)
+    flow_ids = count(1)
+    for index, record in enumerate(records):
+        yield from _Run(record, index, start_ns, tracks, flow_ids).events()
+
+
+def tracks_of(records: Sequence[RunRecord]) -> Tracks:
+    """The tracks of a trace, NPUs first; the track of copies is worker 0 of a processor of the name COPIES."""
+    names: dict[tuple[str, int], str] = {}
+    for record in sorted(records, key=lambda record: -sum(p.workers for p in record.pipeline.processors)):
+        for processor in sorted(record.pipeline.processors, key=lambda processor: "cpu" in processor.devices):
+            for worker in range(processor.workers):
+                names.setdefault((processor.name, worker), track_name(processor, worker))
+    if any(record.copies for record in records):
+        names[COPIES, 0] = COPIES
+    return {key: (track, name) for track, (key, name) in enumerate(names.items(), FIRST_WORKER_TRACK)}
+
+
+def _metadata(tracks: Tracks, title: str) -> Iterator[Event]:
+    yield {"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": title}}
+    for track, name in ((RUNS_TRACK, "runs"), *tracks.values()):
+        where = {"ph": "M", "pid": PROCESS, "tid": track}
+        yield {**where, "name": "thread_name", "args": {"name": name}}
+        yield {**where, "name": "thread_sort_index", "args": {"sort_index": track}}
+
+
+class _Run:
+    """One run's part of a trace."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        index: int,
+        start_ns: int,
+        tracks: Tracks,
+        flow_ids: Iterator[int],
+    ) -> None:
+        self._record = record
+        self._index = index
+        self._zero_ns = start_ns
+        self._tracks = tracks
+        self._flow_ids = flow_ids
+
+    def events(self) -> Iterator[Event]:
+        record = self._record
+        args = {"run": self._index, "tokens": record.num_tokens, "position": record.position}
+        yield self._slice(RUNS_TRACK, record.name, "run", record.start_ns, record.end_ns, args)
+        for event in record.events:
+            yield self._task(event, self._tracks[event.processor, event.worker][0], "")
+        for copy in record.copies:
+            yield self._task(copy, self._tracks[COPIES, 0][0], "copy for ")
+        if record.num_chunks > 1:
+            yield from self._flows()
+        yield from self._busy_shares()
+        yield from self._memory()
+
+    def _task(self, event: TaskEvent, track: int, prefix: str) -> Event:
+        stage = self._record.pipeline.stages[event.task.subgraph]
+        args = {"run": self._index, "subgraph": event.task.subgraph, "chunk": event.task.chunk}
+        name = f"{prefix}{stage.name} chunk {event.task.chunk}"
+        return self._slice(track, name, "copy" if prefix else stage.work, event.start_ns, event.end_ns, args)
+
+    def _slice(self, track: int, name: str, category: str, start_ns: int, end_ns: int, args: Event) -> Event:
+        return {
+            "ph": "X",
+            "pid": PROCESS,
+            "tid": track,
+            "ts": _microseconds(start_ns - self._zero_ns),
+            "dur": _microseconds(end_ns - start_ns),
+            "name": name,
+            "cat": category,
+            "args": args,
+        }
+
+    def _flows(self) -> Iterator[Event]:
+        """Arrows from every task of a chunk to those that wait for it; their points lie in the middle of the tasks."""
+        chunks: dict[int, dict[int, TaskEvent]] = defaultdict(dict)
+        for event in self._record.events:
+            chunks[event.task.chunk][event.task.subgraph] = event
+        for chunk, tasks in sorted(chunks.items()):
+            for path in self._paths(sorted(tasks)):
+                # nothing can be bound to a task that took no time
+                events = [tasks[index] for index in path if tasks[index].end_ns > tasks[index].start_ns]
+                if len(events) < 2:
+                    continue
+                flow = {"pid": PROCESS, "cat": "chunk", "name": f"chunk {chunk}", "id": next(self._flow_ids)}
+                for step, event in enumerate(events):
+                    middle_ns = (event.start_ns + event.end_ns) // 2 - self._zero_ns
+                    place = {"tid": self._tracks[event.processor, event.worker][0], "ts": _microseconds(middle_ns)}
+                    phase = "s" if step == 0 else "f" if step == len(events) - 1 else "t"
+                    yield {"ph": phase, **flow, **place, **({"bp": "e"} if phase != "s" else {})}
+
+    def _paths(self, subgraphs: Sequence[int]) -> list[list[int]]:
+        """Paths that together lead once from every subgraph to each that waits for it."""
+        paths: list[list[int]] = []
+        ends: dict[int, list[int]] = {}
+        """The path that goes on from a subgraph."""
+        for index in subgraphs:
+            for source in self._record.pipeline.stages[index].waits_for:
+                path = ends.pop(source, None)
+                if path is None:
+                    path = [source]
+                    paths.append(path)
+                path.append(index)
+                ends.setdefault(index, path)
+        return paths
+
+    def _busy_shares(self) -> Iterator[Event]:
+        """The busy share of each processor's workers, over equal pieces of the run."""
+        record = self._record
+        num_samples = max(1, min(MOST_BUSY_SAMPLES, len(record.events) // TASKS_PER_BUSY_SAMPLE))
+        step = max(1, -(-(record.end_ns - record.start_ns) // num_samples))
+        busy = {processor.name: [0] * num_samples for processor in record.pipeline.processors}
+        for event in record.events:
+            start, end = event.start_ns - record.start_ns, event.end_ns - record.start_ns
+            for sample in range(start // step, min(num_samples, end // step + 1)):
+                overlap = min(end, (sample + 1) * step) - max(start, sample * step)
+                busy[event.processor][sample] += overlap
+        for processor in record.pipeline.processors:
+            name = processor.name.upper()
+            for sample, total in enumerate(busy[processor.name]):
+                share = round(100 * total / (step * processor.workers), 1)
+                yield self._counter("busy %", record.start_ns + sample * step, {name: share})
+            yield self._counter("busy %", record.end_ns, {name: 0})
+
+    def _memory(self) -> Iterator[Event]:
+        """Ring slots from the first to the last task of their chunk, and the caches' filled bytes."""
+        record = self._record
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for event in record.events:
+            chunk = event.task.chunk
+            starts[chunk] = min(starts.get(chunk, event.start_ns), event.start_ns)
+            ends[chunk] = max(ends.get(chunk, event.end_ns), event.end_ns)
+        changes = sorted([(end, -1, chunk) for chunk, end in ends.items()] + [(s, 1, c) for c, s in starts.items()])
+        length, slot_bytes = record.pipeline.chunk_length, record.pipeline.slot_bytes
+        in_use, filled = 0, record.position
+        for time, change, chunk in [(record.start_ns, 0, 0), *changes]:
+            in_use += change
+            if change < 0:
+                filled += min(length, record.num_tokens - chunk * length)
+            memory = {"ring bytes": in_use * slot_bytes, "KV cache bytes": filled * record.position_bytes}
+            yield self._counter("ring", time, {"slots in use": in_use})
+            yield self._counter("memory", time, memory)
+
+    def _counter(self, name: str, time_ns: int, values: Mapping[str, float]) -> Event:
+        return {
+            "ph": "C",
+            "pid": PROCESS,
+            "tid": RUNS_TRACK,
+            "ts": _microseconds(time_ns - self._zero_ns),
+            "name": name,
+            "args": values,
+        }
+
+
+def _microseconds(nanoseconds: int) -> float:
+    return nanoseconds / 1000 + TRUNCATION_GUARD_US

@@ -1,0 +1,208 @@
+"""Trace files: Chrome's JSON with the records of the runs in it, so that what was written can be analysed again.
+
+The pipelines and runs stand under "otherData", which viewers leave alone; tasks and copies are read from the events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, get_args
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Device
+from chunkrt.runtime.record import WORKS, Pipeline, RunRecord, Stage, Work
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent
+from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, trace_events, tracks_of
+
+FORMAT, CHAINS = "chunkrt trace 2", "chunkrt trace 1"
+"""The format, and the one before it, in which a stage does not say what it waits for: the one before."""
+MOST_WORKERS = 4096
+LARGEST = 1 << 62
+
+
+def check_trace_path(path: Path) -> None:
+    """Refuse a path that no trace can be written to; called before anything runs.
+
+    Raises:
+        ConfigError: something else than a file is there, or the folder is missing or may not be written to.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"cannot write a trace to {path}: it is {'a folder' if path.is_dir() else 'no file'}; name a file"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write a trace to {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"cannot write a trace to {path}: {path.parent} may not be written to")
+
+
+def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
+    """Write the records of some runs, beside `path` first and then renamed.
+
+    Args:
+        path: of the file; one that exists is replaced.
+        records: of runs on one clock, at least one.
+        title: such as the model's name.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    check_trace_path(path)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        try:
+            with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                _write(file, records, title)
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write a trace to {path}: {error.strerror or error}") from error
+
+
+def read_trace(path: Path) -> list[RunRecord]:
+    """Read what `write_trace` wrote, in the order in which it was given.
+
+    Raises:
+        ConfigError: the file is missing, damaged, or some other program's.
+    """
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read a trace from {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no trace, for it is not JSON: {error}; {_HINT}") from error
+    about = data.get("otherData") if isinstance(data, dict) else None
+    if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
+        raise ConfigError(f"{path} is JSON, but not of the format {FORMAT!r}; {_HINT}")
+    try:
+        return _records(data["traceEvents"], about)
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the trace in {path} is damaged ({problem}); {_HINT}") from error
+
+
+_HINT = "record one with `chunkrt run MODEL --trace FILE`"
+
+
+def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
+    zero_ns = min(record.start_ns for record in records)
+    shared: dict[int, int] = {}
+    pipelines: list[dict[str, Any]] = []
+    runs: list[dict[str, int]] = []
+    for record in records:
+        if id(record.pipeline) not in shared:
+            shared[id(record.pipeline)] = len(pipelines)
+            processors = [asdict(p) | {"devices": sorted(p.devices)} for p in record.pipeline.processors]
+            pipelines.append(vars(record.pipeline) | {"processors": processors})
+        kept = {name: getattr(record, name) for name in ("num_tokens", "position", "position_bytes")}
+        times = {"start_ns": record.start_ns - zero_ns, "end_ns": record.end_ns - zero_ns}
+        runs.append({"pipeline": shared[id(record.pipeline)], **kept, **times})
+    tracks = list(tracks_of(records))
+    about = {"format": FORMAT, "title": title, "pipelines": pipelines, "runs": runs, "tracks": tracks}
+    separator = '{"traceEvents":[\n'
+    for event in trace_events(records, title):
+        file.write(separator + json.dumps(event, ensure_ascii=False, separators=(",", ":")))
+        separator = ",\n"
+    file.write('\n],\n"otherData":' + json.dumps(about, ensure_ascii=False) + "}\n")
+
+
+def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
+    read_stage = _stage if about["format"] == FORMAT else _stage_of_chain
+    pipelines = [_pipeline(data, read_stage) for data in about["pipelines"]]
+    workers = {track: (_text(name), _whole(n)) for track, (name, n) in enumerate(about["tracks"], FIRST_WORKER_TRACK)}
+    tasks: list[list[TaskEvent]] = [[] for _ in about["runs"]]
+    copies: list[list[TaskEvent]] = [[] for _ in about["runs"]]
+    for event in events:
+        if event["ph"] != "X" or event["cat"] == "run":
+            continue
+        args = event["args"]
+        processor, worker = workers[event["tid"]]
+        start_ns = _nanoseconds(event["ts"])
+        task = Task(_whole(args["subgraph"]), _whole(args["chunk"]))
+        found = TaskEvent(task, processor, worker, start_ns, start_ns + _nanoseconds(event["dur"]))
+        (copies if processor == COPIES else tasks)[_whole(args["run"])].append(found)
+    records: list[RunRecord] = []
+    for data, its_tasks, its_copies in zip(about["runs"], tasks, copies, strict=True):
+        if not its_tasks:
+            raise ValueError(f"run {len(records)} has no tasks")
+        numbers = {name: _whole(data[name]) for name in ("num_tokens", "position", "position_bytes")}
+        times = {name: _whole(data[name]) for name in ("start_ns", "end_ns")}
+        pipeline = pipelines[_whole(data["pipeline"])]
+        if numbers["num_tokens"] < 1:
+            raise ValueError(f"run {len(records)} has no tokens")
+        records.append(RunRecord(pipeline=pipeline, events=its_tasks, copies=its_copies, **numbers, **times))
+    if not records:
+        raise ValueError("it has no runs")
+    return records
+
+
+def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipeline:
+    stages = tuple(read_stage(index, *stage) for index, stage in enumerate(data["stages"]))
+    processors = tuple(_processor(processor) for processor in data["processors"])
+    names = ("chunk_length", "num_slots", "slot_bytes")
+    chunk_length, num_slots, slot_bytes = (_whole(data[name]) for name in names)
+    if min(chunk_length, num_slots) < 1 or len({processor.name for processor in processors}) < len(processors):
+        raise ValueError(f"a pipeline of {num_slots} slots for chunks of {chunk_length}, {len(processors)} processors")
+    return Pipeline(
+        stages=stages,
+        processors=processors,
+        policy=_text(data["policy"]),
+        chunk_length=chunk_length,
+        num_slots=num_slots,
+        slot_bytes=slot_bytes,
+    )
+
+
+def _stage(index: int, name: Any, device: Any, work: Any, waits_for: Any) -> Stage:
+    if work not in WORKS:
+        raise ValueError(f"{work!r} is no work")
+    if any(_whole(source) >= index for source in waits_for):
+        raise ValueError(f"stage {index} waits for {waits_for}, which do not all come before it")
+    return Stage(_text(name), _device(device), work, tuple(waits_for))
+
+
+def _stage_of_chain(index: int, name: Any, device: Any, has_state: Any) -> Stage:
+    work: Work = "attention" if has_state else "linears" if device == "npu" else "embedding"
+    return Stage(_text(name), _device(device), work, tuple(range(max(0, index - 1), index)))
+
+
+def _processor(data: dict[str, Any]) -> Processor:
+    workers = _whole(data["workers"])
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ValueError(f"a processor has {workers} workers")
+    return Processor(
+        name=_text(data["name"]), devices=frozenset(_device(device) for device in data["devices"]), workers=workers
+    )
+
+
+def _device(value: Any) -> Device:
+    if value not in get_args(Device):
+        raise ValueError(f"{value!r} is no device")
+    device: Device = value
+    return device
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no name")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise ValueError(f"{value!r} is no whole number from 0 on")
+    return int(value)
+
+
+def _nanoseconds(value: Any) -> int:
+    """Of a number of microseconds."""
+    if type(value) not in (int, float) or not 0 <= value < LARGEST:
+        raise ValueError(f"{value!r} is no time")
+    nanoseconds: int = round(value * 1000)
+    return nanoseconds

@@ -1,0 +1,124 @@
+"""A finished run, replayed by the schedule's rules: when every task became ready, and what it waited for before.
+
+The rules are those of `Schedule`: a task waits for the tasks of its chunk whose values it reads; with state also for
+the chunk before it; every chunk for a ring slot; and any task for what is copied for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+from chunkrt.errors import ConfigError
+from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.tasks import Task, TaskEvent
+
+Worker = tuple[str, int]
+"""A processor's name, and one of its workers."""
+
+
+class Replay:
+    """The events of a run, by task and by worker, with the times at which tasks became ready.
+
+    Args:
+        record: the run.
+
+    Raises:
+        ConfigError: the events contradict the schedule's rules or one another, so that they are no run's.
+    """
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        self._stages = record.pipeline.stages
+        self.event_of = {event.task: event for event in record.events}
+        self.workers: dict[Worker, list[TaskEvent]] = {
+            (processor.name, worker): []
+            for processor in record.pipeline.processors
+            for worker in range(processor.workers)
+        }
+        """Every worker's events, by time."""
+        self._check_tasks()
+        self._assign()
+        ends = [record.start_ns] * record.num_chunks
+        for task, event in self.event_of.items():
+            ends[task.chunk] = max(ends[task.chunk], event.end_ns)
+        self._entries = [record.start_ns] * record.pipeline.num_slots + sorted(ends)
+        """When every chunk got its ring slot, and more."""
+        self._copied: dict[Task, int] = defaultdict(lambda: record.start_ns)
+        for copy in record.copies:
+            self._copied[copy.task] = max(self._copied[copy.task], copy.end_ns)
+        self.ready = {task: self._ready(task) for task in self.event_of}
+        """When every task could have started."""
+        for task, event in self.event_of.items():
+            if event.start_ns < self.ready[task]:
+                raise _contradiction(
+                    f"{self.name(task)} started {self.ready[task] - event.start_ns} ns before it could"
+                )
+
+    def name(self, task: Task) -> str:
+        """What a person calls a task."""
+        return f"{self._stages[task.subgraph].name} of chunk {task.chunk}"
+
+    def sources(self, task: Task) -> list[TaskEvent]:
+        """The events of the tasks of its chunk that a task waits for."""
+        return [self.event_of[Task(index, task.chunk)] for index in self._stages[task.subgraph].waits_for]
+
+    def turn(self, task: Task) -> int:
+        """When the chunk before it had passed, for a stage with state; otherwise the run's start."""
+        if task.chunk == 0 or not self._stages[task.subgraph].has_state:
+            return self.record.start_ns
+        return self.event_of[Task(task.subgraph, task.chunk - 1)].end_ns
+
+    def entry(self, task: Task) -> int:
+        """When the chunk got its ring slot."""
+        return self._entries[task.chunk]
+
+    def _ready(self, task: Task) -> int:
+        times = [self.turn(task), self.entry(task), self._copied[task]]
+        return max(times + [source.end_ns for source in self.sources(task)])
+
+    def _check_tasks(self) -> None:
+        """Every chunk passed through everything, or through what state is made of."""
+        record, stages = self.record, self._stages
+        if len(self.event_of) < len(record.events):
+            raise _contradiction("a task has two events")
+        if not 0 < record.num_chunks <= len(record.events):
+            raise _contradiction(f"{len(record.events)} tasks for {record.num_chunks} chunks")
+        passed: list[list[int]] = [[] for _ in range(record.num_chunks)]
+        for task in sorted(self.event_of):
+            if not (0 <= task.subgraph < len(stages) and 0 <= task.chunk < len(passed)):
+                raise _contradiction(f"there is no task {tuple(task)}; {len(stages)} stages, {len(passed)} chunks")
+            passed[task.chunk].append(task.subgraph)
+        flow = record.pipeline.flow
+        routes = [list(route.subgraphs) for route in (flow.with_logits, flow.without_logits)]
+        for chunk, subgraphs in enumerate(passed):
+            if subgraphs not in routes:
+                raise _contradiction(f"chunk {chunk} has {len(subgraphs)} of {len(stages)} tasks, with some left out")
+
+    def _assign(self) -> None:
+        """Give every worker its events."""
+        record = self.record
+        devices = {processor.name: processor.devices for processor in record.pipeline.processors}
+        for event in (*record.events, *record.copies):
+            if not record.start_ns <= event.start_ns <= event.end_ns <= record.end_ns:
+                raise _contradiction(f"{self.name(event.task)} does not lie between the run's start and its end")
+        for copy in record.copies:
+            if copy.task not in self.event_of:
+                raise _contradiction(f"something was copied for a task that never ran: {tuple(copy.task)}")
+        for event in sorted(record.events, key=lambda event: (event.start_ns, event.end_ns)):
+            worker = event.processor, event.worker
+            device = self._stages[event.task.subgraph].device
+            if worker not in self.workers or device not in devices[event.processor]:
+                raise _contradiction(
+                    f"{self.name(event.task)} is for {device!r}, which no worker {event.worker} of processor "
+                    f"{event.processor!r} runs"
+                )
+            self.workers[worker].append(event)
+        for events in self.workers.values():
+            for first, second in pairwise(events):
+                if second.start_ns < first.end_ns:
+                    raise _contradiction(f"{self.name(second.task)} overlaps {self.name(first.task)} on one worker")
+
+
+def _contradiction(what: str) -> ConfigError:
+    return ConfigError(f"the events are no run's: {what}; record the run again")

@@ -1,0 +1,49 @@
+"""Timelines of runs as pictures that can be read at a glance."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from chunkrt.errors import ConfigError
+from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.trace.timeline.picture import make_picture
+
+FORMATS = (".png", ".svg", ".html")
+
+__all__ = ["FORMATS", "draw"]
+
+
+def draw(record: RunRecord, path: Path) -> None:
+    """Draw the timeline of a run, beside `path` first and then renamed.
+
+    Args:
+        record: the run; a real one, or a simulator's.
+        path: its ending is the format: .png (which needs matplotlib), .svg or .html.
+
+    Raises:
+        ConfigError: an unknown format, matplotlib is missing, the file cannot be written, or the events contradict the
+            schedule's rules.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot draw {path}: its name ends in none of {', '.join(FORMATS)}")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot draw {path}: it is no file; name one")
+    picture = make_picture(record)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        try:
+            if path.suffix.lower() == ".png":
+                from chunkrt.runtime.trace.timeline.raster import write_png
+
+                write_png(picture, aside)
+            else:
+                from chunkrt.runtime.trace.timeline.vector import to_html, to_svg
+
+                text = to_svg(picture) if path.suffix.lower() == ".svg" else to_html(picture)
+                aside.write_text(text, "utf-8")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error

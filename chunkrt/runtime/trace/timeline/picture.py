@@ -1,0 +1,188 @@
+"""What a timeline shows, whoever draws it: rows of bars.
+
+Three panels. The workers: what each runs, and why it is idle; the link's are one row, since all that they do is wait
+for sums. The chunks: the same tasks by chunk, which shows how
+chunks overtake; those of one chunk that run at once share its row's height. The shares: each processor's time, added
+up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chunkrt.runtime.record import WORKS, RunRecord, track_name
+from chunkrt.runtime.trace.idle import CAUSES, idle_gaps, where_time_went
+from chunkrt.runtime.trace.link_time import link_time
+
+IDLE = "idle: "
+
+COLOURS: Mapping[str, str] = {
+    "linears": "#0072b2",
+    "attention": "#e69f00",
+    "embedding": "#009e73",
+    "sums": "#56b4e9",
+    "bare sums": "#882255",
+    "copy": "#7a4b2a",
+    "idle: start": "#d9d9d9",
+    "idle: attention": "#ffe2a8",
+    "idle: linears": "#b9dcf2",
+    "idle: embedding": "#b8e6d5",
+    "idle: sums": "#d6d2f0",
+    "idle: order": "#cc79a7",
+    "idle: buffer": "#f0e442",
+    "idle: copy": "#d55e00",
+    "idle: drain": "#bdbdbd",
+    "idle: overhead": "#4d4d4d",
+}
+"""By kind; most are Okabe and Ito's, which colour-blind people can tell apart."""
+
+LABELS: Mapping[str, str] = {
+    "linears": "linears",
+    "attention": "attention",
+    "embedding": "embedding, head",
+    "sums": "sums over ranks",
+    "bare sums": "sums with nothing beside them",
+    "copy": "copy",
+    **{IDLE + cause: IDLE + meaning for cause, meaning in CAUSES.items()},
+}
+
+
+class Bar(NamedTuple):
+    """A bar from `start` to `end`: milliseconds, or percent in the panel of shares.
+
+    It fills lane number `lane` of the `lanes` into which its row is divided there.
+    """
+
+    start: float
+    end: float
+    kind: str
+    text: str
+    lane: int = 0
+    lanes: int = 1
+
+
+class Row(NamedTuple):
+    """Bars side by side, in order."""
+
+    name: str
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A timeline. `milliseconds`: of the run, and the width of `workers` and `chunks`; `shares` are 100 wide."""
+
+    title: str
+    milliseconds: float
+    workers: Sequence[Row]
+    chunks: Sequence[Row]
+    shares: Sequence[Row]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds that occur, in the order of the colours."""
+        rows = (*self.workers, *self.shares)
+        found = {bar.kind for row in rows for bar in row.bars}
+        return [kind for kind in COLOURS if kind in found]
+
+
+def make_picture(record: RunRecord) -> Picture:
+    """The timeline of a run.
+
+    Raises:
+        ConfigError: the events contradict the schedule's rules.
+    """
+    pipeline = record.pipeline
+    processors = {processor.name: processor for processor in pipeline.processors}
+    workers: dict[tuple[str, int], list[Bar]] = {
+        (processor.name, worker): [] for processor in pipeline.processors for worker in range(processor.workers)
+    }
+    chunks: list[list[Bar]] = [[] for _ in range(record.num_chunks)]
+
+    def bar(start_ns: int, end_ns: int, kind: str, text: str) -> Bar:
+        start, end = (start_ns - record.start_ns) / 1e6, (end_ns - record.start_ns) / 1e6
+        return Bar(start, end, kind, f"{text}, {end - start:.3f} ms")
+
+    for gap in idle_gaps(record):
+        piece = bar(gap.start_ns, gap.end_ns, IDLE + gap.cause, LABELS[IDLE + gap.cause])
+        workers[gap.processor, gap.worker].append(piece)
+    for event in record.events:
+        stage = pipeline.stages[event.task.subgraph]
+        task = bar(event.start_ns, event.end_ns, stage.work, f"{stage.name} chunk {event.task.chunk}")
+        workers[event.processor, event.worker].append(task)
+        chunks[event.task.chunk].append(task)
+    copies = [
+        bar(c.start_ns, c.end_ns, "copy", f"copy for {pipeline.stages[c.task.subgraph].name} chunk {c.task.chunk}")
+        for c in record.copies
+    ]
+    sums = [bar for (name, _), bars in workers.items() if name == "link" for bar in bars if bar.kind == "sums"]
+    rows = [
+        Row(track_name(processors[name], worker), sorted(bars))
+        for (name, worker), bars in workers.items()
+        if name != "link"
+    ]
+    if sums:
+        rows.append(Row("LINK", in_lanes(sums)))
+    milliseconds = (record.end_ns - record.start_ns) / 1e6
+    return Picture(
+        title=f"{record.name}: {milliseconds:.1f} ms, policy {pipeline.policy}, chunks of {pipeline.chunk_length}",
+        milliseconds=milliseconds,
+        workers=[*rows, Row("copies", sorted(copies))] if copies else rows,
+        chunks=[Row(f"chunk {chunk}", in_lanes(bars)) for chunk, bars in enumerate(chunks)],
+        shares=_shares(record),
+    )
+
+
+def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
+    """Bars by their starts, in lanes wherever they overlap."""
+    found: list[Bar] = []
+    crowd: list[Bar] = []
+    ends: list[float] = []
+    """Of the lanes of `crowd`: bars that overlap, or are joined by others that do."""
+
+    def part() -> None:
+        found.extend(bar._replace(lanes=len(ends)) for bar in crowd)
+        crowd.clear()
+        ends.clear()
+
+    for bar in sorted(bars):
+        if ends and max(ends) <= bar.start:
+            part()
+        lane = next((lane for lane, end in enumerate(ends) if end <= bar.start), len(ends))
+        ends[lane : lane + 1] = [bar.end]
+        crowd.append(bar._replace(lane=lane))
+    part()
+    return found
+
+
+def _shares(record: RunRecord) -> list[Row]:
+    rows = []
+    for time in where_time_went([record]):
+        if time.name == "link":
+            continue
+        parts: dict[str, int] = {work: time.busy_ns.get(work, 0) for work in WORKS}
+        parts.update((IDLE + cause, time.idle_ns.get(cause, 0)) for cause in CAUSES)
+        bars, start = [], 0.0
+        for kind, part in parts.items():
+            share = 100 * part / max(time.total_ns, 1)
+            if part:
+                bars.append(Bar(start, start + share, kind, f"{LABELS[kind]} {share:.1f} %"))
+            start += share
+        rows.append(Row(time.name.upper(), bars))
+    if link := link_time([record]):
+        wall_ns = max(record.end_ns - record.start_ns, 1)
+        hidden, busy = (100 * part / wall_ns for part in (link.hidden_ns, link.busy_ns))
+        link_bars = [
+            Bar(0.0, hidden, "sums", f"sums hidden by other work {hidden:.1f} %"),
+            Bar(hidden, busy, "bare sums", f"{LABELS['bare sums']} {busy - hidden:.1f} %"),
+        ]
+        rows.append(Row("LINK", [bar for bar in link_bars if bar.end > bar.start]))
+    return rows
+
+
+def ink(kind: str) -> str:
+    """The colour of text that can be read on a kind's colour."""
+    red, green, blue = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
+    return "#000" if 299 * red + 587 * green + 114 * blue > 140_000 else "#fff"

@@ -1,0 +1,301 @@
+"""Partition experiments: one model simulated over a grid of choices, on all cores.
+
+rows = chunkrt.experiment(
+    "gemma-2b",
+    devices=["sd8gen3", "sd8elite"],
+    placements=[{}, {"model.layers.*.mlp.down_proj": "cpu"}],
+    schemes=["w8a8", "w8a16"],
+    prompt_lengths=[256, 1024],
+    chunk_lengths=[64, 128],
+    policies=["in_order", "look_ahead"],
+)
+best = max(rows, key=lambda row: row.tokens_per_s)
+frame = rows.to_pandas()
+
+The worker processes import the script that called: one that is run as a file calls under `if __name__ == "__main__":`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from itertools import product
+from multiprocessing import active_children, get_context
+from operator import index
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any, TypeVar
+
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine.options import available_cores
+from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
+from chunkrt.errors import ConfigError
+from chunkrt.files import Progress
+from chunkrt.graph.placement import Placement, check_placement
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import find_scheme
+from chunkrt.runtime.policy import find_policy
+from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, find_shape, shapes, simulate
+from chunkrt.simulate.dask_cluster import run_on_dask
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One point of the grid and its figures, which are those of `chunkrt.simulate.Simulation`.
+
+    chunks_in_flight: as simulated, no more than the prompt has chunks. energy_joules: None if the profile does not
+    know power.
+    """
+
+    model: str
+    device: str
+    placement: Placement
+    scheme: str
+    prompt_length: int
+    chunk_length: int
+    policy: str
+    chunks_in_flight: int
+    time_to_first_token_ms: float
+    tokens_per_s: float
+    makespan_ms: float
+    npu_busy: float
+    cpu_busy: float
+    overlap: float
+    peak_memory_bytes: int
+    energy_joules: float | None
+
+
+class Rows(list[Row]):
+    """The rows of an experiment, in the order of its grid."""
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with the columns of `Row`; a placement is text, as in "lm_head=npu, model.norm=cpu".
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise ConfigError("a data frame needs pandas, which is not installed: pip install pandas") from error
+        records = [asdict(row) | {"placement": placement_text(row.placement)} for row in self]
+        return pandas.DataFrame(records, columns=[field.name for field in fields(Row)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """What every worker holds: points name plans and devices by their place here."""
+
+    model: str
+    placements: list[Placement]
+    plans: list[Plan]
+    devices: list[DeviceProfile | MeasuredProfile]
+
+
+_Point = tuple[int, int, str, int, int, str, int | None]
+"""Device, placement, scheme, prompt length, chunk length, policy, chunks in flight."""
+
+
+def experiment(
+    model: str | Path | Shape,
+    *,
+    devices: Iterable[str | DeviceProfile | MeasuredProfile],
+    chunk_lengths: Iterable[int],
+    policies: Iterable[str],
+    schemes: Iterable[str],
+    prompt_lengths: Iterable[int],
+    placements: Iterable[Placement] = ({},),
+    chunks_in_flight: Iterable[int | None] = (None,),
+    workers: int | None = None,
+    dask: str | Any = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Rows:
+    """Simulate the prefill of a model at every point of a grid.
+
+    Args:
+        model: a shape or its name; else a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+        devices: profiles, or names and files of profiles.
+        chunk_lengths: tokens, 1 to the model's context.
+        policies: by name.
+        schemes: by name.
+        prompt_lengths: tokens, 1 to the model's context.
+        placements: devices by patterns of module paths; by default everything is where it is by nature.
+        chunks_in_flight: at least 1; None for as many as the executor takes.
+        workers: processes, at least 1; by default the cores of this machine. 1 simulates in this process.
+        dask: the address of a Dask scheduler, or a `distributed.Client`: its workers simulate, in place of processes.
+        progress: told about downloads, and after every simulation.
+
+    Returns:
+        A row for each point. The order does not depend on who simulates: devices vary slowest, then placements,
+        schemes, prompt lengths, chunk lengths, policies, and chunks in flight fastest.
+
+    Raises:
+        ConfigError: an axis is empty, an unknown name, a value out of range, or a profile that was measured otherwise;
+            or the Dask cluster cannot be used.
+        ModelError: the checkpoint is missing, damaged or unsupported.
+    """
+    found_devices = [find_device(d) if isinstance(d, str) else d for d in _axis("devices", devices)]
+    found_placements = [check_placement(p, "placements") for p in _axis("placements", placements)]
+    names = [find_scheme(name).name for name in _axis("schemes", schemes)]
+    policy_names = _axis("policies", policies)
+    for name in policy_names:
+        find_policy(name)
+    prompts, chunks = _axis("prompt_lengths", prompt_lengths), _axis("chunk_lengths", chunk_lengths)
+    flights = _axis("chunks_in_flight", chunks_in_flight)
+    flights = [None if flight is None else _whole("chunks_in_flight", flight) for flight in flights]
+    if workers is not None:
+        workers = _whole("workers", workers)
+    plans = plans_of(model, found_placements, progress)
+    context = plans[0].context_length
+    prompts = [_whole("prompt_lengths", length, context) for length in prompts]
+    chunks = [_whole("chunk_lengths", length, context) for length in chunks]
+    label = model.source if isinstance(model, Shape) else str(model)
+    grid = _Grid(model=label, placements=found_placements, plans=plans, devices=found_devices)
+    places = range(len(found_devices)), range(len(plans))
+    points = list(product(*places, names, prompts, chunks, policy_names, flights))
+    if dask is not None:
+        return Rows(run_on_dask(dask, _row, grid, points, lambda done: progress("simulating", done, len(points))))
+    workers = min(workers or available_cores(), len(points))
+    return _run_here(grid, points, progress) if workers == 1 else _run_on(workers, grid, points, progress)
+
+
+def placement_text(placement: Placement) -> str:
+    """A placement on one line."""
+    return ", ".join(f"{pattern}={device}" for pattern, device in placement.items())
+
+
+def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> Rows:
+    rows = Rows()
+    for point in points:
+        rows.append(_row(grid, point))
+        progress("simulating", len(rows), len(points))
+    return rows
+
+
+def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> Rows:
+    """Run on worker processes. They are spawned: a fork would copy locks that threads of this process hold."""
+    rows = Rows()
+    others = set(active_children())
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (grid,)) as pool:
+        try:
+            with _interrupts_held_back():
+                futures = [pool.submit(_row_of_worker, point) for point in points]
+            for future in futures:
+                rows.append(future.result())
+                progress("simulating", len(rows), len(points))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                "a worker process of the experiment died; call it under `if __name__ == '__main__':` if it is called "
+                "from a script, or with workers=1"
+            ) from error
+        except BaseException:
+            for process in set(active_children()) - others:
+                process.terminate()  # some may not even have begun
+            pool.shutdown(cancel_futures=True)
+            raise
+    return rows
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C comes after this, so that no process is forgotten that is just being started.
+
+    Processes that are started within it never get it: who started them ends them.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if current_thread() is not main_thread() or before is None:  # no KeyboardInterrupt will be raised here
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+_worker_grid: _Grid
+"""Of a worker process, set as it starts."""
+
+
+def _start_worker(grid: _Grid) -> None:
+    global _worker_grid
+    _worker_grid = grid
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
+
+
+def _row_of_worker(point: _Point) -> Row:
+    return _row(_worker_grid, point)
+
+
+def _row(grid: _Grid, point: _Point) -> Row:
+    device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight = point
+    simulation = simulate(
+        grid.plans[placement],
+        grid.devices[device],
+        prompt_length=prompt_length,
+        chunk_length=chunk_length,
+        policy=policy,
+        scheme=scheme,
+        chunks_in_flight=chunks_in_flight,
+    )
+    own = {"model": grid.model, "placement": grid.placements[placement]}
+    return Row(**own, **{f.name: getattr(simulation, f.name) for f in fields(Row) if f.name not in own})  # type: ignore[arg-type]
+
+
+def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:
+    """The plan of every placement; arguments and errors are those of `experiment`."""
+    name = str(model)
+    if isinstance(model, Shape) or name in shapes():
+        shape = model if isinstance(model, Shape) else find_shape(name)
+        return [shape.plan(placement) for placement in placements]
+    if is_engine_directory(Path(name)):
+        if any(placements):
+            raise ConfigError(f"{name} is compiled, its modules are placed; give its checkpoint, or no placements")
+        if not (ranks := read_manifest(Path(name)).ranks).are_alone:
+            raise ConfigError(
+                f"{name} is for {ranks}, and grids are of whole decoders; run `chunkrt simulate {name} --ranks "
+                f"{ranks.size} --link 1GbE`"
+            )
+        return [read_plan(Path(name))] * len(placements)
+    try:
+        checkpoint, _ = find_checkpoint(name, progress)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; shapes are: {', '.join(shapes())}") from error
+    return [plan_checkpoint(checkpoint, placement).plan for placement in placements]
+
+
+def _axis(name: str, values: Iterable[T]) -> list[T]:
+    """One axis of the grid as a list."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise ConfigError(f"{name} is {values!r}, expected a list; put it in brackets")
+    found = list(values)
+    if not found:
+        raise ConfigError(f"{name} is empty, expected at least one entry")
+    return found
+
+
+def _whole(name: str, value: Any, most: int | None = None) -> int:
+    """A whole number of at least 1, and at most the model's context if that is given."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or (most is not None and number > most):
+        expected = "at least 1" if most is None else f"1 to {most}, the model's context"
+        raise ConfigError(f"{name}: {value!r}, expected a whole number of {expected}")
+    return number

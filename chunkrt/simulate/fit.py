@@ -1,0 +1,240 @@
+"""Whether a model fits a device, from its plan alone: nothing is compiled, no weight is read.
+
+On the NPU lie the compiled contexts with their weights, what a context spills, and the buffers at its edges; a session
+addresses so much and no more, and several sessions share a larger model. In RAM lies all of that, and what the CPU has:
+caches, the chunks in flight, and its own copy of the weights, from which it decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from chunkrt.backends.qnn.socs import Soc
+from chunkrt.backends.qnn.support import npu_support
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
+from chunkrt.engine_directory.figures import FLOAT16_BYTES, converted_bytes, weight_bytes
+from chunkrt.errors import PartitionError
+from chunkrt.graph.plan import Plan, Subgraph, linear_weights, resolve
+from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
+from chunkrt.runtime.buffers import BufferLayout
+from chunkrt.runtime.chunk_slots import ring_slots
+from chunkrt.runtime.tasks import Processor
+
+MOST_SESSIONS = 4
+"""Sessions on the NPU that a process is given, by what others report; an emulator has no such limit."""
+
+SMALLEST_SCHEME, SHORTEST_CONTEXT = "w4a16", 1024
+"""What a remedy may come down to."""
+
+USABLE_RAM = 0.6
+"""The part of a device's RAM that one program may count on. A guess; the rest is the system's and other programs'."""
+
+CONTEXT_OVERHEAD_BYTES, CONTEXT_COLUMN_BYTES = 64 * 1024, 24
+"""What a context takes beside its weights: once, and for every output column of a linear. Where columns have grids of
+their own, their limits come on top, as float16 for every row of a chunk.
+
+Fitted to 162 contexts compiled for SM8650: hidden sizes of 192 to 2048, chunks of 1, 32 and 128. None is larger than
+estimated; from 1 MB upwards they are at most 2 % smaller with 16-bit activations, 13 % with 8-bit ones. Chunks of 8
+with 8-bit activations take up to 4 % more than estimated."""
+
+LEAST_ROWS = 32
+"""Rows for which column limits are stored, at least."""
+
+WIDEST_VALUES_HELD = {16: 1.5, 8: 10.0}
+"""How much a context holds at once, in units of its widest value as float16, by the bits of activations; what exceeds
+VTCM is spilled. Fitted to the same contexts and to chunks of up to 1024: at most 3 MB too small; for 8 bits and chunks
+of 512 and more often far too large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextFit:
+    """One NPU subgraph, in bytes.
+
+    weight_bytes: of its linears on the NPU: 4-bit ones take half a byte a weight and a byte a block. context_bytes: of
+    the compiled context, these weights included, estimated. spill_bytes: working memory beyond VTCM, estimated.
+    edge_bytes: of the float16 buffers by which values arrive and leave.
+    """
+
+    name: str
+    weight_bytes: int
+    context_bytes: int
+    spill_bytes: int
+    edge_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All that it takes of an NPU session's window."""
+        return self.context_bytes + self.spill_bytes + self.edge_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What a model takes on a device, in bytes, and what there is.
+
+    sessions: the NPU subgraphs, by name, that share a session on the NPU. cache_bytes: keys and values of one
+    conversation, in float16. ring_bytes: values of the chunks in flight, in prompts and in decode. cpu_weight_bytes:
+    the mapped file of weights.
+    """
+
+    soc: Soc
+    scheme: str
+    chunk_length: int
+    context_length: int
+    contexts: tuple[ContextFit, ...]
+    sessions: tuple[tuple[str, ...], ...]
+    cache_bytes: int
+    ring_bytes: int
+    cpu_weight_bytes: int
+    ram_bytes: int
+
+    @property
+    def npu_bytes(self) -> int:
+        """On the NPU, in all sessions."""
+        return sum(context.num_bytes for context in self.contexts)
+
+    @property
+    def total_bytes(self) -> int:
+        """In RAM, which both processors share."""
+        return self.npu_bytes + self.cache_bytes + self.ring_bytes + self.cpu_weight_bytes
+
+    @property
+    def usable_ram_bytes(self) -> int:
+        """RAM that the model may take."""
+        return int(self.ram_bytes * USABLE_RAM)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the model does not fit; empty if it does."""
+        window = self.soc.npu_window_bytes
+        found = [
+            f"{context.name} takes {_size(context.num_bytes)} of an NPU session's {_size(window)}"
+            for context in self.contexts
+            if context.num_bytes > window
+        ][:1]
+        if len(self.sessions) > MOST_SESSIONS:
+            found.append(f"it takes {len(self.sessions)} NPU sessions of {_size(window)}, there are {MOST_SESSIONS}")
+        if self.total_bytes > self.usable_ram_bytes:
+            found.append(f"it takes {_size(self.total_bytes)} of {_size(self.usable_ram_bytes)} usable RAM")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, sums and verdict included."""
+        return asdict(self) | {
+            "contexts": [asdict(c) | {"num_bytes": c.num_bytes} for c in self.contexts],
+            "npu_bytes": self.npu_bytes,
+            "total_bytes": self.total_bytes,
+            "usable_ram_bytes": self.usable_ram_bytes,
+            "problems": self.problems,
+            "fits": not self.problems,
+        }
+
+
+def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context_length: int, ram_bytes: int) -> Fit:
+    """Add up what a plan takes on a device under a static scheme.
+
+    Args:
+        chunk_length, context_length: at least 1, at most the plan's context.
+        ram_bytes: of the device.
+
+    Raises:
+        PartitionError: the NPU cannot run one of the NPU's subgraphs.
+    """
+    contexts = [_context(s, plan, scheme, soc, chunk_length) for s in plan.subgraphs if s.device == "npu"]
+    processors = (
+        Processor(name="npu", devices=frozenset(("npu",)), workers=1),
+        Processor(name="cpu", devices=frozenset(("cpu",)), workers=soc.num_cores),
+    )
+    rings = ((chunk_length, ring_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
+    slots = plan.slots(context_length, chunk_length)
+    cache_shapes = (resolve(tensor.shape, slots) for tensor in plan.state_tensors)
+    return Fit(
+        soc=soc,
+        scheme=scheme.name,
+        chunk_length=chunk_length,
+        context_length=context_length,
+        contexts=tuple(contexts),
+        sessions=tuple(_share_sessions(contexts, soc.npu_window_bytes)),
+        cache_bytes=FLOAT16_BYTES * sum(prod(shape) for shape in cache_shapes),
+        ring_bytes=sum(BufferLayout(plan, length).num_bytes * num_slots for length, num_slots in rings),
+        cpu_weight_bytes=sum(weight_bytes(plan, scheme).values()),
+        ram_bytes=ram_bytes,
+    )
+
+
+def find_remedy(plan: Plan, fit: Fit) -> str:
+    """Command line options under which a model fits that did not; empty if there are none.
+
+    Looked for in this order: shorter chunks, a shorter context, 4-bit weights.
+    """
+    chunk_lengths = sorted({fit.chunk_length, min(fit.chunk_length, DEFAULT_CHUNK_LENGTH)}, reverse=True)
+    context_lengths = [fit.context_length]
+    while context_lengths[-1] // 2 >= max(SHORTEST_CONTEXT, fit.chunk_length):
+        context_lengths.append(context_lengths[-1] // 2)
+    for scheme, context_length, chunk_length in product((fit.scheme, SMALLEST_SCHEME), context_lengths, chunk_lengths):
+        try:
+            found = fit_plan(
+                plan,
+                find_scheme(scheme),
+                fit.soc,
+                chunk_length=chunk_length,
+                context_length=context_length,
+                ram_bytes=fit.ram_bytes,
+            )
+        except PartitionError:  # depths that blocks of 4-bit weights do not divide
+            continue
+        if not found.problems:
+            options = {"scheme": "--scheme", "chunk_length": "--chunk", "context_length": "--context"}
+            changes = {name: getattr(found, name) for name in options if getattr(found, name) != getattr(fit, name)}
+            return " ".join(f"{options[name]} {value}" for name, value in changes.items())
+    return ""
+
+
+def _context(subgraph: Subgraph, plan: Plan, scheme: Scheme, soc: Soc, chunk_length: int) -> ContextFit:
+    if not (support := npu_support(subgraph, plan, scheme)):
+        raise PartitionError(f"the NPU cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
+    linears = sorted(linear_weights(plan) & set(subgraph.weights))
+    shapes = [resolve(plan.tensors[name].shape, {}) for name in linears]
+    bits = [scheme.weight_bits_of(name) for name in linears]
+    num_bytes = sum(_npu_weight_bytes(shape[0], shape[1], b) for shape, b in zip(shapes, bits, strict=True))
+    num_columns = sum(shape[1] for shape in shapes)
+    num_limits = sum(s[1] for name, s in zip(linears, shapes, strict=True) if scheme.has_column_grids(name))
+    limit_bytes = FLOAT16_BYTES * max(chunk_length, LEAST_ROWS) * num_limits
+    made = (plan.tensors[name] for node in subgraph.nodes for name in node.outputs)
+    rows = {"T": chunk_length, "R": chunk_length}
+    widest_bytes = FLOAT16_BYTES * max(prod(resolve(tensor.shape, rows)) for tensor in made)
+    activation_bits = min((scheme.activation_bits_of(name) for name in linears), default=16)
+    return ContextFit(
+        name=subgraph.name,
+        weight_bytes=num_bytes,
+        context_bytes=num_bytes + CONTEXT_OVERHEAD_BYTES + CONTEXT_COLUMN_BYTES * num_columns + limit_bytes,
+        spill_bytes=max(0, int(WIDEST_VALUES_HELD[activation_bits] * widest_bytes) - soc.vtcm_bytes),
+        edge_bytes=converted_bytes(plan, subgraph, chunk_length),
+    )
+
+
+def _npu_weight_bytes(depth: int, columns: int, bits: int | None) -> int:
+    if bits == 4:
+        return -(-depth // 2) * columns + -(-depth // BLOCK_LENGTH) * columns
+    return depth * columns
+
+
+def _share_sessions(contexts: Sequence[ContextFit], window_bytes: int) -> list[tuple[str, ...]]:
+    """Contexts in order, each with its predecessors in one session while there is room."""
+    sessions: list[tuple[str, ...]] = []
+    room = 0
+    for context in contexts:
+        if sessions and context.num_bytes <= room:
+            sessions[-1] += (context.name,)
+        else:
+            sessions.append((context.name,))
+            room = window_bytes
+        room -= context.num_bytes
+    return sessions
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,319 @@
+"""The search for how a model should run on a device: chunk length, partition, policy and chunks in flight.
+
+Every choice is simulated, on one plain grid; what stays within the memory is judged by the time to first token.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from chunkrt.backends.qnn.support import npu_support
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
+from chunkrt.engine.settings import settings_text
+from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
+from chunkrt.errors import ConfigError
+from chunkrt.files import Progress
+from chunkrt.graph.placement import ALL_ON_CPU, Placement
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, Scheme, find_scheme
+from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
+from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device
+from chunkrt.simulate.experiments import Row, experiment, plans_of
+
+NATURAL = "natural"
+PARTITIONS: Mapping[str, Placement] = {
+    NATURAL: {},
+    "qkv_proj on cpu": {"model.layers.*.self_attn.qkv_proj": "cpu"},
+    "o_proj on cpu": {"model.layers.*.self_attn.o_proj": "cpu"},
+    "attention's linears on cpu": {"model.layers.*.self_attn": "cpu"},
+    "down_proj on cpu": {"model.layers.*.down_proj": "cpu"},
+    "feed-forward on cpu": {"model.layers.*.mlp": "cpu"},
+    "norms on cpu": {"model.*norm": "cpu"},
+    "norms, residuals on cpu": {"model": "cpu", "model.layers.*_proj": "npu", "model.layers.*.mlp": "npu"},
+    "head on npu": {"lm_head": "npu"},
+    "all on cpu": ALL_ON_CPU,
+}
+"""The partitions that are searched. By nature linears, norms, residuals and activations are on the NPU; attention over
+the cache, the embedding and the head on the CPU. The embedding, a look-up, and attention stay there. Feed-forwards are
+called "mlp" here, see `partitions_of`."""
+
+CHUNK_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512)
+"""Multiples of 32 all of them, since an NPU computes other lengths as the next one."""
+
+CHUNKS_IN_FLIGHT = (None, 2, 4, 8, 16)
+"""None: as many as the executor takes by itself."""
+
+SEARCHED_POLICIES = (DEFAULT_POLICY, *(name for name in POLICIES if name not in (DEFAULT_POLICY, "sequential")))
+"""All but the one that overlaps nothing."""
+
+TIE = 0.01
+"""Choices this much slower than the fastest count as fast; the one that takes least memory is chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run, and its predicted figures.
+
+    partition: its name, placement: what it is. chunks_in_flight: None for as many as the executor takes.
+    times_ms: to the first token, of every prompt; time_ms: their geometric mean. peak_memory_bytes: of the prompt that
+    takes most. energy_joules: of all prompts together, None if the profile does not know power.
+    """
+
+    partition: str
+    placement: Placement
+    chunk_length: int
+    policy: str
+    chunks_in_flight: int | None
+    times_ms: tuple[float, ...]
+    time_ms: float
+    peak_memory_bytes: int
+    energy_joules: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """What was searched, and found.
+
+    choices: those that differ in a figure, the fastest first. best: the one that was chosen. default: what an engine
+    does without being told, with the longest chunks searched if 32 is not among them. num_simulated: choices before
+    those alike were dropped. left_out: why a partition was not simulated, by its name.
+    """
+
+    model: str
+    device: DeviceProfile | MeasuredProfile
+    scheme: str
+    prompt_lengths: tuple[int, ...]
+    memory_bytes: int | None
+    choices: tuple[Choice, ...]
+    best: Choice
+    default: Choice
+    num_simulated: int
+    left_out: Mapping[str, str]
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether a choice stays within the memory limit."""
+        return self.memory_bytes is None or choice.peak_memory_bytes <= self.memory_bytes
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The best choice as fields of `EngineOptions`."""
+        found: dict[str, Any] = {}
+        if isinstance(self.device, DeviceProfile):
+            found["soc"] = self.device.soc
+        else:
+            found["threads"] = max(self.device.budgets)
+        found |= {"scheme": self.scheme, "chunk_length": self.best.chunk_length, "policy": self.best.policy}
+        if self.best.chunks_in_flight is not None:
+            found["chunks_in_flight"] = self.best.chunks_in_flight
+        if self.best.placement:
+            found["placement"] = self.best.placement
+        return found
+
+    def to_toml(self) -> str:
+        """A settings file, with what it was chosen from as comments."""
+        prompts = ", ".join(map(str, self.prompt_lengths))
+        limit = "no limit" if self.memory_bytes is None else f"at most {self.memory_bytes / 1e6:.0f} MB"
+        comments = [
+            f"Written by `chunkrt tune`: {Path(self.model).name} on {self.device.name}, chosen from "
+            f"{self.num_simulated} that were simulated.",
+            f"Prompts of {prompts} tokens; memory: {limit}.",
+            f"Predicted: {_figures(self.best)}.",
+            f"Without this file: {_figures(self.default)}.",
+        ]
+        return settings_text(self.settings, comments)
+
+
+def tune(
+    model: str | Path | Shape,
+    device: str | DeviceProfile | MeasuredProfile,
+    *,
+    prompt_lengths: Sequence[int] = (512,),
+    scheme: str | None = None,
+    chunk_lengths: Sequence[int] | None = None,
+    placements: Mapping[str, Placement] | None = None,
+    memory_bytes: int | None = None,
+    workers: int | None = None,
+    dask: str | Any = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Tuned:
+    """Find how a model should run on a device.
+
+    Args:
+        model: a shape or its name; else a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+        device: a profile, or the name or the file of one.
+        prompt_lengths: tokens; of several the geometric mean of the times to first token is judged.
+        scheme: by name; by default "w8a16", or what the profile or the engine directory is for.
+        chunk_lengths: to search; by default CHUNK_LENGTHS, or what the profile or the engine directory is for.
+        placements: partitions by name to search beside PARTITIONS.
+        memory_bytes: that the choice may take at its peak; by default anything.
+        workers, dask, progress: as of `chunkrt.experiment`.
+
+    Raises:
+        ConfigError: a name or a value makes no sense, does not go with the profile or the engine directory; or no
+            choice stays within the memory.
+        ModelError: the checkpoint is missing, damaged or unsupported.
+    """
+    device = find_device(device) if isinstance(device, str) else device
+    fixed = _Fixed.of(model, device)
+    scheme = fixed.scheme_or(scheme)
+    lengths = fixed.chunk_lengths_or(chunk_lengths)
+    prompt_lengths = list(dict.fromkeys(prompt_lengths))
+    partitions, left_out = {NATURAL: PARTITIONS[NATURAL]}, {}
+    if fixed.reason and placements:
+        raise ConfigError(f"{fixed.reason}; its placement is fixed too, leave other placements away")
+    [plan] = plans_of(model, [{}], progress)
+    if not fixed.reason:
+        partitions = {**partitions_of(plan), **(placements or {})}
+        left_out = _refused(partitions, plans_of(model, list(partitions.values()), progress), find_scheme(scheme))
+        partitions = {name: placement for name, placement in partitions.items() if name not in left_out}
+    if chunk_lengths is None:
+        lengths = [n for n in lengths if n <= plan.context_length] or [plan.context_length]
+    rows = experiment(
+        model,
+        devices=[device],
+        placements=partitions.values(),
+        schemes=[scheme],
+        prompt_lengths=prompt_lengths,
+        chunk_lengths=lengths,
+        policies=SEARCHED_POLICIES,
+        chunks_in_flight=CHUNKS_IN_FLIGHT,
+        workers=workers,
+        dask=dask,
+        progress=progress,
+    )
+    grid = product(partitions, prompt_lengths, lengths, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT)
+    grouped: dict[tuple[str, int, str, int | None], list[Row]] = defaultdict(list)
+    for row, (name, _, length, policy, in_flight) in zip(rows, grid, strict=True):
+        grouped[name, length, policy, in_flight].append(row)
+    choices = [_choice(key, partitions, found) for key, found in grouped.items()]
+    usual = DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths else max(lengths)
+    default = next(c for c in choices if (c.partition, c.chunk_length) == (NATURAL, usual))
+    return Tuned(
+        model=model.source if isinstance(model, Shape) else str(model),
+        device=device,
+        scheme=scheme,
+        prompt_lengths=tuple(prompt_lengths),
+        memory_bytes=memory_bytes,
+        choices=tuple(sorted(_distinct(choices), key=lambda choice: choice.time_ms)),
+        best=_best(choices, memory_bytes),
+        default=default,
+        num_simulated=len(choices),
+        left_out=left_out,
+    )
+
+
+def partitions_of(plan: Plan) -> dict[str, Placement]:
+    """PARTITIONS with the name that this decoder, as it is cut by nature, has for its feed-forwards."""
+    names = {part for subgraph in plan.subgraphs for node in subgraph.nodes for part in node.name.split(".")}
+    feed_forward = "feed_forward" if "feed_forward" in names else "mlp"
+    return {
+        name: {pattern.replace(".mlp", f".{feed_forward}"): device for pattern, device in placement.items()}
+        for name, placement in PARTITIONS.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fixed:
+    """What a measured profile or an engine directory leaves no choice of; `reason` says so, and is "" if nothing is."""
+
+    reason: str = ""
+    is_measured: bool = False
+    scheme: str = DEFAULT_NPU_SCHEME
+    chunk_lengths: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(model: str | Path | Shape, device: DeviceProfile | MeasuredProfile) -> _Fixed:
+        if isinstance(device, MeasuredProfile):
+            return _Fixed(
+                reason=f"{device.name} was measured with scheme {device.scheme} and chunks of {device.chunk_length}",
+                is_measured=True,
+                scheme=device.scheme,
+                chunk_lengths=(device.chunk_length,),
+            )
+        if not isinstance(model, Shape) and is_engine_directory(Path(model)):
+            manifest = read_manifest(Path(model))
+            lengths = sorted({target.chunk_length for target in manifest.npu if target.soc == device.soc})
+            of_chunks = f" and chunks of {', '.join(map(str, lengths))}" if lengths else ""
+            return _Fixed(
+                reason=f"{model} was compiled under {manifest.scheme.name}{of_chunks}",
+                scheme=manifest.scheme.name,
+                chunk_lengths=tuple(lengths),
+            )
+        return _Fixed()
+
+    def scheme_or(self, wanted: str | None) -> str:
+        """The scheme to search under. Raises ConfigError if another is wanted, or the NPU has none of its linears."""
+        if self.reason and wanted not in (None, self.scheme):
+            raise ConfigError(f"{self.reason}, not {wanted}; leave the scheme away")
+        scheme = find_scheme(wanted or self.scheme)
+        if not self.is_measured and not scheme.is_static:
+            static = ", ".join(STATIC_SCHEMES)
+            raise ConfigError(f"the NPU has no linears under the scheme {scheme.name!r}; use a static one: {static}")
+        return scheme.name
+
+    def chunk_lengths_or(self, wanted: Iterable[int] | None) -> list[int]:
+        """The chunk lengths to search. Raises ConfigError if others are wanted than there are."""
+        if wanted is None:
+            return list(self.chunk_lengths or CHUNK_LENGTHS)
+        wanted = list(dict.fromkeys(wanted))
+        if self.chunk_lengths and (others := [n for n in wanted if n not in self.chunk_lengths]):
+            raise ConfigError(f"{self.reason}, not {others[0]}; leave the chunk length away")
+        return wanted
+
+
+def _refused(partitions: Iterable[str], plans: Iterable[Plan], scheme: Scheme) -> dict[str, str]:
+    """Why the NPU does not take a partition, by its name."""
+    refused = {}
+    for name, plan in zip(partitions, plans, strict=True):
+        supports = (npu_support(subgraph, plan, scheme) for subgraph in plan.subgraphs if subgraph.device == "npu")
+        if reason := next((f"{support.node}: {support.reason}" for support in supports if not support), ""):
+            refused[name] = reason
+    return refused
+
+
+def _choice(key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[Row]) -> Choice:
+    partition, chunk_length, policy, chunks_in_flight = key
+    times = tuple(row.time_to_first_token_ms for row in rows)
+    joules = [row.energy_joules for row in rows if row.energy_joules is not None]
+    return Choice(
+        partition=partition,
+        placement=partitions[partition],
+        chunk_length=chunk_length,
+        policy=policy,
+        chunks_in_flight=chunks_in_flight,
+        times_ms=times,
+        time_ms=geometric_mean(times),
+        peak_memory_bytes=max(row.peak_memory_bytes for row in rows),
+        energy_joules=sum(joules) if joules else None,
+    )
+
+
+def _best(choices: Sequence[Choice], memory_bytes: int | None) -> Choice:
+    fitting = [c for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
+    if not fitting:
+        least = min(choice.peak_memory_bytes for choice in choices)
+        raise ConfigError(
+            f"nothing stays within {(memory_bytes or 0) / 1e6:.4g} MB, the least is {least / 1e6:.4g} MB; allow more "
+            "memory, or try a scheme with smaller weights"
+        )
+    fast = (1 + TIE) * min(choice.time_ms for choice in fitting)
+    return min((c for c in fitting if c.time_ms <= fast), key=lambda c: (c.peak_memory_bytes, c.time_ms))
+
+
+def _distinct(choices: Iterable[Choice]) -> list[Choice]:
+    """Of choices with the same partition, chunk length and figures the first, which is nearest to the default."""
+    first: dict[Any, Choice] = {}
+    for c in choices:
+        first.setdefault((c.partition, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules), c)
+    return list(first.values())
+
+
+def _figures(choice: Choice) -> str:
+    joules = "" if choice.energy_joules is None else f", {choice.energy_joules:.3g} J"
+    return f"{choice.time_ms:.1f} ms to the first token, {choice.peak_memory_bytes / 1e6:.0f} MB{joules}"
