@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.graph.decoders import FAMILIES, build_decoder
+from chunkrt.graph.decoders import FAMILIES, build_decoder, lfm2
 from chunkrt.graph.decoders.config import LONGEST_CONTEXT, read_config
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
@@ -137,3 +137,11 @@ def test_defaults_are_those_of_transformers():
         checkpoint(num_key_value_heads=..., head_dim=None, hidden_size=32, rms_norm_eps=..., attention_bias=...)
     )
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)
+
+
+def test_of_two_epsilons_a_family_takes_the_one_that_transformers_does():
+    """LFM2 has `norm_eps`, all others `rms_norm_eps`."""
+    both = checkpoint(rms_norm_eps=1e-3, norm_eps=1e-4)
+    assert read_config(both).rms_norm_eps == 1e-3
+    assert read_config(both, lfm2.DEFAULTS).rms_norm_eps == 1e-4
+    assert read_config(checkpoint(rms_norm_eps=1e-3, norm_eps=...), lfm2.DEFAULTS).rms_norm_eps == 1e-5

@@ -54,6 +54,27 @@ def test_linear_scaling_divides_by_the_factor():
     np.testing.assert_allclose(found, np.array(plain(100, 16)) / 4, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 5e-324},
+        {"rope_scaling": {"type": "linear", "factor": 1e-320}},
+        {"rope_scaling": LLAMA3 | {"factor": 5e-324}},
+    ],
+)
+def test_what_cannot_be_divided_by_is_refused(config):
+    with pytest.raises(ModelError, match="RoPE"):
+        inverse_frequencies(config, 64)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_checkpoints_divisor_without_a_number_is_refused(value):
+    tables = RotaryTables(inverse_frequencies({}, 4), 8, divisor="rope_freqs.weight")
+    tables.declare()
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight.* holds a zero or no number"):
+        tables.cos.combine(np.array([1.0, value], np.float32))
+
+
 def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     expected = llama3(10000.0, 64, LLAMA3)
     kept = sum(map(isclose, expected, plain(10000.0, 64)))

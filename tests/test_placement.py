@@ -33,6 +33,16 @@ def test_a_later_line_wins(decoder, tmp_path):
     assert decoder.lm_head.device == "npu"
 
 
+def test_a_later_line_wins_over_what_an_earlier_one_said_of_a_part(decoder):
+    place(decoder, {"model.layers.0.mlp": "cpu", "model.layers.1.mlp": "cpu", "model.layers.0": "npu"})
+    assert placed(decoder) == {"model.layers.0": "npu", "model.layers.1.mlp": "cpu"}
+
+
+def test_parts_that_have_a_place_of_their_own_keep_it(decoder):
+    place(decoder, {"": "npu"})
+    assert decoder.model.embed_tokens.device == "cpu"
+
+
 def test_a_pattern_that_matches_nothing_offers_the_nearest_path(decoder):
     with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.down' matches no module; did you mean 'model\S+down_p"):
         place(decoder, {"model.layers.0.mlp.down": "cpu"})

@@ -150,6 +150,7 @@ _QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 def _lfm2_config(keys: Keys, config: Config) -> Config:
     kv_heads = keys.per_layer("attention.head_count_kv", config["num_hidden_layers"])
     return {
+        "norm_eps": config["rms_norm_eps"],
         "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
         "conv_L_cache": keys.count("shortconv.l_cache"),
         "conv_bias": "blk.0.shortconv.conv.bias" in keys.shapes,

@@ -1,6 +1,7 @@
 """Placement: putting modules on devices by a file or a mapping, before the decoder is traced.
 
-A placement file is TOML, one line a pattern of module paths, later lines win:
+A placement file is TOML, one line a pattern of module paths. A line is for what it names and all below that; later
+lines win:
 
     "model.layers.*.mlp.down_proj" = "cpu"
     "lm_head" = "npu"
@@ -60,12 +61,13 @@ def check_placement(placement: Any, where: str) -> Placement:
 
 
 def place(decoder: Module, placement: Placement) -> None:
-    """Place every module that a pattern names.
+    """Place every module that a pattern names, and what is below it, wherever earlier patterns have put that.
 
     Raises:
         ConfigError: a pattern matches no module; the message offers the nearest path.
     """
     modules = {module.path: module for module in decoder.modules()}
+    by_themselves = {path: module.device for path, module in modules.items()}
     for pattern, device in placement.items():
         matched = [module for path, module in modules.items() if fnmatchcase(path, pattern)]
         if not matched:
@@ -74,3 +76,6 @@ def place(decoder: Module, placement: Placement) -> None:
             raise ConfigError(f"the placement of {pattern!r} matches no module{hint}")
         for module in matched:
             module.to(device)
+            for below in module.modules():
+                if below is not module:
+                    below.device = by_themselves[below.path]

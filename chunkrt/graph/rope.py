@@ -18,6 +18,9 @@ from chunkrt.graph.modules import Module, Parameter
 
 Float64 = NDArray[np.float64]
 
+LEAST_DIVISOR = 1e-6
+LONGEST_CONTEXT = 2**24
+
 SCALING_KEY = "rope_scaling"
 """What refusals name, wherever the config says it: in newer ones it is a part of `rope_parameters`."""
 
@@ -56,6 +59,8 @@ class RotaryTables(Module):
         return self._divided(*([source.read(self._divisor)] if self._divisor else []))
 
     def _divided(self, *divisor: NDArray[np.float32]) -> list[Float64]:
+        if divisor and not (np.isfinite(divisor[0]) & (divisor[0] != 0)).all():
+            raise ModelError(f"{self._divisor}, which divides RoPE's frequencies, holds a zero or no number")
         return [f / divisor[0] if divisor else f for f in self._frequencies]
 
     def _tables(self, function: Callable[[Float64], Float64]) -> Parameter:
@@ -91,7 +96,7 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
         if rule == "default":
             return base
         if rule == "linear":
-            return base / _positive(parameters, "factor")
+            return base / _divisor(parameters, "factor")
         if rule == "llama3":
             return _llama3(base, parameters)
     except KeyError as error:
@@ -159,7 +164,10 @@ def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
     rotary_dim = round(head_dim * _positive(parameters, "partial_rotary_factor"))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelError(f"RoPE is to rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
-    base: Float64 = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    with np.errstate(over="ignore"):
+        base: Float64 = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+        if not (base * LONGEST_CONTEXT < inf).all():
+            raise ModelError(f"the config's rope_theta of RoPE is {theta!r}; nothing can be divided by so little")
     return base
 
 
@@ -171,12 +179,12 @@ def _factors(parameters: Mapping[str, Any], key: str, length: int) -> Float64:
         )
     if not isinstance(values, list) or len(values) != length:
         raise ModelError(f"the config's {key} of RoPE is {str(values)[:60]}, expected {length} numbers")
-    return np.array([_positive({key: value}, key) for value in values])
+    return np.array([_divisor({key: value}, key) for value in values])
 
 
 def _llama3(base: Float64, parameters: Mapping[str, Any]) -> Float64:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    factor = _positive(parameters, "factor")
+    factor = _divisor(parameters, "factor")
     low, high = _positive(parameters, "low_freq_factor"), _positive(parameters, "high_freq_factor")
     if low >= high:
         raise ModelError(f"rope scaling has low_freq_factor {low}, expected less than high_freq_factor {high}")
@@ -184,6 +192,13 @@ def _llama3(base: Float64, parameters: Mapping[str, Any]) -> Float64:
     wavelength = 2 * np.pi / base
     blend = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
     return (1 - blend) * base / factor + blend * base
+
+
+def _divisor(parameters: Mapping[str, Any], key: str) -> float:
+    value = _positive(parameters, key)
+    if not value >= LEAST_DIVISOR:
+        raise ModelError(f"the config's {key} of RoPE is {value!r}; frequencies cannot be divided by so little")
+    return value
 
 
 def _positive(parameters: Mapping[str, Any], key: str) -> float:

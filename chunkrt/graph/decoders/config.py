@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.graph.rope import inverse_frequencies
+from chunkrt.graph.rope import LONGEST_CONTEXT, inverse_frequencies
 from chunkrt.graph.shares import HeadShare, share_heads
 
-LONGEST_CONTEXT = 2**24
 LARGEST_SIZE = 2**24
 """Of anything that a config counts: beyond, it is damaged. No array may be made for what it claims."""
 ROPE_DIVISOR = "rope_freqs.weight"
@@ -169,7 +168,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         head_dim=head_dim,
         vocab_size=_count(config, where, "vocab_size"),
         context_length=context,
-        rms_norm_eps=_epsilon(config, where),
+        rms_norm_eps=_epsilon(config, where, "norm_eps" if "norm_eps" in (defaults or {}) else "rms_norm_eps"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         activation=_activation(config, where),
         sliding_window=_sliding_window(config, where, context),
@@ -197,10 +196,10 @@ def check_size(size: int, where: str, what: str) -> None:
         raise ModelError(f"{where}: {what} is {size}; at most {LARGEST_SIZE} is believed")
 
 
-def _epsilon(config: Mapping[str, Any], where: str) -> float:
-    value = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
+def _epsilon(config: Mapping[str, Any], where: str, key: str) -> float:
+    value = config.get(key, 1e-6)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ModelError(f"{where}: rms_norm_eps is {value!r}, expected a number in [0, 1)")
+        raise ModelError(f"{where}: {key} is {value!r}, expected a number in [0, 1)")
     return float(value)
 
 
