@@ -254,7 +254,7 @@ class MpiTransport:
             with self._wake:
                 if self._is_hurried:
                     self._wake.wait(LONGEST_PAUSE_S)
-                elif not (self._carrier.has_mail or self._is_closing):
+                elif not self._carrier.has_mail and (self._why_lost or not self._is_closing):
                     self._wake.wait(pause)
 
     def _deliver(self, source: int, data: Bytes) -> None:
