@@ -19,7 +19,10 @@ from chunkrt.graph.modules import Module, Parameter
 Float64 = NDArray[np.float64]
 
 LEAST_DIVISOR = 1e-6
+"""Of frequencies: what is less is no factor that anybody trains with, and may overflow."""
+
 LONGEST_CONTEXT = 2**24
+"""Tokens. A config that claims more is not believed."""
 
 SCALING_KEY = "rope_scaling"
 """What refusals name, wherever the config says it: in newer ones it is a part of `rope_parameters`."""

@@ -117,15 +117,13 @@ class MpiCommunicator:
 
     def leave(self, why: str) -> None:
         """End this rank, and tell the others why; they end too."""
-        if self._mailbox.failure is None:
-            self._transport.give_up(why)
+        self._transport.give_up(why)
         self.close()
 
     def close(self) -> None:
         """Leave MPI. When the leader leaves, all others end. Closing twice is allowed."""
         if self.rank:
-            if self._mailbox.failure is None:
-                self._transport.give_up(f"rank {self.rank} ended before the leader did")
+            self._transport.give_up(f"rank {self.rank} ended before the leader did")
         elif self._mailbox.fail(ClosedError("the leader has ended")):
             self.send(Envelope(Channel.END))
         self._transport.close()

@@ -165,8 +165,9 @@ class MpiTransport:
         self._is_check_due = True
 
     def give_up(self, why: str) -> None:
-        """End the launch, because of this rank."""
-        self._lose(why)
+        """End the launch, because of this rank, unless it has ended already."""
+        if self._mailbox.failure is None:
+            self._lose(why)
 
     def close(self) -> None:
         """Send what is to be sent, and leave MPI; wait for it a few seconds at most."""
