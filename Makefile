@@ -90,7 +90,7 @@ test-sanitize: $(VENV)/.package $(VENV)/.test ## run the C++ and the native Pyth
 	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
 	PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" \
-	  $(BIN)/pytest -p no:cacheprovider tests/test_native_*.py
+	  $(BIN)/pytest -p no:cacheprovider tests/backends/test_native_*.py
 
 clean: ## remove the virtual environments and whatever was built
 	rm -rf $(VENV) build *.egg-info
