@@ -1,12 +1,15 @@
 """Chat templates become prompts as in Transformers, and hostile ones become errors."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
 from small_vocabularies import make_tokenizer
 
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.tokenizer.chat_template import MAX_PROMPT_LENGTH, ChatTemplate
+from chunkrt.tokenizer import chat_template
+from chunkrt.tokenizer.chat_template import ChatTemplate
+from chunkrt.tokenizer.template_process import MAX_PROMPT_LENGTH
 
 USER = {"role": "user", "content": "Hi <b>&</b>"}
 CHATML = """{% for message in messages %}
@@ -75,23 +78,78 @@ def test_a_template_cannot_reach_beyond_its_data(source):
         render(source)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(10 ** 9) %}{% endfor %}",
-        "{{ 'a' * 999999999 }}",
-        "{{ 999999999 * [0] }}",
-        "{{ 9 ** 9 ** 9 }}",
-        "{{ 'a'.ljust(999999999) }}",
-        "{{ 'a' | center(999999999) }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% set t = 'a' * 4000 %}{% for i in range(99999) %}{{ t }}{% endfor %}",
-    ],
-)
-def test_a_template_that_would_run_away_is_stopped(source):
-    with pytest.raises(ModelError):
+RUNS_LONG = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(10 ** 9) %}{% endfor %}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+    "{% set t = 'ab' * 9999 %}{% for a in t %}{% for b in t %}{% for c in t %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% set t = ' ' * 9999999 ~ 'x' %}{% for i in range(9999) %}{{ t | urlize | length }}{% endfor %}",
+]
+TAKES_MUCH_MEMORY = [
+    "{{ 'a' * 999999999 }}",
+    "{{ 999999999 * [0] }}",
+    "{{ 'a'.ljust(999999999) }}",
+    "{{ 'a' | center(999999999) }}",
+    "{{ '%2000000000d' | format(1) }}",
+    "{{ '{:2000000000}'.format(1) }}",
+    "{{ 'a'.replace('a', 'b' * 99999999).replace('b', 'c' * 99) }}",
+    "{{ ('x' * 99999).join(('y' * 99999) | list) }}",
+    "{{ ('x\n' * 99999) | indent(99999) }}",
+    "{{ ('x' * 99999999) | wordwrap(1) }}",
+    "{{ [[[[[1]]]]] | tojson(indent=999999999) }}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(36) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+]
+
+
+@pytest.mark.parametrize("source", [*RUNS_LONG, *TAKES_MUCH_MEMORY])
+def test_a_template_that_would_run_away_is_stopped(source, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 2.0)
+    with pytest.raises(ModelError, match=r"too much memory|more than 2 seconds|Range too big"):
         render(source)
+
+
+def test_calls_without_end_are_stopped():
+    with pytest.raises(ModelError, match="recursion"):
+        render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+
+
+def test_a_template_that_was_stopped_still_renders_what_it_can(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 1.0)
+    template = ChatTemplate(
+        "{% if messages | length > 1 %}{{ 9 ** (messages | length * 9 ** 9) }}{% endif %}{{ messages[0].content }}"
+    )
+    variables = {"add_generation_prompt": True, "bos_token": "", "eos_token": ""}
+    for _ in range(2):
+        assert template.render([USER], **variables) == USER["content"]
+        with pytest.raises(ModelError, match="more than 1 second"):
+            template.render([USER, USER], **variables)
+
+
+def test_threads_share_a_template():
+    template = ChatTemplate("{{ messages[0].content }}{{ messages[0].content }}")
+    variables = {"add_generation_prompt": True, "bos_token": "", "eos_token": ""}
+
+    def ask(number):
+        return template.render([{"role": "user", "content": f"{number} "}], **variables)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(200))) == [f"{number} {number} " for number in range(200)]
+
+
+def test_a_long_chat_gets_the_memory_that_it_takes():
+    content = "\N{GRINNING FACE}" * (1 << 20)
+    assert render("{{ messages[0].content }}", ({"role": "user", "content": content},)) == content
+
+
+def test_lone_surrogates_pass():
+    assert render("{{ messages[0].content }}", ({"role": "user", "content": "a\ud800"},)) == "a\ud800"
+
+
+def test_there_has_to_be_a_python_to_render_with(monkeypatch):
+    monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(ConfigError, match="need a Python interpreter"):
+        ChatTemplate("x")
 
 
 def test_a_prompt_may_not_be_endless():
