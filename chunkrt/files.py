@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from zipfile import ZipFile
 
 from filelock import FileLock, Timeout
 
@@ -83,6 +85,21 @@ def fingerprint(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
+    """Refuse an archive that would inflate beyond so many times the size of its file.
+
+    Raises:
+        ValueError: the sizes that it declares are larger, or a name comes twice.
+    """
+    members = archive.infolist()
+    if len({member.filename for member in members}) < len(members):
+        raise ValueError("a name comes twice in it")
+    assert archive.fp is not None
+    file_bytes = archive.fp.seek(0, os.SEEK_END)
+    if sum(member.file_size for member in members) > ratio * file_bytes:
+        raise ValueError(f"it would inflate to more than {ratio} times its size")
 
 
 def remove(path: Path) -> None:

@@ -3,8 +3,10 @@
 import json
 import logging
 import shutil
+import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -312,6 +314,50 @@ def test_files_that_are_none(tmp_path):
         with pytest.raises(ModelError, match="is not a calibration") as raised:
             Calibration.load(path)
         assert "pickle" not in str(raised.value)
+
+
+def first(values, number):
+    """A mapping whose first value is another one."""
+    name = next(iter(values))
+    return {**values, name: number(values[name])}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("field", ["peaks", "limits", "shadow_limits"])
+def test_limits_that_nothing_can_have_are_refused(planned, tmp_path, field, number):
+    made = run(planned, TOKENS[:9])
+    replace(made, **{field: first(getattr(made, field), lambda _: number)}).save(tmp_path / "file.npz")
+    with pytest.raises(ModelError, match=f"is not a calibration \\({field} are not all finite"):
+        Calibration.load(tmp_path / "file.npz")
+
+
+@pytest.mark.parametrize("field", ["peaks", "limits", "shadow_limits"])
+def test_limits_that_are_all_zero_are_refused(planned, tmp_path, field):
+    made = run(planned, TOKENS[:9])
+    replace(made, **{field: dict.fromkeys(getattr(made, field), 0.0)}).save(tmp_path / "file.npz")
+    with pytest.raises(ModelError, match="some above 0"):
+        Calibration.load(tmp_path / "file.npz")
+
+
+@pytest.mark.parametrize("field", ["column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels"])
+def test_lists_of_something_else_are_refused(planned, tmp_path, field):
+    made = run(planned, TOKENS[:9])
+    for wrong in (lambda array: -1 - array, lambda array: array[None], lambda array: array.astype(str)):
+        replace(made, **{field: first(getattr(made, field), wrong)}).save(tmp_path / "file.npz")
+        with pytest.raises(ModelError, match=f"is not a calibration \\({field} of"):
+            Calibration.load(tmp_path / "file.npz")
+
+
+def test_a_file_that_would_inflate_is_refused_before_it_does(planned, tmp_path):
+    made = run(planned, TOKENS[:9])
+    replace(made, token_ids=np.zeros(1 << 27, np.int64)).save(tmp_path / "file.npz")
+    assert (tmp_path / "file.npz").stat().st_size < 1 << 21
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="inflate to more than 16 times"):
+        Calibration.load(tmp_path / "file.npz")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 22
 
 
 def test_a_place_that_cannot_be_written(planned, tmp_path):

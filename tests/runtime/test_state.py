@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,55 @@ def test_a_header_that_promises_more_than_the_file_holds(tmp_path: Path) -> None
         for name, data in members.items():
             archive.writestr(name, data)
     check_refused(filled(3), path, "'cache.1' has 236 bytes")
+
+
+def test_a_file_that_would_inflate_is_refused_before_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "prefix"
+    filled(20).save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["cache.1.npy"] += bytes(1 << 28)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    tracemalloc.start()
+    check_refused(filled(3), path, "inflate to more than 1 times its size")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 22
+
+
+def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prefix"
+    filled(20).save(path)
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("cache.1.npy", archive.read("cache.1.npy"))
+    check_refused(filled(3), path, "a name comes twice in it")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 20, 3",  # does not end: TokenError
+        b"{'descr': 5, 'fortran_order': False, 'shape': (1, 20, 3), }",
+        b"{'descr': [('a', 1, 2, 3, 4)], 'fortran_order': False, 'shape': (1, 20, 3), }",
+        b"{'descr': '<f4', 'fortran_order': 0, 'shape': 7, }",
+        b"(" * 9000,
+        b"\x00" * 100,
+    ],
+    ids=["endless", "number", "fields", "types", "deep", "zeros"],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "prefix"
+    filled(20).save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    body = members["cache.1.npy"][-240:]
+    members["cache.1.npy"] = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + body
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    check_refused(filled(3), path, "cannot load a state from")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
