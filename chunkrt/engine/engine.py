@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -154,6 +155,7 @@ class Engine:
         self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
+        self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._cpus = find_cpus(options.affinity)
         with running_on(self._cpus):  # the native pool starts its threads here
@@ -237,6 +239,7 @@ class Engine:
 
         `agree` and `for_others` are the executor's; followers give them.
         """
+        self.check_process()
         with self._lock:
             self._check_open()
             executor = self._decoder if token_ids.size == 1 else self._executor
@@ -259,8 +262,10 @@ class Engine:
     def close(self) -> None:
         """Release the executables. Waits for a run in progress; sessions cannot be used afterwards.
 
-        Closing twice is allowed.
+        Closing twice is allowed, and does nothing in a forked process.
         """
+        if os.getpid() != self._process_id:
+            return
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
@@ -344,7 +349,16 @@ class Engine:
                         f"({choice.reason}); choose float32 or float16"
                     )
 
+    def check_process(self) -> None:
+        """Raises ClosedError in a process that was forked from the engine's: it has neither its threads nor its NPU."""
+        if os.getpid() != self._process_id:
+            raise ClosedError(
+                "the engine belongs to the process that this one was forked from; load the model here, or start "
+                "processes by 'spawn'"
+            )
+
     def _check_open(self) -> None:
+        self.check_process()
         if self.is_closed:
             raise ClosedError("the engine is closed; load the model again")
 

@@ -350,6 +350,7 @@ class Session:
     def _check_open(self) -> None:
         if self._is_closed or self._engine.is_closed:
             raise ClosedError("the session is closed; make a new one with engine.session()")
+        self._engine.check_process()
 
 
 def _rest(decoder: IncrementalDecoder | None, stops: StopStrings) -> str:
