@@ -18,9 +18,11 @@ from dataclasses import asdict, astuple, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
+
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import fingerprint
+from chunkrt.files import fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
@@ -62,7 +64,7 @@ class Manifest:
     model: str
     scheme: Scheme
     files: Mapping[str, tuple[int, str]]
-    npu: Sequence[NpuTarget] = ()
+    npu: tuple[NpuTarget, ...] = ()
     placement: Placement = field(default_factory=dict)
     ranks: Ranks = ALONE
     checkpoint: str = ""
@@ -145,7 +147,7 @@ def _files(checkpoint: Path) -> list[Path]:
 def _model_type(checkpoint: Path) -> str:
     """Of a Hugging Face folder, as far as it can be told."""
     try:
-        return str(json.loads((checkpoint / "config.json").read_text("utf-8"))["model_type"])
+        return str(read_json(checkpoint / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""  # a file; or what is wrong is told when it is opened
 
@@ -183,19 +185,18 @@ def read_manifest(folder: Path) -> Manifest:
         ModelError: it is missing, damaged, or of another format; or a file is not what was written.
     """
     try:
-        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        data = read_json(folder / MANIFEST)
         if (found := data["format"]) != FORMAT:
             raise ModelError(
                 f"{folder} has engine format {found}, this chunkrt reads {FORMAT}; compile the model again"
             )
-        data["scheme"] = Scheme.from_dict(data["scheme"])
-        data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
-        data["ranks"] = Ranks(**data.get("ranks", asdict(ALONE)))
-        data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
-        manifest = Manifest(**data)
+        manifest = msgspec.convert(data, Manifest)
+        Scheme.from_dict(data["scheme"])
+        if unknown := sorted(data.keys() - Manifest.__dataclass_fields__.keys()):
+            raise ValueError(f"it has an unknown key {unknown[0]!r}")
         if not _is_sound(manifest):
             raise ValueError("it holds values of the wrong kind")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):
         _check_file(folder, name, manifest.files.get(name))
@@ -203,14 +204,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _is_sound(manifest: Manifest) -> bool:
-    return (
-        isinstance(manifest.model, str)
-        and isinstance(manifest.checkpoint, str)
-        and isinstance(manifest.placement, dict)
-        and all(Path(name).name == name for name in manifest.files)
-        and all(isinstance(target.soc, str) and type(target.chunk_length) is int for target in manifest.npu)
-        and all(target.chunk_length > 0 for target in manifest.npu)
-    )
+    are_inside = all(Path(name).name == name and name.isprintable() for name in manifest.files)
+    return are_inside and all(target.chunk_length > 0 for target in manifest.npu)
 
 
 def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> None:
@@ -228,7 +223,7 @@ def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> No
 def read_plan(folder: Path) -> Plan:
     """Read `plan.json`. Raises ModelError if it is missing or damaged."""
     try:
-        text = (folder / PLAN).read_text(encoding="utf-8")
+        text = read_text(folder / PLAN)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{folder / PLAN} cannot be read ({error}); compile the model again") from error
     return Plan.from_json(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.tasks import Processor
@@ -15,6 +16,9 @@ MOST_CHUNKS_IN_FLIGHT = 32
 """Where memory allows more: a prompt of 1024 tokens in chunks of 32. Slots gain most when they take the whole prompt:
 attention grows with the position, so early chunks keep the NPU busy and late ones the CPU."""
 
+MOST_SLOTS = 256
+"""That anybody can ask for: no prompt gains by more, and each takes memory."""
+
 CHUNKS_A_WORKER = 2
 """In flight where one processor runs everything: any task suits any worker, and fewer chunks stay in the caches. On two
 cores this prefills 512 tokens of SmolLM2-135M 4 % faster than 32 slots do, 1024 tokens 10 %."""
@@ -24,6 +28,12 @@ CHUNKS_WITH_LINK = 16
 """In flight where one processor and the link run everything: while some chunks wait for other ranks, others keep the
 workers busy. It does not depend on the workers, so that ranks on different machines have equally many: a run that is
 stopped on one of them still gets the sums that it waits for."""
+
+
+def check_chunks_in_flight(number: int) -> None:
+    """Raise ConfigError unless so many chunks may be in flight."""
+    if not 1 <= number <= MOST_SLOTS:
+        raise ConfigError(f"{number} chunks in flight, expected 1 to {MOST_SLOTS}")
 
 
 def ring_slots(
