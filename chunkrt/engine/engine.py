@@ -26,6 +26,7 @@ from chunkrt.engine.roles import compiled_chunk_length, open_backends
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
+from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_entries
 from chunkrt.errors import (
     ClosedError,
@@ -146,6 +147,7 @@ class Engine:
         self.manifest = read_manifest(folder)
         if self.manifest.ranks != (ranks := ranks_of(communicator)):
             raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
+        self._verification = Verification(folder, self.manifest)
         plan = read_plan(folder)
         self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
         self.scheme: Scheme = self.manifest.scheme
@@ -240,6 +242,7 @@ class Engine:
         `agree` and `for_others` are the executor's; followers give them.
         """
         self.check_process()
+        self._verification.wait()
         with self._lock:
             self._check_open()
             executor = self._decoder if token_ids.size == 1 else self._executor
@@ -270,6 +273,7 @@ class Engine:
             if not self.is_closed:
                 self.is_closed = True
                 del self._executor, self._decoder
+                self._verification.stop()
                 if self._mirror is not None:
                     self._mirror.close()
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
@@ -34,7 +35,10 @@ FORMAT = 5
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
 HASHED_WHEN_READ = 32 * 2**20
-"""Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
+"""Files up to so many bytes are hashed whenever a manifest is read, by SHA-256. Of larger ones the size is compared;
+they are hashed while the model is loaded (`engine_directory/verification.py`), by a faster function."""
+FAST_HASH = "xxh3_128"
+_READ_BYTES = 1 << 20
 
 
 ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
@@ -54,7 +58,7 @@ class NpuTarget:
 class Manifest:
     """What an engine directory says of itself.
 
-    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
+    files: bytes and `digest` of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
     which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
     not written.
     """
@@ -163,7 +167,7 @@ def write_manifest(
     checkpoint: str = "",
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
-    files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
+    files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
         format=FORMAT,
         chunkrt=version("chunkrt"),
@@ -176,6 +180,29 @@ def write_manifest(
         checkpoint=checkpoint,
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+
+
+def _recorded(path: Path) -> tuple[int, str]:
+    size = path.stat().st_size
+    return (size, digest(path, FAST_HASH)) if size > HASHED_WHEN_READ else fingerprint(path)
+
+
+def digest(path: Path, algorithm: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """A file's digest as manifests record it: "xxh3_128:" and hexadecimal digits, or those of SHA-256 alone.
+
+    Args:
+        algorithm: the part before the colon; anything else means SHA-256.
+        is_stopped: asked every MiB; whether what is left does not matter any more.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    function = xxhash.xxh3_128() if algorithm == FAST_HASH else hashlib.sha256()
+    piece = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while (length := file.readinto(piece)) and not is_stopped():
+            function.update(piece[:length])
+    return f"{FAST_HASH}:{function.hexdigest()}" if algorithm == FAST_HASH else function.hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:

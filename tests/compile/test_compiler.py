@@ -366,7 +366,7 @@ def test_of_a_large_file_the_size_is_compared(engine_folder, monkeypatch):
         ({"scheme": as_json(SCHEMES["float"]) | {"surprise": 1}}, "is not an engine directory .*surprise"),
         ({"files": {}}, "plan.json is not what was written"),
         ({"files": {"../plan.json": [1, ""]}}, "is not an engine directory .*values of the wrong kind"),
-        ({"npu": [{"soc": "SM8650", "chunk_length": "32", "library": "2.7.0"}]}, "values of the wrong kind"),
+        ({"npu": [{"soc": "SM8650", "chunk_length": "32", "library": "2.7.0"}]}, r"Expected `int`.*chunk_length"),
         ({"npu": [{"soc": "SM8650"}]}, "is not an engine directory"),
     ],
 )
