@@ -89,9 +89,9 @@ def _same(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 
 def _elementwise(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    """Of two matrices, or of one with a value for each of its columns, or with a single value."""
+    """Of two matrices, or of one with a value for each of its columns or rows, or with a single value."""
     left, right = inputs
-    _require(right == left or right in (left[1:], (1,), ()), f"it takes {list(left)} and {list(right)}")
+    _require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
     return _matrix(left)
 
 

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from fixture_checkpoints import NAMES, checkpoint
 
+from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.errors import ModelError
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan, Tensor, resolve
@@ -139,3 +141,11 @@ def test_raw_keys_switch_attention_and_nothing_else(plan: Plan) -> None:
     assert (plan.has_raw_keys, raw.has_raw_keys) == (False, True)
     assert Plan.from_json(raw.to_json()) == raw.with_raw_keys() == raw
     assert raw.to_json().replace("RawKeyAttention", "CachedAttention") == plan.to_json()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_compiled_is_read(name):
+    """The forms of operators are those that decoders have."""
+    plan = plan_checkpoint(checkpoint(name), {}).plan
+    for made in (plan, plan.with_raw_keys()):
+        assert Plan.from_json(made.to_json()) == made
