@@ -174,16 +174,21 @@ class Dispatcher:
 
     def _choose(self, use: Use, backend: str) -> Choice:
         device = DEVICES.get(backend, backend)
-        reason = self._why_off(use.operator)
+        reason, refusal = self._why_off(use.operator), ""
         if not reason:
             if plugin := self._registry.find_plugin(use.operator, device):
-                return self._call(plugin, f"plug-in {plugin.provider} has it")
+                if not (refusal := _refusal(plugin, use)):
+                    return self._call(plugin, f"plug-in {plugin.provider} has it")
+                refusal = f"; plug-in {plugin.provider} refuses it: {refusal}"
             reason = self._why_not_melted(use.operator) or self._why_missing(use, backend, device)
             if not reason:
                 own = self._registry.find_own(use.operator, device)
                 origin = own.origin if own else f"the backend {backend!r}"
-                return Choice(operator=use.operator, runs_on=backend, origin=origin, reason="native form")
+                return Choice(operator=use.operator, runs_on=backend, origin=origin, reason="native form" + refusal)
+            reason += refusal
             reference = self._registry.find(use.operator, REFERENCE)
+            if reference is not None and reference.is_plugin and _refusal(reference, use):
+                reference = self._own_reference(use.operator)
         else:
             reference = self._own_reference(use.operator)
         if lack := self._why_not_called(reference, use):
@@ -240,7 +245,7 @@ class Dispatcher:
     def _why_not_called(self, reference: Implementation | None, use: Use) -> str:
         if reference is None:
             return f"the reference has no {use.operator!r}"
-        return "" if reference.is_plugin else reference.refuses(use.node)
+        return _refusal(reference, use)
 
     def _why_missing(self, use: Use, backend: str, device: str) -> str:
         is_standard = device == NPU and not use.node.domain
@@ -261,6 +266,19 @@ class Dispatcher:
     def _own_reference(self, operator: str) -> Implementation | None:
         """chunkrt's own, or that of the plug-in that brings the operator."""
         return self._registry.find_own(operator, REFERENCE) or self._registry.find(operator, REFERENCE)
+
+
+def _refusal(implementation: Implementation, use: Use) -> str:
+    """Why an implementation does not take a use; empty if it does."""
+    try:
+        return implementation.refuses(use.node)
+    except Exception as error:
+        if not implementation.is_plugin:
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise PartitionError(
+            f"{implementation.origin} cannot say whether it takes node {use.node.name!r}: {what}; repair it"
+        ) from error
 
 
 def check_switches(switches: Switches, registry: OperatorRegistry) -> None:

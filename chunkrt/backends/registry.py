@@ -39,10 +39,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Implementation:
     """What a device has for an operator.
 
-    `function`: of `reference` and of every plug-in, it takes the node's inputs in order and its attributes by name, and
-    returns its output or a tuple of outputs. `module`: where it is written. `distribution`: what was installed to bring
-    it; empty for ours. `parts`: operators that it calls and wants by keyword. `is_required`: whether the operator
-    insists on this form, so that nobody can switch it off. `refuses`: of ours, why it does not take a node of the
+    `function`: of `reference` and of every plug-in, it takes the node's inputs in order and its attributes by name,
+    and returns its output or a tuple of outputs. `module`: where it is written. `distribution`: what was installed
+    to bring it; empty for ours. `parts`: operators that it calls and wants by keyword. `is_required`: whether the
+    operator insists on this form, so that nobody can switch it off. `refuses`: why it does not take a node of the
     operator; empty if it does.
     """
 
@@ -99,7 +99,7 @@ class OperatorRegistry:
             replaces: whether it takes the place of one of ours. Where a plug-in does, it is a function.
             parts: "rope" or "quantize", if the callable wants it as a keyword argument, as reference attention does.
             is_required: whether the operator cannot be switched off.
-            refuses: why a node of the operator is left to the reference; empty if it is taken. Ours have that.
+            refuses: why a node of the operator is left to what would run it otherwise; empty if it is taken.
 
         Raises:
             ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in did already; or

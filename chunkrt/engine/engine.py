@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends import Backend, Executable
 from chunkrt.backends.communicator import Communicator, ranks_of
+from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.backends.link import LinkBackend
@@ -206,6 +207,7 @@ class Engine:
             "context length": self.context_length,
             "chunk length": self.chunk_length,
             "caches": self._cache_dtype,
+            "plug-ins": [(p.name, p.distribution, p.version) for p in OPERATOR_PLUGINS.plugins],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
         }
 

@@ -156,7 +156,9 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
         steps = (qkv[0], heads)
         key_heads = attributes["num_k_heads"]
         _require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads do not share {key_heads}")
-        _require(gate == beta == steps, f"its gates are {gate} and {beta}, not {list(steps)}")
+        _require({gate, beta} <= {None, steps}, f"its gates are {gate} and {beta}, not {list(steps)}")
+        num_gates = sum(shape is not None for shape in (gate, beta))
+        _require(variant.num_gates in (None, num_gates), f"it has {num_gates} gates, not {variant.num_gates}")
         _require(matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state is {matrices}")
     else:
         _require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, which it has not")

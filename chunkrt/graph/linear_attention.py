@@ -19,18 +19,18 @@ LINEAR_ATTENTION_OP = "LinearAttention"
 class Variant:
     """One kind.
 
-    `columns_per_channel`: how many columns of the operator's input a channel of the convolution takes (3 where it is
-    multiplied by a gate before and after). `activation`: applied to the convolution's output, "" or "silu".
-    `is_recurrent`: whether there is a state matrix a head. `expansion`: the body of an ONNX function in ONNX's text
-    form, opset 23, in which `chunkrt.CausalConvolution` may be used. Its inputs are qkv, gate, beta, conv_weight,
-    conv_bias (a zero where the node has none), conv_state and recurrent_state, its attributes the operator's, its
-    outputs output, new_conv_state and, if it is recurrent, new_recurrent_state. Empty if there is none: `onnxrt` then
-    refuses the kind.
+    `columns_per_channel`: how many columns of the operator's input a channel of the convolution takes (3 where it
+    is multiplied by a gate before and after). `is_recurrent`: whether there is a state matrix a head. `num_gates`:
+    how many of gate and beta it takes; None if that differs. `expansion`: the body of an ONNX function in ONNX's
+    text form, opset 23, in which `chunkrt.CausalConvolution` may be used. Its inputs are qkv, gate, beta,
+    conv_weight, conv_bias (a zero where the node has none), conv_state and recurrent_state, its attributes the
+    operator's, its outputs output, new_conv_state and, if it is recurrent, new_recurrent_state. Empty if there is
+    none: `onnxrt` then refuses the kind.
     """
 
     columns_per_channel: int
-    activation: str
     is_recurrent: bool
+    num_gates: int | None = None
     expansion: str = ""
 
 
@@ -124,10 +124,8 @@ _GATED_DELTA_RULE = """{
 }"""
 
 _variants = {
-    "short_conv": Variant(columns_per_channel=3, activation="", is_recurrent=False, expansion=_SHORT_CONV),
-    "gated_delta_rule": Variant(
-        columns_per_channel=1, activation="silu", is_recurrent=True, expansion=_GATED_DELTA_RULE
-    ),
+    "short_conv": Variant(columns_per_channel=3, is_recurrent=False, expansion=_SHORT_CONV),
+    "gated_delta_rule": Variant(columns_per_channel=1, is_recurrent=True, num_gates=2, expansion=_GATED_DELTA_RULE),
 }
 
 
@@ -139,7 +137,15 @@ def register_variant(attn_type: str, variant: Variant) -> None:
 
 
 def find_variant(attn_type: str) -> Variant:
-    """The kind of that name. Raises UnsupportedModelError if there is none."""
+    """The kind of that name, for which families of plug-ins are imported if need be.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    if attn_type not in _variants:
+        from chunkrt.graph.decoders import PLUGINS  # a compiled model is run without the family that built it
+
+        PLUGINS.load_all()
     if attn_type not in _variants:
         raise UnsupportedModelError(f"attn_type {attn_type!r} is not known; there are: {', '.join(sorted(_variants))}")
     return _variants[attn_type]

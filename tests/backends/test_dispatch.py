@@ -417,7 +417,7 @@ def test_a_plugins_sampler_chooses_the_tokens(plugged):
     [
         (
             lambda logits: 1 / 0,
-            r"the sampler of acme-ops \(test_dispatch\) failed: ZeroDivisionError: division by zero",
+            r"the sampler of acme-ops \(\S*test_dispatch\) failed: ZeroDivisionError: division by zero",
         ),
         (lambda logits: logits.sort(), "failed: ValueError: sort array is read-only"),
         (lambda logits: len(logits), r"chose \d+, expected a token from 0 to \d+"),
@@ -441,7 +441,7 @@ def test_a_plugins_sampler_that_cannot_be_made_is_told(plugged):
     with chunkrt.load(checkpoint("llama_gqa")) as engine:
         session = engine.session()
         session.prefill([1, 2, 3])
-        with pytest.raises(BackendError, match=r"the sampler of acme-ops \(test_dispatch\) failed: TypeError"):
+        with pytest.raises(BackendError, match=r"the sampler of acme-ops \(\S*test_dispatch\) failed: TypeError"):
             session.generate()
 
 
@@ -468,3 +468,34 @@ def test_what_a_plugins_function_does_wrong_is_told_with_its_name(plugged, funct
 def test_unknown_operators_are_refused_before_anything_is_compiled(tmp_path):
     with pytest.raises(ConfigError, match="unknown operator 'rmsnorm'; did you mean 'rms_norm'"):
         chunkrt.load(tmp_path / "nowhere", ops="-rmsnorm")
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "onnxrt"])
+def test_what_a_plugin_refuses_runs_as_without_it(decoder, registry, backend):
+    nodes = [node.name for s in decoder.plan.subgraphs for node in s.nodes if node.op == "RMSNormalization"]
+    taken = nodes[1]
+    with registry.from_distribution("acme-ops"):
+        refuses = lambda node: "" if node.name == taken else "it is another one"  # noqa: E731
+        registry.register("rms_norm", "toy", refuses=refuses)(lambda *inputs: inputs[0])
+    found = dispatcher(decoder, registry, "all")
+    uses_of = [(use, choice) for s in decoder.plan.subgraphs for use, choice in found.choices(s, backend)]
+    where = {use.node.name: choice for use, choice in uses_of if choice.operator == "rms_norm"}
+    assert where.keys() == set(nodes)
+    assert {name for name, choice in where.items() if choice.runs_on == "toy"} == {taken}
+    for name in set(nodes) - {taken}:
+        assert where[name].runs_on == backend
+        assert where[name].reason == "native form; plug-in acme-ops refuses it: it is another one"
+
+
+def test_a_reference_that_refuses_leaves_ours(decoder, registry):
+    with registry.from_distribution("acme-ops"):
+        registry.register("rms_norm", "reference", replaces=True, refuses=lambda node: "never")(None.__class__)
+    places = {c.origin for c in all_choices(decoder, dispatcher(decoder, registry), "reference")}
+    assert not any("acme" in place for place in places)
+
+
+def test_a_plugin_that_cannot_say_is_named(decoder, registry):
+    with registry.from_distribution("acme-ops"):
+        registry.register("rms_norm", "toy", refuses=lambda node: node.absent)(lambda *inputs: inputs[0])
+    with pytest.raises(PartitionError, match=r"acme-ops .* cannot say whether it takes node .*AttributeError"):
+        all_choices(decoder, dispatcher(decoder, registry), "native")

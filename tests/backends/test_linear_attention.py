@@ -191,7 +191,7 @@ def test_a_kind_that_nobody_knows_is_refused_by_name():
 
 
 def test_a_kind_without_an_implementation_is_named_by_each_backend(monkeypatch):
-    register_variant("bare", Variant(columns_per_channel=1, activation="", is_recurrent=False))
+    register_variant("bare", Variant(columns_per_channel=1, is_recurrent=False))
     monkeypatch.setitem(CHANNELS, "bare", V_HEADS * V_DIM)
     monkeypatch.setitem(COLUMNS, "bare", V_HEADS * V_DIM)
     case = Case("bare")
@@ -274,7 +274,7 @@ class RetentionBody(Module):
 @pytest.fixture(scope="module")
 def retention(tmp_path_factory):
     """The kind, registered as a package from outside would do it, and a checkpoint of a decoder with it."""
-    register_variant("retention", Variant(columns_per_channel=1, activation="", is_recurrent=True, expansion=RETENTION))
+    register_variant("retention", Variant(columns_per_channel=1, is_recurrent=True, expansion=RETENTION))
 
     @register("retention")
     def _retention(qkv, gate, beta, convolve, recurrent_state, **sizes):
@@ -345,3 +345,18 @@ def test_a_kind_that_native_lacks_goes_to_the_reference_with_one_warning(retenti
     np.testing.assert_allclose(
         logits["native"], logits["reference"], rtol=0, atol=0.02 * np.abs(logits["native"]).max()
     )
+
+
+def test_families_of_plugins_are_imported_for_a_kind_that_is_not_known(monkeypatch):
+    """A compiled model is run from the cache, without the family that built it."""
+    imported = []
+
+    def load_all():
+        imported.append("families")
+        register_variant("late", Variant(columns_per_channel=1, is_recurrent=False))
+
+    monkeypatch.setattr(decoders.PLUGINS, "load_all", load_all)
+    find_variant("short_conv")
+    assert imported == []
+    assert find_variant("late").columns_per_channel == 1
+    assert imported == ["families"]
