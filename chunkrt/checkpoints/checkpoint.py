@@ -12,6 +12,9 @@ from chunkrt.checkpoints.source import Refuse, TensorSource, strictly
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular
 
+_PICKLED = "PyTorch's pickled files are not read; convert it to safetensors"
+_HINTS = {".safetensors": "name its folder instead", **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), _PICKLED)}
+
 
 def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> TensorSource:
     """Open a GGUF file or a Hugging Face folder; the content decides, not the name.
@@ -42,5 +45,5 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     if start == MAGIC:
         return GgufSource(path, refuse=refuse)
-    hint = "name its folder instead" if path.suffix == ".safetensors" else "fetch it again if it should be"
+    hint = _HINTS.get(path.suffix, "fetch it again if it should be")
     raise ModelError(f"{path} is not a GGUF file (it starts with {start!r}); {hint}")

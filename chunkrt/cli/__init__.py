@@ -7,12 +7,14 @@ the command and speaks.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import logging
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import click
 
@@ -70,6 +72,11 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the `chunkrt` command."""
+    if sys.stderr is None:  # closed: nobody wants to know
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115, for as long as the process lives
+    if sys.stdout is None:
+        say("chunkrt: standard output is closed; send it to the null device if nobody wants it")
+        sys.exit(1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")  # what a model says has no place in most Windows code pages
@@ -88,17 +95,32 @@ def main() -> None:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" (see `{context.command_path} --help`)" if context else ""
-        _report(error.format_message().rstrip(".") + hint, is_verbose, error.exit_code)
+        _report(error.format_message().rstrip(".") + hint, False, error.exit_code)
     except ChunkrtError as error:
         _report(str(error), is_verbose, 1)
     except (KeyboardInterrupt, click.Abort):
         say("interrupted")
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         sys.exit(1)
+    except MemoryError as error:
+        _report(f"there is too little memory ({error or 'no more can be had'})", is_verbose, 1)
+    except OSError as error:
+        if error.filename is None and error.errno in _OUTPUT_IS_LOST:
+            _give_up_output()
+            _report(f"cannot write to standard output: {error.strerror}", is_verbose, 1)
+        _report(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", is_verbose, 1)
     except Exception as error:
         _report(f"unexpected {type(error).__name__}: {error} (run again with -v for the traceback)", is_verbose, 1)
+
+
+_OUTPUT_IS_LOST = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
+
+
+def _give_up_output() -> None:
+    """Else the interpreter would try again to write what is left, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(message: str, is_verbose: bool, status: int) -> None:

@@ -58,6 +58,10 @@ def chat(model: str, **options: Any) -> None:
                 click.echo()
                 click.echo(f"[{answer.figures()}]", err=True)
             except KeyboardInterrupt:
+                if not said:  # nothing was answered: the turn is as if it had never been
+                    messages.pop()
+                    click.echo("[stopped; the turn is left out]", err=True)
+                    continue
                 click.echo()
                 click.echo("[stopped]", err=True)
             except ConfigError as error:  # the turn does not fit: the conversation goes on without it

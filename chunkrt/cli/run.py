@@ -15,6 +15,8 @@ from chunkrt.cli.options import engine_options, open_engine, trace_option, writt
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 
+MOST_CHARACTERS = 1 << 26
+
 
 @click.command()
 @click.argument("model")
@@ -67,7 +69,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise click.UsageError("give a prompt with -p TEXT or -f FILE, one of them")
     if file is not None:
         try:
-            prompt = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+            prompt = _read(file)
         except OSError as error:
             raise ConfigError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
@@ -76,6 +78,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if not prompt.strip():
         raise ConfigError("the prompt is empty")
     return prompt
+
+
+def _read(file: Path) -> str:
+    """A file's text or, of "-", standard input's; a device may have no end."""
+    if str(file) == "-":
+        if sys.stdin is None:
+            raise ConfigError("standard input is closed; give the prompt with -p TEXT or -f FILE")
+        text = sys.stdin.read(MOST_CHARACTERS + 1)
+    else:
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"the prompt in {file} has more than {MOST_CHARACTERS} characters; no context holds so many")
+    return text
 
 
 def _print(piece: str) -> None:

@@ -1,11 +1,13 @@
 """Whatever is wrong is one line on stderr and an exit status, with nothing on stdout; the traceback comes with -v."""
 
 import json
+import shlex
 import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from fixture_checkpoints import checkpoint
 from one_line import expect_one_line
 
 from chunkrt.backends.qnn import SOCS
+from chunkrt.checkpoints import catalogue
 from chunkrt.engine.session import Session
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -232,3 +235,94 @@ def test_the_module_is_the_command(tmp_path):
     finished = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
     assert (finished.returncode, finished.stdout) == (1, "")
     assert finished.stderr == "chunkrt: there is no file or folder nowhere/model.gguf\n"
+
+
+SHELL = pytest.mark.skipif(sys.platform != "linux", reason="these are a Linux shell's redirections")
+
+
+def in_shell(redirections, *arguments):
+    """The command as a shell starts it: exit status, stdout, stderr."""
+    line = shlex.join([sys.executable, "-P", "-m", "chunkrt", *map(str, arguments)])
+    finished = subprocess.run(f"{line} {redirections}", shell=True, capture_output=True, text=True)
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+@SHELL
+@pytest.mark.parametrize(
+    ("redirections", "arguments", "message"),
+    [
+        (">&-", RUN, "standard output is closed"),
+        ("> /dev/full", RUN, "cannot write to standard output: No space left on device"),
+        ("> /dev/full", (*RUN, "--json"), "cannot write to standard output: No space left on device"),
+        ("> /dev/full", ("models",), "cannot write to standard output: No space left on device"),
+        ("<&-", ("run", GGUF, "-f", "-"), "standard input is closed"),
+        ("", ("run", GGUF, "-f", "/dev/zero"), "has more than 67108864 characters"),
+    ],
+)
+def test_streams_that_are_not_as_usual(redirections, arguments, message):
+    status, out, err = in_shell(redirections, *arguments)
+    assert (status, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line.startswith("chunkrt: ")
+    assert message in line
+
+
+@SHELL
+def test_who_closes_stderr_gets_the_answer(command):
+    assert in_shell("2>&-", *RUN) == (0, command(*RUN).out, "")
+
+
+def test_a_usage_error_has_no_traceback(command):
+    finished = command("run", "-v")
+    assert finished.status == 2
+    assert "Traceback" not in finished.err
+
+
+def test_too_little_memory_is_said(command, monkeypatch):
+    monkeypatch.setattr(Session, "prefill", lambda *_, **__: [0] * 10**18)
+    expect_one_line(command(*RUN), "there is too little memory")
+
+
+def test_one_broken_entry_leaves_the_others(command, monkeypatch, tmp_path, caplog):
+    (tmp_path / "broken.toml").write_text("x = [")
+    monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
+    finished = command("models")
+    assert finished.status == 0
+    assert "smollm2-135m-instruct" in finished.out
+    assert "broken.toml" in caplog.text
+    assert command("run", GGUF, "-p", "hello", "-n", 1).status == 0
+    expect_one_line(command("run", "broken", "-p", "hello"), "broken.toml")
+
+
+def test_pickled_checkpoints_are_named_as_such(command, tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    expect_one_line(command("run", tmp_path / "pytorch_model.bin", "-p", "x"), "pickled files are not read")
+
+
+def test_home_may_begin_with_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("CHUNKRT_HOME", "~/kept")
+    assert catalogue.home() == tmp_path / "kept"
+
+
+def test_a_turn_that_was_stopped_before_its_answer_is_left_out(command, monkeypatch, tmp_path):
+    asked = []
+
+    def stream_answer(session, tokens, **_):
+        asked.append([*session.history, *tokens])
+        if len(asked) in (1, 3):
+            raise KeyboardInterrupt
+        return SimpleNamespace(figures=lambda: "")
+
+    monkeypatch.setattr("chunkrt.cli.chat.stream_answer", stream_answer)
+    monkeypatch.setattr(
+        "chunkrt.tokenizer.Tokenizer.encode_chat", lambda self, messages: list(map(len, map(str, messages)))
+    )
+    finished = command("chat", GGUF, stdin="first\nsecond one\nthird\nfourth, the last\n")
+    assert finished.status == 0
+    assert finished.err.count("[stopped; the turn is left out]") == 2
+    said = [len(str({"role": "user", "content": text})) for text in ("second one", "fourth, the last")]
+    empty = len(str({"role": "assistant", "content": ""}))
+    assert asked[1] == said[:1]
+    assert asked[3] == [said[0], empty, said[1]]

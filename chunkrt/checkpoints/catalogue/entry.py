@@ -6,6 +6,7 @@ CHUNKRT_MODELS may name a folder of further ones; an entry there replaces one of
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -76,34 +77,45 @@ class Entry:
     expected_perplexity: float | None = None
 
 
+log = logging.getLogger(__name__)
+
 _SOURCES = {"wheel": WheelSource, "hub": HubSource, "path": PathSource}
 
 
 def entries() -> Mapping[str, Entry]:
-    """Every entry by name, sorted.
+    """Every entry by name, sorted; a file that is wrong is told in a warning and left out.
 
     Raises:
-        ConfigError: a file of the catalogue is wrong; the message names the file and the key.
+        ConfigError: CHUNKRT_MODELS names no folder.
     """
+    found = {}
+    for name, path in sorted(_files().items()):
+        try:
+            found[name] = read_entry(path)
+        except ConfigError as error:
+            log.warning("%s; it is left out of the catalogue", error)
+    return found
+
+
+def _files() -> dict[str, Path]:
     packaged = _PACKAGE / "models"
     folders = [packaged if packaged.is_dir() else _PACKAGE.parent / "models"]
     if user_folder := os.environ.get("CHUNKRT_MODELS"):
-        folders.append(Path(user_folder))
+        folders.append(Path(user_folder).expanduser())
         if not folders[-1].is_dir():
             raise ConfigError(f"CHUNKRT_MODELS names {user_folder}, which is not a folder")
-    found = {path.stem: path for folder in folders for path in folder.glob("*.toml")}
-    return {name: read_entry(found[name]) for name in sorted(found)}
+    return {path.stem: path for folder in folders for path in folder.glob("*.toml")}
 
 
 def find(name: str) -> Entry:
     """Look an entry up by name.
 
     Raises:
-        ConfigError: there is none of that name; the message offers the nearest.
+        ConfigError: there is none of that name, and the message offers the nearest; or its file is wrong.
     """
-    known = entries()
+    known = _files()
     if name in known:
-        return known[name]
+        return read_entry(known[name])
     nearest = [other for other in known if name in other][:3] or get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
     raise ConfigError(f"no model is called {name!r}; {hint}`chunkrt models` lists all")

@@ -25,7 +25,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def home() -> Path:
     """Where chunkrt keeps what it fetches: CHUNKRT_HOME, or a folder in the platform's cache folder."""
     if chosen := os.environ.get("CHUNKRT_HOME"):
-        return Path(chosen)
+        return Path(chosen).expanduser()
     if sys.platform == "win32" and (cache := os.environ.get("LOCALAPPDATA")):
         return Path(cache) / "chunkrt"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkrt"
