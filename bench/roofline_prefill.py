@@ -17,11 +17,12 @@ from roofline_work import Work, work_of
 
 import chunkrt
 from chunkrt.backends.base import Array, Executable
-from chunkrt.engine.engine import Engine, default_cache_dtype, make_processors
+from chunkrt.engine.engine import Engine, default_cache_dtype
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import processors_for
 from chunkrt.simulate.work import cut
 
 PROMPT = "The capital of France is"
@@ -112,7 +113,7 @@ class Overhead:
             plan,
             self._timed,
             chunk_length=engine.chunk_length,
-            processors=make_processors(backend, 1),
+            processors=processors_for(backend.concurrency, 1),
             policy=find_policy(engine.options.policy),
         )
         self._state = State(plan, engine.context_length, default_cache_dtype(engine.scheme, backend))

@@ -26,14 +26,13 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.native import backend as native
-from chunkrt.engine.engine import make_processors
 from chunkrt.errors import BackendError, ClosedError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES, find_policy
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.tasks import Processor, processors_for
 
 CHUNK = 8
 CHECKPOINT = "llama_biased_gguf"
@@ -219,4 +218,4 @@ def test_point_8_one_thread_budget_covers_workers_and_kernels(monkeypatch: pytes
     monkeypatch.setattr(native, "ThreadPool", note)
     with chunkrt.load(checkpoint(CHECKPOINT), npu="native", threads=3) as engine:
         assert budgets == [3]
-        assert [processor.workers for processor in make_processors(engine.npu_backend, 3)] == [3]
+        assert [processor.workers for processor in processors_for(engine.npu_backend.concurrency, 3)] == [3]

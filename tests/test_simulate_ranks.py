@@ -37,7 +37,7 @@ from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, MeasuredProfile,
 from chunkrt.simulate.experiments import plans_of
 from chunkrt.simulate.link import read_link
 from chunkrt.simulate.measured import ThreadsCost
-from chunkrt.simulate.shared_clock import link_speeds, run_on_shared_clock
+from chunkrt.simulate.speeds import link_speeds
 from chunkrt.simulate.work import Work
 
 SHAPE = replace(SMALL_SHAPE, num_heads=8, num_kv_heads=4, head_dim=8)
@@ -209,7 +209,9 @@ def test_sums_that_share_a_link_take_twice_as_long() -> None:
         ns = DURATIONS[task.subgraph]
         return Work(ns, 0.0, float(ns) if task.subgraph == 1 else 0.0)
 
-    record = two_chunks(lambda schedule: run_on_shared_clock(schedule, work, link_speeds(1.0)))
+    record = two_chunks(
+        lambda schedule: run_on_virtual_clock(schedule, lambda task: work(task).ns, link_speeds(1.0, work))
+    )
     # alone until 20; half of the link each until 60; the second one's last third alone
     assert {task: span for task, span in spans(record).items() if task.subgraph == 1} == {
         Task(1, 0): (10, 60),

@@ -43,7 +43,7 @@ from chunkrt.runtime.executor import Executor, RunResult
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.ranks.launch import connect
 from chunkrt.runtime.state import CacheDtype, State
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.tasks import Processor, processors_for
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -277,13 +277,13 @@ class Engine:
     def _build(self, progress: Progress) -> tuple[Executor, Executor]:
         """The executors of prompts and of single tokens; without an NPU one is both."""
         on_cpu = {s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs}
-        cpu_only = make_processors(self.cpu_backend, self.options.num_threads)
+        cpu_only = processors_for(None, self.options.num_threads)
         on_npu = self._compile_for_npu(on_cpu, progress) if self.npu_backend is not self.cpu_backend else {}
         in_flight = self.options.chunks_in_flight
         if not on_npu:
             executor = self._make_executor(on_cpu, cpu_only, self.chunk_length, in_flight)
             return executor, executor
-        processors = make_processors(self.npu_backend, self.options.num_threads)
+        processors = processors_for(self.npu_backend.concurrency, self.options.num_threads)
         prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length, in_flight)
         return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
 
@@ -352,16 +352,6 @@ class Engine:
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
     """What the backend that attends takes first; float32 under "float"."""
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
-
-
-def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]:
-    """Who runs tasks: an NPU beside the CPU's threads, or, without one, the CPU's threads for both roles."""
-    if npu_backend.concurrency is None:
-        return (Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=threads),)
-    return (
-        Processor(name="npu", devices=frozenset(("npu",)), workers=npu_backend.concurrency),
-        Processor(name="cpu", devices=frozenset(("cpu",)), workers=threads),
-    )
 
 
 def _context_length(plan: Plan, options: EngineOptions) -> int:

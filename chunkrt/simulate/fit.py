@@ -22,7 +22,7 @@ from chunkrt.graph.plan import Plan, Subgraph, linear_weights, resolve
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import ring_slots
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.tasks import processors_for
 
 MOST_SESSIONS = 4
 """Sessions on the NPU that a process is given, by what others report; an emulator has no such limit."""
@@ -144,10 +144,7 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         PartitionError: the NPU cannot run one of the NPU's subgraphs.
     """
     contexts = [_context(s, plan, scheme, soc, chunk_length) for s in plan.subgraphs if s.device == "npu"]
-    processors = (
-        Processor(name="npu", devices=frozenset(("npu",)), workers=1),
-        Processor(name="cpu", devices=frozenset(("cpu",)), workers=soc.num_cores),
-    )
+    processors = processors_for(1, soc.num_cores)
     rings = ((chunk_length, ring_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
     slots = plan.slots(context_length, chunk_length)
     cache_shapes = (resolve(tensor.shape, slots) for tensor in plan.state_tensors)

@@ -20,10 +20,11 @@ from chunkrt.runtime.tasks import Task, TaskEvent, with_link
 from chunkrt.runtime.trace.idle import Cause, where_time_went
 from chunkrt.runtime.trace.link_time import link_time
 from chunkrt.runtime.trace.utilisation import utilisation
+from chunkrt.runtime.virtual_clock import Speeds, run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile
-from chunkrt.simulate.shared_clock import Speeds, crowd_speeds, link_speeds, memory_speeds, run_on_shared_clock, slowest
+from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
 from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work, with_sums
 
 
@@ -142,9 +143,9 @@ def simulate(
     if isinstance(device, DeviceProfile):
         if threads is not None:
             raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
-        processors, prompt_us = device.processors_of(plan), device.prompt_us
+        processors, prompt_us = device.processors(plan), device.prompt_us
         work_of = ModelledWork(plan, found_scheme, device, chunk_length=chunk_length, chunks=chunks)
-        speeds = memory_speeds(device.memory.gb_per_s)
+        speeds = memory_speeds(device.memory.gb_per_s, work_of)
     else:
         budget = device.budget(threads)
         processors, prompt_us = device.processors(budget.threads), budget.prompt_us
@@ -153,7 +154,7 @@ def simulate(
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     if link is not None:
         work_of = with_sums(work_of, plan, chunks, link, ranks)
-        speeds = slowest(speeds, link_speeds(link.gb_per_s))
+        speeds = slowest(speeds, link_speeds(link.gb_per_s, work_of))
     num_slots = chunks_in_flight or ring_slots(plan, chunk_length, processors)
     record = RunRecord(
         pipeline=Pipeline(
@@ -205,7 +206,7 @@ def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list
         policy=find_policy(record.pipeline.policy),
         durations=durations,
     )
-    return run_on_shared_clock(schedule, work_of, speeds)
+    return run_on_virtual_clock(schedule, schedule.duration, speeds)
 
 
 def _check_ranks(
