@@ -16,6 +16,7 @@ from chunkrt.runtime.chunk_slots import DEFAULT_RING_BYTES, MOST_CHUNKS_IN_FLIGH
 from chunkrt.runtime.costs import FLOPS_PER_NS, Costs
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 
@@ -107,11 +108,11 @@ def test_an_executor_learns_from_prompts_of_several_chunks() -> None:
     )
     flops = executor.costs.flops([8] * 3, [0, 0, 1], position=0)
     guesses = executor.costs.durations(flops)
-    finish(lambda: executor.run(tokens(1), State(plan, CONTEXT)))
+    finish(lambda: executor.run(Run(tokens(1), State(plan, CONTEXT))))
     assert executor.costs.durations(flops) == guesses
-    result = finish(lambda: executor.run(tokens(24), State(plan, CONTEXT)))
+    result = finish(lambda: executor.run(Run(tokens(24), State(plan, CONTEXT))))
     measured = [[] for _ in plan.subgraphs]  # type: list[list[int]]
-    for event in result.events:
+    for event in result.record.events:
         measured[event.task.subgraph].append(event.end_ns - event.start_ns)
     found = executor.costs.durations(flops)
     assert [row[0] for row in found] == [pytest.approx(np.mean(times), abs=1) for times in measured]

@@ -22,8 +22,7 @@ ROUNDING_NS = 1
 def make_schedule(plan: Plan, chunks: int, processors: tuple[Processor, ...], policy: str = "in_order") -> Schedule:
     return Schedule(
         plan,
-        num_chunks=chunks,
-        logit_chunks=range(chunks - 1, chunks),
+        routes=plan.flow.routes(chunks, range(chunks - 1, chunks)),
         chunks_in_flight=chunks,
         processors=processors,
         policy=find_policy(policy),

@@ -151,8 +151,7 @@ def two_chunks(run: Callable[[Schedule], list[TaskEvent]]) -> RunRecord:
     processors = with_link([cpu], PLAN, 2)
     schedule = Schedule(
         PLAN,
-        num_chunks=2,
-        logit_chunks=[1],
+        routes=PLAN.flow.routes(2, [1]),
         chunks_in_flight=2,
         processors=processors,
         policy=find_policy("in_order"),

@@ -13,6 +13,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
@@ -27,8 +28,7 @@ def virtual_record(processors, *, plan=PLAN, num_chunks=4, slots=3, start=10**15
     """A run on a virtual clock in which tasks of a worker touch, late on the clock, with odd nanoseconds."""
     schedule = Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),
         chunks_in_flight=slots,
         processors=processors,
         policy=find_policy("in_order"),
@@ -176,7 +176,7 @@ def test_real_runs_come_back_as_they_were(tmp_path):
         PLAN, make_executables(PLAN), chunk_length=8, processors=npu_and_cpu(2), policy=find_policy("look_ahead")
     )
     state = State(PLAN, CONTEXT)
-    records = [executor.run(tokens(count), state).record for count in (29, 1, 1)]
+    records = [executor.run(Run(tokens(count), state)).record for count in (29, 1, 1)]
     write_trace(tmp_path / "out.json", records, "toy")
     trace = CheckedTrace(tmp_path / "out.json")
     assert [s[2] for s in trace.slices["runs"]] == ["prefill 29 tokens", "decode at 29", "decode at 30"]

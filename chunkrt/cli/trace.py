@@ -57,7 +57,7 @@ class Group:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw the timeline of the longest prefill: .png, .svg or .html."
+    "--plot", type=click.Path(path_type=Path), help="Draw the timeline of the longest prefill: .svg or .html."
 )
 @verbose_option
 def trace(file: Path, as_json: bool, plot: Path | None) -> None:

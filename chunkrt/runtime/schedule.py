@@ -12,11 +12,12 @@ passes only through what state is made of, because nothing reads the rest.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import get_args
 
 from chunkrt.errors import ChunkrtError, ConfigError
+from chunkrt.graph.flow import Route
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.critical_path import upward_ranks
 from chunkrt.runtime.policy import Policy
@@ -29,29 +30,25 @@ class Schedule:
 
     Args:
         plan: the decoder.
-        num_chunks: chunks of the prompt, at least 1.
-        logit_chunks: the chunks that have rows whose logits are wanted.
+        routes: what every chunk passes through, at least one.
         chunks_in_flight: ring slots, at least 1.
         processors: who asks for tasks.
         policy: chooses among ready tasks.
         durations: of every task as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks]. Without them
             it takes every task to last equally long.
-        for_others: the logits are another rank's; here only what its sums need is run.
     """
 
     def __init__(
         self,
         plan: Plan,
         *,
-        num_chunks: int,
-        logit_chunks: Container[int],
+        routes: Sequence[Route],
         chunks_in_flight: int,
         processors: Sequence[Processor],
         policy: Policy,
         durations: Sequence[Sequence[int]] | None = None,
-        for_others: bool = False,
     ) -> None:
-        self.num_chunks = num_chunks
+        self.num_chunks = num_chunks = len(routes)
         self.processors = tuple(processors)
         self.chunks_done = 0
         self.running: list[Task] = []
@@ -59,8 +56,7 @@ class Schedule:
         """The first task that failed, and its error."""
         self.is_cancelled = False
         self._plan = plan
-        self._logit_chunks = logit_chunks
-        self._for_others = for_others
+        self._routes = routes
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
         self._durations = durations or [[1] * num_chunks] * len(plan.subgraphs)
@@ -70,9 +66,7 @@ class Schedule:
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
         flow = plan.flow
         self._has_state = flow.has_state
-        wanted = flow.with_sums if for_others else flow.with_logits
-        self._routes = [wanted if c in logit_chunks else flow.without_logits for c in range(num_chunks)]
-        self._left = [len(route.subgraphs) for route in self._routes]
+        self._left = [len(route.subgraphs) for route in routes]
         """Tasks of every chunk that have not ended."""
         self.num_tasks = sum(self._left)
         self._waits = [list(flow.num_waits) for _ in range(num_chunks)]
@@ -125,13 +119,11 @@ class Schedule:
         if policy not in self._makespans:
             fresh = Schedule(
                 self._plan,
-                num_chunks=self.num_chunks,
-                logit_chunks=self._logit_chunks,
+                routes=self._routes,
                 chunks_in_flight=self._chunks_in_flight,
                 processors=self.processors,
                 policy=policy,
                 durations=self._durations,
-                for_others=self._for_others,
             )
             self._makespans[policy] = run_on_virtual_clock(fresh, fresh.duration)[-1].end_ns
         return self._makespans[policy]

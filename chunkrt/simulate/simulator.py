@@ -199,8 +199,7 @@ def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list
     durations = [[work_of(Task(s, c)).ns for c in range(num_chunks)] for s in range(len(plan.subgraphs))]
     schedule = Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),
         chunks_in_flight=record.pipeline.num_slots,
         processors=record.pipeline.processors,
         policy=find_policy(record.pipeline.policy),
