@@ -34,7 +34,7 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, ConfigError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.runtime.chunk_slots import ring_slots
+from chunkrt.runtime.chunk_slots import chunk_slots
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.ranks.local import local_communicators
@@ -329,5 +329,5 @@ def test_a_record_tells_how_long_the_cpu_waited_for_sums(slots: int, waited: int
 
 
 def test_ranks_have_as_many_chunks_in_flight_whatever_their_workers() -> None:
-    assert {ring_slots(PLAN, 8, shared_cpu(workers)) for workers in (1, 4, 64)} == {16}
-    assert ring_slots(make_plan(), 8, shared_cpu(4)) == 8
+    assert {chunk_slots(PLAN, 8, shared_cpu(workers)) for workers in (1, 4, 64)} == {16}
+    assert chunk_slots(make_plan(), 8, shared_cpu(4)) == 8

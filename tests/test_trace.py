@@ -130,13 +130,13 @@ def test_counters(tmp_path):
     assert set(counters) == {
         "busy % NPU",
         "busy % CPU",
-        "ring slots in use",
-        "memory ring bytes",
+        "chunk slots in use",
+        "memory chunk bytes",
         "memory KV cache bytes",
     }
-    in_use = [value for _, value in counters["ring slots in use"]]
+    in_use = [value for _, value in counters["chunk slots in use"]]
     assert (in_use[0], max(in_use), in_use[-1]) == (0, 2, 0)
-    assert [500 * value for value in in_use] == [value for _, value in counters["memory ring bytes"]]
+    assert [500 * value for value in in_use] == [value for _, value in counters["memory chunk bytes"]]
     cache = [value for _, value in counters["memory KV cache bytes"]]
     assert cache == sorted(cache)
     assert (cache[0], cache[-1]) == (5 * 24, (5 + 29) * 24)

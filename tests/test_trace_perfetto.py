@@ -89,8 +89,8 @@ def test_perfetto_reads_what_was_written(tmp_path, plan):
         "busy % CPU",
         "busy % NPU",
         "memory KV cache bytes",
-        "memory ring bytes",
-        "ring slots in use",
+        "memory chunk bytes",
+        "chunk slots in use",
     ]
     instants = {e.task for e in record.events if e.start_ns == e.end_ns}  # Perfetto binds no arrow to these
     arrows = [

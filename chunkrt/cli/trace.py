@@ -99,7 +99,7 @@ def _text(group: Group) -> str:
     speed = group.num_tokens / (group.wall_ns / 1e9) if group.wall_ns else 0.0
     lines = [
         f"{group.name}: {runs}, {group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, policy {record.pipeline.policy}, "
-        f"{record.num_chunks} chunk{'s' if record.num_chunks > 1 else ''}, {record.pipeline.num_slots} ring slots"
+        f"{record.num_chunks} chunk{'s' if record.num_chunks > 1 else ''}, {record.pipeline.num_slots} chunk slots"
     ]
     processors = [time for time in group.processors if time.name != "link"]
     columns = [shares(time) for time in processors]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from chunkrt.backends import Backend, Executable
+from chunkrt.backends import Backend
 from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
 from chunkrt.backends.link import LinkBackend
@@ -30,7 +30,7 @@ from chunkrt.errors import (
     unknown_name,
 )
 from chunkrt.files import Progress
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import available_cpus, find_cpus, running_on
 from chunkrt.runtime.ranks.launch import connect
@@ -118,11 +118,7 @@ def _load_part(
 
 
 class Engine:
-    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it.
-
-    With an NPU there are two executors: prompts stream through the NPU and the CPU, and single tokens, which an NPU
-    compiled for whole chunks would pad, run on the CPU alone.
-    """
+    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it."""
 
     def __init__(
         self,
@@ -171,7 +167,8 @@ class Engine:
             plan=self.plan,
             options=options,
             chunk_length=self.chunk_length,
-            compile=self._compile,
+            weights=self.weights,
+            dispatcher=self.dispatcher,
             npu_backend=self.npu_backend,
             cpu_backend=self.cpu_backend,
             link=None if communicator is None else LinkBackend(communicator),
@@ -261,9 +258,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
-        return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
 
     def _check_cache(self) -> None:
         """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""

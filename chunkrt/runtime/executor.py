@@ -20,7 +20,7 @@ from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.binding import BoundSubgraph
 from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers
-from chunkrt.runtime.chunk_slots import ring_slots
+from chunkrt.runtime.chunk_slots import chunk_slots
 from chunkrt.runtime.costs import Costs
 from chunkrt.runtime.policy import Policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
@@ -41,7 +41,7 @@ class Executor:
         processors: who runs which device role; together they cover the plan's devices but the link, whose tasks wait
             for other ranks in threads of their own.
         policy: chooses among ready tasks.
-        chunks_in_flight: ring slots, at least 1; by default as many as `ring_slots` gives.
+        chunks_in_flight: chunk slots, at least 1; by default as many as `chunk_slots` gives.
         cpus: those that tasks run on, in whichever thread; by default what that thread may use.
 
     Raises:
@@ -73,18 +73,18 @@ class Executor:
         self.cpus = cpus
         self.costs = Costs(plan)
         """What tasks take, learnt from every run."""
-        num_slots = chunks_in_flight or ring_slots(plan, chunk_length, processors)
+        num_slots = chunks_in_flight or chunk_slots(plan, chunk_length, processors)
         self.processors = with_link(processors, plan, num_slots)
         num_workers = sum(processor.workers for processor in self.processors)
         layout = BufferLayout(plan, chunk_length)
-        self.ring = [ChunkBuffers(layout) for _ in range(num_slots)]
+        self.slots = [ChunkBuffers(layout) for _ in range(num_slots)]
         self.num_bytes = layout.num_bytes * num_slots
         """Bytes of the chunk buffers."""
         self.subgraphs = [
             BoundSubgraph(
                 subgraph,
                 executables[subgraph.name],
-                ring=self.ring,
+                slots=self.slots,
                 chunk_length=chunk_length,
                 output=plan.output,
             )
@@ -129,12 +129,12 @@ class Executor:
             if self._workers is not None:
                 self._workers.close()  # they may run on after a second interrupt
                 self._workers = None
-            stream = Stream(run, self.plan, subgraphs=self.subgraphs, ring=self.ring, chunk_length=self.chunk_length)
+            stream = Stream(run, self.plan, subgraphs=self.subgraphs, slots=self.slots, chunk_length=self.chunk_length)
             flops = self._flops(stream.chunks)
             schedule = Schedule(
                 self.plan,
                 routes=stream.routes,
-                chunks_in_flight=len(self.ring),
+                chunks_in_flight=len(self.slots),
                 processors=self.processors,
                 policy=self.policy,
                 durations=None if flops is None else self.costs.durations(flops),

@@ -6,7 +6,7 @@ virtual clock.
 The rules. A task waits for the tasks of its chunk whose values it reads, so several of a chunk may be ready or running
 at once. A subgraph that owns state takes the chunks in order; the turn passes on when a task ends. So attention of a
 chunk waits for what all chunks up to its own give it, and any other task only for its own chunk: others may overtake. A
-chunk enters when a ring slot is free and keeps it until its last task has ended. A chunk whose logits nobody asked for
+chunk enters when a chunk slot is free and keeps it until its last task has ended. A chunk whose logits nobody asked for
 passes only through what state is made of, because nothing reads the rest.
 """
 
@@ -31,7 +31,7 @@ class Schedule:
     Args:
         plan: the decoder.
         routes: what every chunk passes through, at least one.
-        chunks_in_flight: ring slots, at least 1.
+        chunks_in_flight: chunk slots, at least 1.
         processors: who asks for tasks.
         policy: chooses among ready tasks.
         durations: of every task as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks]. Without them
@@ -60,7 +60,7 @@ class Schedule:
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
         self._durations = durations or [[1] * num_chunks] * len(plan.subgraphs)
-        self._ranks: list[list[int]] = []
+        self._upward_ranks: list[list[int]] = []
         """Empty until a policy asks for one."""
         self._makespans: dict[Policy, int] = {}
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
@@ -75,7 +75,7 @@ class Schedule:
         """By device."""
         self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
         self._slots: list[int] = []
-        """The ring slot of every chunk that has entered."""
+        """The chunk slot of every chunk that has entered."""
         self._release((index, 0) for index, owns in enumerate(flow.has_state) if owns)
         for slot in range(min(chunks_in_flight, num_chunks)):
             self._slots.append(slot)
@@ -97,7 +97,7 @@ class Schedule:
         return self.is_cancelled or self.failure is not None
 
     def slot(self, chunk: int) -> int:
-        """The ring slot of a chunk that has entered."""
+        """The chunk slot of a chunk that has entered."""
         return self._slots[chunk]
 
     def device(self, task: Task) -> Device:
@@ -108,11 +108,11 @@ class Schedule:
         """How long a task is estimated to take."""
         return self._durations[task.subgraph][task.chunk]
 
-    def rank(self, task: Task) -> int:
+    def upward_rank(self, task: Task) -> int:
         """The longest path from a task's start to the run's end; see `upward_ranks`."""
-        if not self._ranks:
-            self._ranks = upward_ranks(self._durations, self._routes, self._has_state, self._chunks_in_flight)
-        return self._ranks[task.chunk][task.subgraph]
+        if not self._upward_ranks:
+            self._upward_ranks = upward_ranks(self._durations, self._routes, self._has_state, self._chunks_in_flight)
+        return self._upward_ranks[task.chunk][task.subgraph]
 
     def makespan(self, policy: Policy) -> int:
         """How long the whole run would take under a policy if every task took as long as estimated."""

@@ -34,8 +34,8 @@ class Stream:
     Args:
         run: what is asked for.
         plan: the decoder.
-        subgraphs: the plan's, bound to `ring`.
-        ring: the buffers of every slot.
+        subgraphs: the plan's, bound to `slots`.
+        slots: the buffers of each.
         chunk_length: C.
     """
 
@@ -45,15 +45,15 @@ class Stream:
         plan: Plan,
         *,
         subgraphs: Sequence[BoundSubgraph],
-        ring: Sequence[ChunkBuffers],
+        slots: Sequence[ChunkBuffers],
         chunk_length: int,
     ) -> None:
-        self._run, self._ring, self._subgraphs = run, ring, subgraphs
+        self._run, self._slots, self._subgraphs = run, slots, subgraphs
         self._chunk_length = chunk_length
         self._waits_for = plan.flow.waits_for
         self._loading = Lock()
         self._loaded: set[int] = set()
-        """The chunks whose graph inputs are in their ring slots."""
+        """The chunks whose graph inputs are in their slots."""
         num_tokens = run.token_ids.size
         self.chunks = [self._chunk(start) for start in range(0, num_tokens, chunk_length)]
         wanted = plan.flow.with_sums if run.is_for_others else plan.flow.with_logits
@@ -69,7 +69,7 @@ class Stream:
         return self._logits[: self._num_rows] if self._num_rows else None
 
     def compute(self, task: Task, slot: int) -> None:
-        """Compute one task, whose chunk has a ring slot; called from any worker's thread."""
+        """Compute one task, whose chunk has a chunk slot; called from any worker's thread."""
         index, number = task
         chunk, subgraph = self.chunks[number], self._subgraphs[index]
         num_tokens = chunk.token_ids.size
@@ -86,7 +86,7 @@ class Stream:
         with self._loading:
             if number not in self._loaded:
                 token_ids, position, rows, _ = self.chunks[number]
-                self._ring[slot].load(token_ids, position, rows, self._run.state.rope_offset)
+                self._slots[slot].load(token_ids, position, rows, self._run.state.rope_offset)
                 self._loaded.add(number)
 
     def _chunk(self, start: int) -> Chunk:
