@@ -363,17 +363,6 @@ def test_of_several_subgraphs_that_wait_for_nothing_the_first_fills_the_inputs(
     assert sorted(executables["embedding.again"].calls) == sorted(2 * starts)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_progress_counts_chunks_up_to_the_last(policy: str) -> None:
-    plan = make_plan()
-    executor = make_executor(plan, policy=find_policy(policy))
-    calls: list[tuple[int, int]] = []
-    finish(lambda: executor.run(Run(tokens(30), State(plan, CONTEXT), progress=lambda *c: calls.append(c))))
-    assert calls == sorted(set(calls))
-    assert calls[-1] == (4, 4)
-    assert {total for _, total in calls} == {4}
-
-
 def test_events_say_who_ran_what_and_when() -> None:
     plan = make_plan()
     result = finish(lambda: make_executor(plan).run(Run(tokens(30), State(plan, CONTEXT))))

@@ -363,32 +363,6 @@ def test_after_a_second_interrupt_the_next_run_waits_for_what_still_runs(
     assert log == ["first run started", "first run ended", "second run started"]
 
 
-def test_progress_is_told_while_the_run_goes_on() -> None:
-    plan = make_plan()
-    told = Event()
-
-    def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if (name, tag) == ("dynamic.1", CHUNK):
-            wait_for(told)
-
-    executor = make_executor(plan, before=hold)
-    finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT), progress=lambda done, total: told.set())))
-
-
-@pytest.mark.parametrize("policy", ["sequential", "in_order"])
-def test_an_error_in_the_progress_callback_ends_the_run(policy: str) -> None:
-    plan = make_plan()
-    executor, state = make_executor(plan, policy=find_policy(policy)), State(plan, CONTEXT)
-
-    def complain(done: int, total: int) -> None:
-        raise LookupError("no terminal")
-
-    with pytest.raises(LookupError, match="no terminal"):
-        finish(lambda: executor.run(Run(tokens(40), state, progress=complain)))
-    assert state.position == 0
-    check_result(plan, finish(lambda: executor.run(Run(tokens(40), state))), 40)
-
-
 class _Stubborn:
     """Runs chunk 0 and then chooses nothing."""
 

@@ -178,11 +178,11 @@ class Executor:
 
         if starts_threads:
             self._workers = Workers(schedule, execute, cancel=run.cancel, cpus=self.cpus)
-            events = self._workers.run(run.progress)
+            events = self._workers.run()
             self._workers = None
         else:
             with running_on(self.cpus):
-                events = run_in_caller(schedule, execute, cancel=run.cancel, progress=run.progress)
+                events = run_in_caller(schedule, execute, cancel=run.cancel)
         if schedule.failure is not None:
             raise self._failure(*schedule.failure) from schedule.failure[1]
         if schedule.is_cancelled:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.files import Count
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.state import State
@@ -27,7 +26,6 @@ class Run:
     state: of the same decoder; it advances by n.
     logits: which rows of logits to compute.
     cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
-    progress: called in the thread that asked for the run with (chunks done, chunks).
     agree: of several ranks: called when all is computed, before the state advances; if it raises, the run has failed.
     is_for_others: of several ranks: another wants the logits; here only what its sums need is computed, and no logits.
     """
@@ -37,7 +35,6 @@ class Run:
     _: KW_ONLY
     logits: Logits = "last"
     cancel: Event | None = None
-    progress: Count | None = None
     agree: Callable[[], object] | None = None
     is_for_others: bool = False
 
