@@ -67,7 +67,10 @@ class ExecutorBuilder:
         merged = merged_on_cpu(self.plan)
         dispatcher = self.dispatcher.for_plan(merged)
         if self.cpu_backend.name == NATIVE and dispatcher.compiles_whole(NATIVE):
-            compiled = {s.name: dispatcher.compile(s, self._link_or_cpu(s), 1, self.weights) for s in merged.subgraphs}
+            compiled = {
+                s.name: on_cpu.get(s.name) or dispatcher.compile(s, self.cpu_backend, 1, self.weights)
+                for s in merged.subgraphs
+            }
             tokens = self._make(merged, compiled)
         else:
             tokens = self._make(self.plan, on_cpu) if on_npu else prompts
