@@ -16,6 +16,9 @@ CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
 SITE_PACKAGES = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 LOCATE = $(shell $(CXX) -print-file-name=$(1))
+SANITIZED = PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
+  LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" $(BIN)/python
+MINUTES ?= 60
 
 PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md LICENSE) \
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
@@ -32,7 +35,7 @@ define install_extras
 $(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
 
-.PHONY: help run test test-exhaustive test-all tests-ready lint parity test-arm test-sanitize clean
+.PHONY: help run test test-exhaustive test-all tests-ready lint parity test-arm test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -77,20 +80,23 @@ test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_kernel_tests
 	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_program_tests
 
-test-sanitize: $(VENV)/.package $(VENV)/.test ## run the C++ and the native Python tests under sanitizers
-	$(CMAKE) -S . -B build/asan -G Ninja -DCHUNKRT_SANITIZE=address,undefined -DCHUNKRT_BUILD_TESTS=ON \
-	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
-	$(CMAKE) --build build/asan --parallel $(JOBS)
+test-sanitize: sanitized ## run the C++ and the native Python tests under sanitizers
 	build/asan/csrc/tests/chunkrt_kernel_tests
 	build/asan/csrc/tests/chunkrt_program_tests
 	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF -DCHUNKRT_BUILD_TESTS=ON
 	$(CMAKE) --build build/tsan --parallel $(JOBS)
 	build/tsan/csrc/tests/chunkrt_program_tests
+	$(SANITIZED) -m pytest -p no:cacheprovider tests/backends/test_native_*.py
+
+fuzz: sanitized ## mutate files of every format for MINUTES=60, under sanitizers
+	$(SANITIZED) tests/fuzz/campaign.py $(MINUTES)
+
+sanitized: $(VENV)/.package $(VENV)/.test
+	$(CMAKE) -S . -B build/asan -G Ninja -DCHUNKRT_SANITIZE=address,undefined -DCHUNKRT_BUILD_TESTS=ON \
+	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
+	$(CMAKE) --build build/asan --parallel $(JOBS)
 	rm -rf build/asan/package && mkdir build/asan/package && cp -R $(SITE_PACKAGES)/chunkrt build/asan/package
 	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
-	PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
-	  LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" \
-	  $(BIN)/pytest -p no:cacheprovider tests/test_native_*.py
 
 clean: ## remove the virtual environments and whatever was built
 	rm -rf $(VENV) build *.egg-info

@@ -11,7 +11,13 @@ from difflib import get_close_matches
 
 
 class ChunkrtError(Exception):
-    """Base of all errors below; catch it to catch everything that chunkrt reports."""
+    """Base of all errors below; catch it to catch everything that chunkrt reports.
+
+    The message is one line: what a damaged file or another library puts into it is escaped.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
 class ConfigError(ChunkrtError):

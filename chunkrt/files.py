@@ -7,13 +7,20 @@ the cache, so whatever is hidden there was left by one that died, and the next w
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import json
 import logging
+import os
 import shutil
+import stat
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
 
 from filelock import FileLock, Timeout
 
@@ -79,10 +86,68 @@ def written_aside(path: Path) -> Iterator[Path]:
         remove(aside)
 
 
+def read_text(path: Path) -> str:
+    """The text of a regular file; a pipe or a device would perhaps never end.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is not UTF-8.
+    """
+    check_regular(path)
+    return path.read_text(encoding="utf-8")
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError if there is something at the path that is neither a file nor a folder, or nothing."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, expected a regular file")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file. Raises OSError or ValueError if it cannot be read or is none."""
+    try:
+        return tomllib.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file. Raises OSError or ValueError if it cannot be read or is none; NaN and Infinity are not JSON."""
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The same for JSON that is there already."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def fingerprint(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
+    """Refuse an archive that would inflate beyond so many times the size of its file.
+
+    Raises:
+        ValueError: the sizes that it declares are larger, or a name comes twice.
+    """
+    members = archive.infolist()
+    if len({member.filename for member in members}) < len(members):
+        raise ValueError("a name comes twice in it")
+    assert archive.fp is not None
+    file_bytes = archive.fp.seek(0, os.SEEK_END)
+    if sum(member.file_size for member in members) > ratio * file_bytes:
+        raise ValueError(f"it would inflate to more than {ratio} times its size")
 
 
 def remove(path: Path) -> None:

@@ -10,6 +10,7 @@ from chunkrt.checkpoints.gguf_header import MAGIC
 from chunkrt.checkpoints.safetensors import SafetensorsSource
 from chunkrt.checkpoints.source import Refuse, TensorSource, strictly
 from chunkrt.errors import ModelError
+from chunkrt.files import check_regular
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> TensorSource:
@@ -34,6 +35,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         )
         raise ModelError(f"the folder {path} has no config.json; {hint}")
     try:
+        check_regular(path)
         with path.open("rb") as file:
             start = file.read(len(MAGIC))
     except OSError as error:

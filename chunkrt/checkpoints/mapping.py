@@ -6,6 +6,7 @@ import mmap
 from pathlib import Path
 
 from chunkrt.errors import ModelError
+from chunkrt.files import check_regular
 
 
 def map_file(path: Path) -> mmap.mmap:
@@ -15,6 +16,7 @@ def map_file(path: Path) -> mmap.mmap:
         ModelError: the file is missing, unreadable or empty.
     """
     try:
+        check_regular(path)
         with path.open("rb") as file:
             if file.seek(0, 2) == 0:
                 raise ModelError(f"{path} is empty (0 bytes); fetch it again")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.mapping import map_file
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.files import check_regular
 
 MAX_DIMENSIONS = 8
 
@@ -180,6 +181,7 @@ def _are_sizes(value: Any) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        check_regular(path)
         return _parse(path.read_bytes(), path)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

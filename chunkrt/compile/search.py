@@ -26,7 +26,7 @@ from chunkrt.compile.calibrate import WINDOW_LENGTH, calibrate, text_digest
 from chunkrt.compile.trials import Loss, Losses
 from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Count, only_writer, written_aside
+from chunkrt.files import Count, only_writer, read_json, written_aside
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.scheme import BLOCK_LENGTH, CHOICE_FORMAT, Recipe, Scheme, Search
 
@@ -172,7 +172,7 @@ def cached_choice(
 def _load_cached(path: Path) -> Choice | None:
     """A choice of the cache; None if it is not there or damaged."""
     try:
-        return Choice.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return Choice.from_dict(read_json(path))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from chunkrt.engine.roles import compiled_chunk_length, open_backends
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
+from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_entries
 from chunkrt.errors import (
     ClosedError,
@@ -134,6 +136,7 @@ class Engine:
         self.manifest = read_manifest(folder)
         if self.manifest.ranks != (ranks := ranks_of(communicator)):
             raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
+        self._verification = Verification(folder, self.manifest)
         plan = read_plan(folder)
         self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
         self.scheme: Scheme = self.manifest.scheme
@@ -143,6 +146,7 @@ class Engine:
         self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
+        self._process_id = os.getpid()
         self._lock = threading.Lock()
         cpus = find_cpus(options.affinity)
         with running_on(cpus):  # the native pool starts its threads here
@@ -226,6 +230,8 @@ class Engine:
 
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder; sequences call this. One run at a time, others wait their turn."""
+        self.check_process()
+        self._verification.wait()
         with self._lock:
             self._check_open()
             executor = self._decoder if run.token_ids.size == 1 else self._executor
@@ -244,12 +250,15 @@ class Engine:
     def close(self) -> None:
         """Release the executables. Waits for a run in progress; sessions cannot be used afterwards.
 
-        Closing twice is allowed.
+        Closing twice is allowed, and does nothing in a forked process.
         """
+        if os.getpid() != self._process_id:
+            return
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
                 del self._executor, self._decoder
+                self._verification.stop()
                 if self._mirror is not None:
                     self._mirror.close()
 
@@ -271,7 +280,16 @@ class Engine:
                         f"({choice.reason}); choose float32 or float16"
                     )
 
+    def check_process(self) -> None:
+        """Raises ClosedError in a process that was forked from the engine's: it has neither its threads nor its NPU."""
+        if os.getpid() != self._process_id:
+            raise ClosedError(
+                "the engine belongs to the process that this one was forked from; load the model here, or start "
+                "processes by 'spawn'"
+            )
+
     def _check_open(self) -> None:
+        self.check_process()
         if self.is_closed:
             raise ClosedError("the engine is closed; load the model again")
 

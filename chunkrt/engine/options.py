@@ -15,6 +15,7 @@ from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
+from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
@@ -47,7 +48,7 @@ class EngineOptions:
     scheme: how linears are quantised; by default what an engine directory was compiled with, else the catalogue's or
         "w8a8-dynamic"; "w8a16" on an NPU that does not have those.
     policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.
-    chunks_in_flight: chunks that are under way at once, at least 1, each with buffers of its own; by default as many as
+    chunks_in_flight: chunks that are under way at once, 1 to 256, each with buffers of its own; by default as many as
         help and fit into 64 MiB.
     threads: the budget for workers and kernel threads together; by default as many as the CPUs of `affinity`, or the
         processor's cores.
@@ -119,6 +120,8 @@ class EngineOptions:
                 raise ConfigError(f"{name} is {value!r}, expected a whole number")
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.chunks_in_flight is not None:
+            check_chunks_in_flight(self.chunks_in_flight)
         if self.placement is not None and not isinstance(self.placement, Path):
             check_placement(self.placement, "placement")
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:

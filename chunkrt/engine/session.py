@@ -28,6 +28,10 @@ class SessionEngine(Runner, Protocol):
         """The tokenizer. Raises ModelError if there is none."""
         ...
 
+    def check_process(self) -> None:
+        """Raises ClosedError in a process forked from the one that loaded the model."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -226,6 +230,7 @@ class Session:
     def _check_open(self) -> None:
         if self._is_closed or self._engine.is_closed:
             raise ClosedError("the session is closed; make a new one with engine.session()")
+        self._engine.check_process()
 
 
 class _Text:

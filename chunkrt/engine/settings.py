@@ -15,7 +15,6 @@ Keys are the fields of `EngineOptions`. `[placement]` holds patterns of module p
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.files import read_toml
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, a key is unknown, or a value makes no sense.
     """
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the settings file {path}: {error}") from error
     known = EngineOptions.__dataclass_fields__

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
+import xxhash
+
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import fingerprint
+from chunkrt.files import fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
@@ -32,7 +35,10 @@ FORMAT = 5
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
 HASHED_WHEN_READ = 32 * 2**20
-"""Files up to so many bytes are hashed whenever a manifest is read; of larger ones the size is compared."""
+"""Files up to so many bytes are hashed whenever a manifest is read, by SHA-256. Of larger ones the size is compared;
+they are hashed while the model is loaded (`engine_directory/verification.py`), by a faster function."""
+FAST_HASH = "xxh3_128"
+_READ_BYTES = 1 << 20
 
 
 ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
@@ -52,7 +58,7 @@ class NpuTarget:
 class Manifest:
     """What an engine directory says of itself.
 
-    files: bytes and SHA-256 of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
+    files: bytes and `digest` of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
     which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
     not written.
     """
@@ -62,7 +68,7 @@ class Manifest:
     model: str
     scheme: Scheme
     files: Mapping[str, tuple[int, str]]
-    npu: Sequence[NpuTarget] = ()
+    npu: tuple[NpuTarget, ...] = ()
     placement: Placement = field(default_factory=dict)
     ranks: Ranks = ALONE
     checkpoint: str = ""
@@ -145,7 +151,7 @@ def _files(checkpoint: Path) -> list[Path]:
 def _model_type(checkpoint: Path) -> str:
     """Of a Hugging Face folder, as far as it can be told."""
     try:
-        return str(json.loads((checkpoint / "config.json").read_text("utf-8"))["model_type"])
+        return str(read_json(checkpoint / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""  # a file; or what is wrong is told when it is opened
 
@@ -161,7 +167,7 @@ def write_manifest(
     checkpoint: str = "",
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
-    files = {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
+    files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
         format=FORMAT,
         chunkrt=version("chunkrt"),
@@ -176,6 +182,29 @@ def write_manifest(
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 
 
+def _recorded(path: Path) -> tuple[int, str]:
+    size = path.stat().st_size
+    return (size, digest(path, FAST_HASH)) if size > HASHED_WHEN_READ else fingerprint(path)
+
+
+def digest(path: Path, algorithm: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """A file's digest as manifests record it: "xxh3_128:" and hexadecimal digits, or those of SHA-256 alone.
+
+    Args:
+        algorithm: the part before the colon; anything else means SHA-256.
+        is_stopped: asked every MiB; whether what is left does not matter any more.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    function = xxhash.xxh3_128() if algorithm == FAST_HASH else hashlib.sha256()
+    piece = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while (length := file.readinto(piece)) and not is_stopped():
+            function.update(piece[:length])
+    return f"{FAST_HASH}:{function.hexdigest()}" if algorithm == FAST_HASH else function.hexdigest()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read `engine.json`, and compare the files with it.
 
@@ -183,19 +212,18 @@ def read_manifest(folder: Path) -> Manifest:
         ModelError: it is missing, damaged, or of another format; or a file is not what was written.
     """
     try:
-        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        data = read_json(folder / MANIFEST)
         if (found := data["format"]) != FORMAT:
             raise ModelError(
                 f"{folder} has engine format {found}, this chunkrt reads {FORMAT}; compile the model again"
             )
-        data["scheme"] = Scheme.from_dict(data["scheme"])
-        data["npu"] = tuple(NpuTarget(**target) for target in data["npu"])
-        data["ranks"] = Ranks(**data.get("ranks", asdict(ALONE)))
-        data["files"] = {name: (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
-        manifest = Manifest(**data)
+        manifest = msgspec.convert(data, Manifest)
+        Scheme.from_dict(data["scheme"])
+        if unknown := sorted(data.keys() - Manifest.__dataclass_fields__.keys()):
+            raise ValueError(f"it has an unknown key {unknown[0]!r}")
         if not _is_sound(manifest):
             raise ValueError("it holds values of the wrong kind")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):
         _check_file(folder, name, manifest.files.get(name))
@@ -203,14 +231,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _is_sound(manifest: Manifest) -> bool:
-    return (
-        isinstance(manifest.model, str)
-        and isinstance(manifest.checkpoint, str)
-        and isinstance(manifest.placement, dict)
-        and all(Path(name).name == name for name in manifest.files)
-        and all(isinstance(target.soc, str) and type(target.chunk_length) is int for target in manifest.npu)
-        and all(target.chunk_length > 0 for target in manifest.npu)
-    )
+    are_inside = all(Path(name).name == name and name.isprintable() for name in manifest.files)
+    return are_inside and all(target.chunk_length > 0 for target in manifest.npu)
 
 
 def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> None:
@@ -228,7 +250,7 @@ def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> No
 def read_plan(folder: Path) -> Plan:
     """Read `plan.json`. Raises ModelError if it is missing or damaged."""
     try:
-        text = (folder / PLAN).read_text(encoding="utf-8")
+        text = read_text(folder / PLAN)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{folder / PLAN} cannot be read ({error}); compile the model again") from error
     return Plan.from_json(text)

@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.logits import Float16, Float32
-from chunkrt.files import only_writer, remove, written_aside
+from chunkrt.files import check_archive, only_writer, remove, written_aside
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
 HEADER_BYTES = 1024
@@ -166,6 +166,7 @@ def _write(path: Path, num_rows: int, vocab_size: int, pieces: Iterable[BasePiec
 
 def _check(archive: zipfile.ZipFile, num_rows: int, vocab_size: int) -> Float32:
     """The surprisals of an entry, once all of it has proved whole."""
+    check_archive(archive)
     if damaged := archive.testzip():
         raise ValueError(f"{damaged} does not have its checksum")
     with archive.open(LOGITS) as member:

@@ -7,7 +7,7 @@ linear with a shadow (`graph/shadow.py`) is a subgraph of its own, and so are it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Literal, cast
 
@@ -16,11 +16,11 @@ import onnx_ir as ir
 from chunkrt.graph.plan import (
     ALL_REDUCE_OP,
     DOMAIN,
-    DTYPE_BYTES,
     EXPERTS_OP,
     SHADOW_OP,
     Attribute,
     Device,
+    Dtype,
     Node,
     Plan,
     Subgraph,
@@ -39,7 +39,11 @@ DYNAMIC_OPS = {
 """What depends on position, state, run-time indices, other ranks or on which values are large; without a place of its
 own it goes to the CPU."""
 
-_DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.INT64: "int64"}
+_DTYPES: Mapping[ir.DataType, Dtype] = {
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.INT64: "int64",
+}
 
 
 def partition(model: ir.Model, *, family: str) -> Plan:
@@ -165,6 +169,5 @@ def _tensors(graph: ir.Graph, subgraphs: Sequence[Subgraph], state: set[str]) ->
         )
         assert value.dtype is not None
         dtype = _DTYPES[value.dtype]
-        assert dtype in DTYPE_BYTES
         tensors[name] = Tensor(name=name, dtype=dtype, shape=_dimensions(value), kind=kind)
     return tensors

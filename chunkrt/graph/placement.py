@@ -9,7 +9,6 @@ lines win:
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from chunkrt.errors import ConfigError
+from chunkrt.files import read_toml
 from chunkrt.graph.plan import Place
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read_placement(path: Path) -> Placement:
         ConfigError: it cannot be read, is not TOML, or names something that is not a device.
     """
     try:
-        placement = tomllib.loads(path.read_text(encoding="utf-8"))
+        placement = read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the placement file {path}: {error}") from error
     return check_placement(placement, str(path))

@@ -1,8 +1,8 @@
 """The plan: the ordered subgraphs of one decoder, as plain data.
 
 Everything after graph building works from it: backends compile its subgraphs, the executor streams chunks through
-them, the simulator predicts them. It is JSON on disk, and this module needs nothing but the standard library, so
-that a device which only runs an engine never imports ONNX.
+them, the simulator predicts them. It is JSON on disk, read by msgspec into the classes below and held against what each
+operator takes (`graph/forms.py`); a device which only runs an engine never imports ONNX.
 
 A shape holds integers and symbols. `"T"`: the tokens of one chunk. `"R"`: the rows of logits asked for (one for a
 prompt, unless all are wanted). `"P"`: the cache's capacity in positions. `"W"`: that of a layer which sees a window
@@ -12,14 +12,18 @@ alone, whose cache is a ring: position p is at slot p modulo W.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from chunkrt.errors import ModelError
+import msgspec
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.files import parse_json
 from chunkrt.graph.flow import Flow
+from chunkrt.graph.forms import MOST, check_node
 
 Device = Literal["npu", "cpu", "link"]
 """The link is what joins ranks: its subgraphs are sums over them."""
@@ -28,7 +32,8 @@ Place = Literal["npu", "cpu"]
 Kind = Literal["value", "weight", "state"]
 Rows = Literal["T", "R"]
 Dimension = int | str
-Attribute = int | float | str | list[int] | list[float]
+Attribute = int | float | str | Sequence[int | float]
+Dtype = Literal["float32", "float16", "int64", "int32", "int8", "bool"]
 
 DOMAIN = "chunkrt"
 """Of the operators that are our own."""
@@ -53,6 +58,14 @@ RING_STEP = 64
 MAIN_SUFFIX = ".main"
 """Added to the name of a linear's output where a shadow is added to it under the name itself."""
 
+INPUTS: Mapping[str, tuple[Dimension, ...]] = {
+    "input_ids": ("T",),
+    "position": (1,),
+    "rope_position": (1,),
+    "logit_rows": ("R",),
+}
+"""What a decoder is given: int64, by name."""
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 
 
@@ -64,7 +77,7 @@ class Tensor:
     """
 
     name: str
-    dtype: str
+    dtype: Dtype
     shape: tuple[Dimension, ...]
     kind: Kind = "value"
 
@@ -209,13 +222,15 @@ class Plan:
             ModelError: the text is not a plan.
         """
         try:
-            plan = _plan(json.loads(text))
+            data = parse_json(text)
+            plan = msgspec.convert(data, Plan)
+            _check_keys(data)
             _check(plan)
             return plan
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(
-                f"the plan is damaged ({type(error).__name__}: {error}); compile the model again"
-            ) from error
+        except KeyError as error:
+            raise ModelError(f"the plan is damaged (it has no tensor {error}); compile the model again") from error
+        except (ValueError, RecursionError, UnsupportedModelError) as error:
+            raise ModelError(f"the plan is damaged ({error}); compile the model again") from error
 
 
 def resolve(shape: tuple[Dimension, ...], symbols: Mapping[str, int]) -> tuple[int, ...]:
@@ -255,65 +270,82 @@ def embedding_tables(plan: Plan) -> set[str]:
     }
 
 
-def _plan(data: dict[str, Any]) -> Plan:
-    return Plan(
-        **data
-        | {
-            "subgraphs": tuple(_subgraph(s) for s in data["subgraphs"]),
-            "tensors": {n: Tensor(**t | {"shape": tuple(t["shape"])}) for n, t in data["tensors"].items()},
-            "inputs": tuple(data["inputs"]),
-        }
-    )
-
-
-def _subgraph(data: dict[str, Any]) -> Subgraph:
-    names = {key: tuple(data[key]) for key in ("inputs", "outputs", "weights", "state")}
-    nodes = tuple(Node(**n | {key: tuple(n[key]) for key in ("inputs", "outputs")}) for n in data["nodes"])
-    return Subgraph(**data | names | {"nodes": nodes})
+def _check_keys(data: dict[str, Any]) -> None:
+    """Refuse keys that nobody would read, in what has been found to be a plan otherwise."""
+    nodes = (node for subgraph in data["subgraphs"] for node in subgraph["nodes"])
+    for kind, tables in (
+        (Plan, [data]),
+        (Subgraph, data["subgraphs"]),
+        (Node, nodes),
+        (Tensor, data["tensors"].values()),
+    ):
+        known = kind.__dataclass_fields__.keys()
+        for table in tables:
+            _require(table.keys() <= known, f"it has unknown keys {sorted(table.keys() - known)}")
 
 
 def _check(plan: Plan) -> None:
     """Refuse what no compiler wrote. Raises ValueError, or KeyError for a name that is no tensor's."""
+    _require(set(plan.inputs) <= INPUTS.keys(), f"it has inputs {plan.inputs}")
+    _require(1 <= plan.vocab_size <= MOST and 1 <= plan.context_length <= MOST, "its sizes are none")
+    _require(plan.long_context_from is None or 1 <= plan.long_context_from <= MOST, "its longer context is none")
     for name, tensor in plan.tensors.items():
-        sizes = [size for size in tensor.shape if size not in ("T", "R", "P", "W")]
-        is_sound = tensor.name == name and tensor.dtype in DTYPE_BYTES and tensor.kind in get_args(Kind)
-        if tensor.kind == "weight" and len(sizes) < len(tensor.shape):
-            raise ValueError(f"weight {name!r} has no fixed shape: {tensor.shape}")
-        if not is_sound or any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(f"tensor {name!r} is {tensor}")
-    if len({subgraph.name for subgraph in plan.subgraphs}) < len(plan.subgraphs):
-        raise ValueError("two subgraphs share a name")
-    known, taken = set(plan.inputs), set(plan.inputs)
+        _check_tensor(plan, name, tensor)
+    names = [subgraph.name for subgraph in plan.subgraphs]
+    _require(len(set(names)) == len(names), "two subgraphs share a name")
+    known, states = set(plan.inputs), set[str]()
     for subgraph in plan.subgraphs:
-        if subgraph.device not in get_args(Device) or subgraph.rows not in get_args(Rows):
-            raise ValueError(f"{subgraph.name} is on {subgraph.device!r} with rows {subgraph.rows!r}")
-        constants = {"weight": subgraph.weights, "state": subgraph.state}
-        for kind, names in constants.items():
-            if any(plan.tensors[name].kind != kind for name in names):
-                raise ValueError(f"{subgraph.name} reads {names} as {kind}")
-        inside = {"", *subgraph.inputs, *subgraph.weights, *subgraph.state}
-        for node in subgraph.nodes:
-            if any(not isinstance(word, str) for word in (node.name, node.op, node.domain)):
-                raise ValueError(f"node {node.name!r} is a {node.domain!r} {node.op!r}")
-            if not isinstance(node.attributes, dict) or not inside.issuperset(node.inputs):
-                raise ValueError(f"node {node.name!r} reads what is not there")
-            inside.update(node.outputs)
-        if not known.issuperset(subgraph.inputs) or not inside.issuperset(subgraph.outputs):
-            raise ValueError(f"{subgraph.name} reads or gives what is not there")
+        is_alone = known.isdisjoint(subgraph.outputs) and states.isdisjoint(subgraph.state)
+        _require(is_alone, f"{subgraph.name} writes what another writes")
+        _check_subgraph(plan, subgraph, known)
         known.update(subgraph.outputs)
-        if not taken.isdisjoint((*subgraph.outputs, *subgraph.state)):
-            raise ValueError(f"{subgraph.name} writes what another writes")
-        taken.update(subgraph.outputs, subgraph.state)
-        for name in inside - {""}:
-            plan.tensors[name]
-    windows = {n.attributes["window"] for s in plan.subgraphs for n in s.nodes if n.op in ATTENTION_OPS} - {0}
-    if len(windows) > 1 or any(type(window) is not int or window < 1 for window in windows):
-        raise ValueError(f"its layers have windows of {windows}; one window is possible")
-    for node in (n for s in plan.subgraphs for n in s.nodes if n.op in ATTENTION_OPS):
-        if any(("W" in plan.tensors[name].shape) != bool(node.attributes["window"]) for name in node.inputs[5:]):
-            raise ValueError(f"the caches of {node.name!r} do not go with its window")
-    long_from = plan.long_context_from
-    if long_from is not None and (type(long_from) is not int or long_from < 1):
-        raise ValueError(f"long_context_from is {long_from!r}")
-    if plan.output not in known or type(plan.vocab_size) is not int or type(plan.context_length) is not int:
-        raise ValueError(f"output {plan.output!r}, vocabulary {plan.vocab_size!r}, context {plan.context_length!r}")
+        states.update(subgraph.state)
+    _require(plan.output in known, f"nothing writes its output {plan.output!r}")
+    shape = plan.tensors[plan.output].shape
+    _require(shape == ("R", plan.vocab_size), f"its output {plan.output!r} is {list(shape)}")
+    attention = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
+    windows = {node.attributes["window"] for node in attention} - {0}
+    _require(len(windows) <= 1, f"its layers have windows of {windows}; one window is possible")
+    rows = plan.context_length * (1 if plan.long_context_from is None else 2)
+    for node in attention:
+        found = plan.tensors[node.inputs[3]].shape[0]
+        _require(found == rows, f"{node.name!r} has rotary tables of {found} rows, not {rows}")
+
+
+def _check_tensor(plan: Plan, name: str, tensor: Tensor) -> None:
+    if tensor.kind == "value":
+        is_sound = tensor.dtype == ("int64" if name in INPUTS else "float32") and not {"P", "W"} & set(tensor.shape)
+        is_sound = is_sound and (name not in INPUTS or tensor.shape == INPUTS[name])
+    else:
+        symbols = () if tensor.kind == "weight" else ("P", "W")
+        is_sound = tensor.dtype == "float32" and all(type(d) is int or d in symbols for d in tensor.shape)
+    sizes = [size for size in tensor.shape if size not in ("T", "R", "P", "W")]
+    is_sound = is_sound and all(isinstance(size, int) and 1 <= size <= MOST for size in sizes)
+    _require(is_sound and tensor.name == name, f"tensor {name!r} is {tensor}")
+
+
+def _check_subgraph(plan: Plan, subgraph: Subgraph, known: set[str]) -> None:
+    for kind, names in {"weight": subgraph.weights, "state": subgraph.state, "value": subgraph.inputs}.items():
+        _require(all(plan.tensors[name].kind == kind for name in names), f"{subgraph.name} reads {names} as {kind}")
+    _require(known.issuperset(subgraph.inputs), f"{subgraph.name} reads what nothing has written")
+    inside = {*subgraph.inputs, *subgraph.weights, *subgraph.state}
+    written: set[str] = set()
+    for node in subgraph.nodes:
+        try:
+            _require(inside.issuperset(filter(None, node.inputs)), "it reads what is not there")
+            _require(node.outputs and inside.isdisjoint(node.outputs), "it writes what is there already")
+            inputs = [plan.tensors[name] if name else None for name in node.inputs]
+            outputs = [plan.tensors[name] for name in node.outputs]
+            _require(all(output.kind == "value" for output in outputs), "it writes a weight or a state")
+            taken = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in inputs]
+            check_node(node.domain, node.op, node.attributes, taken, outputs[0].shape)
+        except ValueError as error:
+            raise ValueError(f"node {node.name!r}: {error}") from error
+        inside.update(node.outputs)
+        written.update(node.outputs)
+    _require(written.issuperset(subgraph.outputs), f"{subgraph.name} gives what it does not write")
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

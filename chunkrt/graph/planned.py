@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
-
-# x.calibrate import cached_calibration
-# x.search import cached_choice
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.plan import Plan
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError
+from chunkrt.files import check_archive
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.ranges import Method
+from chunkrt.quant.ranges import METHODS, Method
 
 FORMAT = 4
 NUMBERS = ("peaks", "limits", "shadow_limits")
@@ -101,6 +102,7 @@ class Calibration:
             if path.is_file() and not is_zipfile(path):  # NumPy would advise to unpickle it
                 raise ValueError("it is no .npz archive")
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                check_archive(archive.zip, ratio=16)
                 if damaged := archive.zip.testzip():
                     raise ValueError(f"{damaged} is damaged")
                 about = json.loads(str(archive["about"]))
@@ -119,6 +121,24 @@ class Calibration:
                 fields: dict[str, Any] = {field: numbers(field) for field in NUMBERS}
                 fields |= {field: arrays(field) for field in BY_NAME}
                 folding = Folding.from_arrays(arrays("folding"))
-                return Calibration(**about, **fields, token_ids=archive["token_ids"], folding=folding)
+                calibration = Calibration(**about, **fields, token_ids=archive["token_ids"], folding=folding)
+                calibration._check()
+                return calibration
         except Exception as error:  # a damaged archive raises whatever its bytes lead to
             raise ModelError(f"{path} is not a calibration ({error}); run `chunkrt calibrate` again") from error
+
+    def _check(self) -> None:
+        """Raises ValueError for what no calibration can have seen."""
+        if not (isinstance(self.model, str) and isinstance(self.is_rotated, bool) and self.method in METHODS):
+            raise ValueError("it says of what or how it was made what makes no sense")
+        for field in NUMBERS:
+            values = np.array(list(getattr(self, field).values()))
+            if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
+                raise ValueError(f"{field} are not all finite, 0 or more, and some above 0")
+        for field in BY_NAME:
+            for name, array in getattr(self, field).items():
+                kind = "i" if field == "hot_channels" else "f"
+                if array.ndim != 1 or array.dtype.kind != kind or not (np.isfinite(array) & (array >= 0)).all():
+                    raise ValueError(f"{field} of {name!r} are not a list of finite numbers, 0 or more")
+        if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int64:
+            raise ValueError(f"its tokens are {self.token_ids.dtype} {list(self.token_ids.shape)}")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import msgspec
+
 from chunkrt.errors import ConfigError, unknown_name
 
 BLOCK_LENGTH = 32
@@ -62,9 +64,15 @@ class Scheme:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Scheme:
-        """Read what `dataclasses.asdict` gave, by way of JSON. Raises TypeError for anything else."""
-        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in data.items()}
-        return Scheme(**values)
+        """Read what `dataclasses.asdict` gave, by way of JSON. Raises ValueError for anything else."""
+        scheme = msgspec.convert(data, Scheme)
+        if unknown := sorted(data.keys() - Scheme.__dataclass_fields__.keys()):
+            raise ValueError(f"a scheme has no {unknown[0]!r}")
+        equalisation = scheme.equalisation
+        is_sound = (scheme.weight_bits is None) == (scheme.activations is None)
+        if not is_sound or not (equalisation is None or 0 <= equalisation <= 1):
+            raise ValueError(f"there is no such scheme: {scheme}")
+        return scheme
 
     @property
     def is_static(self) -> bool:

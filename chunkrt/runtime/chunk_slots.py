@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.tasks import Processor
@@ -14,6 +15,9 @@ DEFAULT_SLOT_BYTES = 64 * 1024 * 1024
 MOST_CHUNKS_IN_FLIGHT = 32
 """Where memory allows more: a prompt of 1024 tokens in chunks of 32. Slots gain most when they take the whole prompt:
 attention grows with the position, so early chunks keep the NPU busy and late ones the CPU."""
+
+MOST_SLOTS = 256
+"""That anybody can ask for: no prompt gains by more, and each takes memory."""
 
 CHUNKS_A_WORKER = 2
 """In flight where one processor runs everything: any task suits any worker, and fewer chunks stay in the caches. On two
@@ -26,10 +30,16 @@ workers busy. It does not depend on the workers, so that ranks on different mach
 stopped on one of them still gets the sums that it waits for."""
 
 
+def check_chunks_in_flight(number: int) -> None:
+    """Raise ConfigError unless so many chunks may be in flight."""
+    if not 1 <= number <= MOST_SLOTS:
+        raise ConfigError(f"{number} chunks in flight, expected 1 to {MOST_SLOTS}")
+
+
 def chunk_slots(
     plan: Plan, chunk_length: int, processors: Sequence[Processor], *, num_bytes: int = DEFAULT_SLOT_BYTES
 ) -> int:
-    """Ring slots that an executor gets.
+    """Slots that an executor gets.
 
     One more than there are workers lets all of them be busy; more let a policy keep them busy. Memory comes first:
     there are never more than fit. It is committed as it is used: a short prompt takes less.

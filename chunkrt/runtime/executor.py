@@ -20,7 +20,7 @@ from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.binding import BoundSubgraph
 from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers
-from chunkrt.runtime.chunk_slots import chunk_slots
+from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.costs import Costs
 from chunkrt.runtime.policy import Policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
@@ -62,8 +62,8 @@ class Executor:
     ) -> None:
         if not 1 <= chunk_length <= plan.context_length:
             raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context")
-        if chunks_in_flight is not None and chunks_in_flight < 1:
-            raise ConfigError(f"{chunks_in_flight} chunks in flight: at least 1 is needed")
+        if chunks_in_flight is not None:
+            check_chunks_in_flight(chunks_in_flight)
         _check_plan(plan)
         _check_executables(plan, executables)
         _check_processors(plan, processors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from chunkrt.errors import ConfigError, ModelError
+from chunkrt.files import check_archive
 from chunkrt.runtime.buffers import Array
 
 Numbers = Mapping[str, int]
@@ -63,6 +63,7 @@ class StateFile:
         """
         try:
             with zipfile.ZipFile(self.path) as archive:
+                check_archive(archive)
                 _check_names(archive, {*numbers, *arrays})
                 found = {name: int(_read(archive, name, np.empty((), np.int64))) for name in numbers}
                 forms = expect(found)
@@ -72,7 +73,7 @@ class StateFile:
                 if damaged := archive.testzip():
                     raise ValueError(f"{damaged!r} is damaged")
                 return {name: _read(archive, name, form) for name, form in forms.items()}, found
-        except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        except Exception as error:  # damaged archives and headers raise whatever their bytes lead to
             raise ModelError(
                 f"cannot load a state from {self.path}: {str(error) or type(error).__name__}; prefill again"
             ) from error

@@ -12,7 +12,7 @@ from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.graph.ranks import MOST_RANKS
 from chunkrt.quant.scheme import MIXED, Scheme, check_scheme_of_ranks, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
-from chunkrt.runtime.chunk_slots import chunk_slots
+from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.schedule import Schedule
@@ -128,8 +128,8 @@ def simulate(
     for name, value in (("prompt length", prompt_length), ("chunk length", chunk_length)):
         if not 1 <= value <= plan.context_length:
             raise ConfigError(f"{name} {value} is outside 1..{plan.context_length}, the model's context")
-    if chunks_in_flight is not None and chunks_in_flight < 1:
-        raise ConfigError(f"{chunks_in_flight} chunks in flight: at least 1 is needed")
+    if chunks_in_flight is not None:
+        check_chunks_in_flight(chunks_in_flight)
     found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
     if found_scheme.name == MIXED or any(
         node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes

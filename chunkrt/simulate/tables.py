@@ -6,13 +6,13 @@ A parameter is written as `gops = { value = 3000, source = "llm.npu, table 3" }`
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.files import read_toml
 
 Table = TypeVar("Table")
 
@@ -28,7 +28,7 @@ class Source:
 def read_table(path: Path) -> dict[str, Any]:
     """A TOML file. Raises ConfigError if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 

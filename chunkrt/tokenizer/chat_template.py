@@ -1,51 +1,54 @@
 """Chats to prompts, by the Jinja template that comes with a model.
 
-A template is a program by strangers: it runs in Jinja's sandbox, sees plain data only, and is stopped when it
-counts, multiplies or writes beyond what any prompt needs.
-
-Source: Transformers, utils/chat_template_utils.py, for the environment that templates are written for.
+A template is a program by strangers: it runs in a process of its own (`template_process.py`), and whatever it does ends
+within MAX_SECONDS and MAX_BYTES.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+import psutil
 
 from chunkrt.errors import ConfigError, ModelError
+from chunkrt.tokenizer import template_process
 
-MAX_PROMPT_LENGTH = 1 << 24
-MAX_STEPS = 100_000
-_PADDING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
+MAX_SECONDS = 5.0
+"""For one prompt."""
+MAX_BYTES = 1 << 28
+"""Of memory that the process may have, besides 16 times what it is given beyond 1 MiB."""
+_START_SECONDS = 60.0
+_LIBRARIES = ("jinja2", "markupsafe")
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template, in a process of its own that lives as long as this object. Threads may share it.
 
     Args:
         source: Jinja.
 
     Raises:
         ModelError: it does not compile.
+        ConfigError: there is no Python to start.
     """
 
     def __init__(self, source: str) -> None:
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-        )
-        try:
-            self._template = environment.from_string(source)
-        except Exception as error:
-            raise ModelError(f"the model's chat template does not compile: {error}") from error
+        self._source = source
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        with self._lock:
+            self._start(0)
 
     def render(
         self,
@@ -59,79 +62,146 @@ class ChatTemplate:
 
         Raises:
             ConfigError: the messages are not a list of JSON objects, each with a role.
-            ModelError: the template fails, refuses the messages, or goes beyond its bounds.
+            ModelError: the template fails, refuses the messages, or takes more than MAX_SECONDS or MAX_BYTES.
         """
-        pieces, length = [], 0
-        try:
-            for piece in self._template.generate(
-                messages=_plain(messages),
-                add_generation_prompt=add_generation_prompt,
-                bos_token=bos_token,
-                eos_token=eos_token,
-                range=_bounded_range(),
-            ):
-                length += len(piece)
-                if length > MAX_PROMPT_LENGTH:
-                    raise SecurityError(f"its prompt is longer than {MAX_PROMPT_LENGTH} characters")
-                pieces.append(piece)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ModelError(f"the model's chat template rejects these messages: {error}") from error
-        return "".join(pieces)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """What chat templates are written for, less what makes long texts out of short ones."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.filters["tojson"] = _to_json
-        del self.filters["center"]
-        self.globals = {
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "namespace": _Namespace,
-            "dict": _new_dict,
+        variables = {
+            "messages": _plain(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": bos_token,
+            "eos_token": eos_token,
         }
+        line = _line(variables)
+        with self._lock:
+            process = self._start(len(line))
+            try:
+                return process.ask(line)
+            except _RefusedError as error:
+                raise ModelError(f"the model's chat template rejects these messages: {error}") from error
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or _size(left) * _size(right) > MAX_PROMPT_LENGTH:
-            raise SecurityError(f"it computes a large {type(left).__name__} {operator} {type(right).__name__}")
-        return super().call_binop(context, operator, left, right)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return attr not in _PADDING and super().is_safe_attribute(obj, attr, value)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the model's own words for training; here it means nothing."""
-
-    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(Namespace):
-    """Jinja's, without attributes that begin with an underscore, which lead to Python's internals."""
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__()
-        for name, value in attributes.items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"it sets the attribute {name!r} of a namespace")
-        super().__setitem__(name, value)
+    def _start(self, num_bytes: int) -> _Process:
+        """The process that runs, or a new one where none is left, or it has too little memory for so many bytes."""
+        if self._process is None or not self._process.can_take(num_bytes):
+            process = _Process(_memory_for(num_bytes))
+            weakref.finalize(self, process.stop)
+            if self._process is not None:
+                self._process.stop()
+            self._process = process
+            try:
+                process.ask(_line(self._source))
+            except _RefusedError as error:
+                raise ModelError(f"the model's chat template does not compile: {error}") from error
+        return self._process
 
 
-def _size(value: Any) -> float:
-    return abs(value) if isinstance(value, int | float) else len(value)
+class _RefusedError(Exception):
+    """What the process answered in place of a text, or why it cannot answer any more."""
+
+
+class _Process:
+    """A process that answers lines. Of the process that started it: a fork has none."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise ConfigError("chat templates need a Python interpreter to run in, and sys.executable is none")
+        self.memory_bytes = memory_bytes
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", template_process.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        path = sorted({str(Path(_origin(name)).parents[1]) for name in _LIBRARIES})
+        try:
+            self.ask(_line({"path": path, "memory_bytes": memory_bytes}), seconds=_START_SECONDS)
+        except _RefusedError as error:
+            raise ConfigError(f"cannot start {sys.executable} for chat templates: {error}") from error
+
+    def can_take(self, num_bytes: int) -> bool:
+        """Whether it is there for this process, with the memory that so many bytes may take."""
+        is_here = os.getpid() == self._owner and self._process.poll() is None
+        return is_here and _memory_for(num_bytes) <= self.memory_bytes
+
+    def ask(self, line: bytes, *, seconds: float | None = None) -> str:
+        """Its text for a line.
+
+        Raises:
+            _RefusedError: it gives none; where it ran away, it has been stopped.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        watch = _Watch(self._process, seconds or MAX_SECONDS, self.memory_bytes)
+        try:
+            with watch:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+                answer = self._process.stdout.readline()
+            found = json.loads(answer.decode("utf-8", "surrogatepass"))
+        except (OSError, ValueError) as error:
+            self.stop()
+            raise _RefusedError(watch.reason or "its process ended") from error
+        except BaseException:  # an interrupt: the answer may still come, and is nobody's
+            self.stop()
+            raise
+        if "error" in found:
+            raise _RefusedError(found["error"])
+        text: str = found["text"]
+        return text
+
+    def stop(self) -> None:
+        """End it, at once."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what was not written yet has nowhere to go
+                pipe.close()
+        if os.getpid() == self._owner:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Watch:
+    """Kills a process that takes too long for an answer; or too much memory, where the system does not bound it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float, memory_bytes: int) -> None:
+        self.reason = ""
+        self._process, self._seconds, self._memory_bytes = process, seconds, memory_bytes
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        deadline = monotonic() + self._seconds
+        step = 0.02 if sys.platform == "win32" else self._seconds
+        while not self._ended.wait(step):
+            if monotonic() >= deadline:
+                return self._kill(f"it takes more than {self._seconds:g} seconds")
+            if sys.platform == "win32" and psutil.Process(self._process.pid).memory_info().rss > self._memory_bytes:
+                return self._kill("it takes too much memory")
+
+    def _kill(self, reason: str) -> None:
+        self.reason = reason
+        self._process.kill()
+
+
+def _memory_for(num_bytes: int) -> int:
+    return MAX_BYTES + 16 * max(0, num_bytes - (1 << 20))
+
+
+def _origin(library: str) -> str:
+    found = find_spec(library)
+    assert found is not None, library
+    assert found.origin is not None, library
+    return found.origin
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -146,35 +216,3 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f'message {index}: found {message!r:.80}, expected {{"role": ..., "content": ...}}')
     return plain
-
-
-def _bounded_range() -> Callable[..., Iterator[int]]:
-    """`range` for one rendering: its numbers are counted over all loops together."""
-    steps_left = MAX_STEPS
-
-    def bounded(*arguments: int) -> Iterator[int]:
-        nonlocal steps_left
-        steps = range(*arguments)
-        steps_left -= len(steps)
-        if steps_left < 0:
-            raise SecurityError(f"it counts further than {MAX_STEPS}")
-        return iter(steps)
-
-    return bounded
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _new_dict(*arguments: Any, **values: Any) -> dict[Any, Any]:
-    return dict(*arguments, **values)
-
-
-def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

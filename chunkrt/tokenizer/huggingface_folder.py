@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.files import read_text
 from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
 from chunkrt.tokenizer.text_settings import TextSettings, end_ids
 
@@ -114,6 +115,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {path.name}: {error}") from error

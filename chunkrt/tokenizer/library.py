@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import models
 
 from chunkrt.errors import ModelError
+from chunkrt.files import check_regular
 
 VOCABULARY_FILE = "tokenizer.json"
 
@@ -15,6 +16,7 @@ VOCABULARY_FILE = "tokenizer.json"
 def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
     """A tokenizer.json. Raises ModelError if it cannot be read."""
     try:
+        check_regular(path)
         return tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:
         raise ModelError(f"{path.name} cannot be read: {error}") from error

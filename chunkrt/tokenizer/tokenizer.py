@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from chunkrt.errors import ConfigError, ModelError
+from chunkrt.files import read_text
 from chunkrt.tokenizer.decoding import IncrementalDecoder, TokenBytes
 from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE, TextSettings
@@ -70,7 +71,7 @@ class Tokenizer:
         if not (folder / VOCABULARY_FILE).exists():
             return None
         try:
-            settings = TextSettings.from_json((folder / SETTINGS_FILE).read_text("utf-8"))
+            settings = TextSettings.from_json(read_text(folder / SETTINGS_FILE))
             return Tokenizer(read_vocabulary(folder / VOCABULARY_FILE), settings)
         except (OSError, UnicodeDecodeError, ModelError) as error:
             raise ModelError(f"the tokenizer in {folder} is damaged ({error}); compile the model again") from error

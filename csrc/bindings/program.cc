@@ -10,6 +10,10 @@
 #include "bindings/tensor.h"
 #include "program/builder.h"
 
+#ifndef _WIN32
+#include <unistd.h>
+#endif
+
 namespace py = pybind11;
 using namespace py::literals;
 
@@ -28,6 +32,17 @@ Shape shape_of(const PythonShape& dimensions) {
     }
   }
   return shape;
+}
+
+// A process that was forked from the pool's has none of its threads, whose end a destructor would await.
+std::shared_ptr<ThreadPool> make_pool(std::size_t budget) {
+#ifdef _WIN32
+  return std::make_shared<ThreadPool>(budget);
+#else
+  return {new ThreadPool(budget), [owner = getpid()](ThreadPool* pool) {
+            if (getpid() == owner) delete pool;
+          }};
+#endif
 }
 
 ValueId add_constant(ProgramBuilder& builder, const py::array& array) {
@@ -62,7 +77,7 @@ void run(Program& program, const std::vector<py::array>& inputs, const std::vect
 void bind_program(py::module_& module) {
   py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(module, "ThreadPool",
                                                       "One budget of threads for all programs made with it.")
-      .def(py::init<std::size_t>(), "budget"_a)
+      .def(py::init(&make_pool), "budget"_a)
       .def_property_readonly("budget", &ThreadPool::budget);
 
   py::class_<Program>(module, "Program", "A compiled subgraph.")

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from chunkrt.files import fingerprint, only_writer, remove, written_aside
+from chunkrt.files import fingerprint, only_writer, read_json, remove, written_aside
 
 FORMAT = 2
 """Of a context, and of the graphs that `model.py` has compiled: raised when either changes."""
@@ -59,7 +59,7 @@ class ContextFolder:
 def _problem(folder: Path) -> str:
     """What is wrong with a context; empty if nothing is."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = read_json(folder / RECORD)
         if record["format"] != FORMAT:
             return f"its format is {record['format']}, not {FORMAT}"
         if WRAPPER not in record["files"]:

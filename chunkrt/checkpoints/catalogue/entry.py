@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.files import read_toml
 
 _PACKAGE = Path(__file__).parents[2]
 
@@ -116,7 +116,7 @@ def read_entry(path: Path) -> Entry:
         ConfigError: it cannot be read, or a key is unknown, missing or of the wrong type.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if "name" in table:

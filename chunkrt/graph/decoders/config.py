@@ -20,7 +20,7 @@ from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.rope import LONGEST_CONTEXT, inverse_frequencies
 from chunkrt.graph.shares import HeadShare, share_heads
 
-LARGEST_SIZE = 2**24
+LARGEST_SIZE = 2**20
 """Of anything that a config counts: beyond, it is damaged. No array may be made for what it claims."""
 ROPE_DIVISOR = "rope_freqs.weight"
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -82,9 +82,8 @@ class DecoderConfig:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A switch."""
-        value = self.raw.get(key)
-        return default if value is None else bool(value)
+        """A switch. Raises ModelError if it is neither true nor false."""
+        return _flag(self.raw, self.where, key, default)
 
     def layer_indices(self, key: str) -> Sequence[int]:
         """Some layers, by their indices; none if the config does not say. Raises ModelError if it is no list."""
@@ -169,7 +168,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         vocab_size=_count(config, where, "vocab_size"),
         context_length=context,
         rms_norm_eps=_epsilon(config, where, "norm_eps" if "norm_eps" in (defaults or {}) else "rms_norm_eps"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(config, where, "tie_word_embeddings"),
         activation=_activation(config, where),
         sliding_window=_sliding_window(config, where, context),
         norm_offset=_norm_offset(config, where),
@@ -190,7 +189,14 @@ def _count(config: Mapping[str, Any], where: str, key: str, default: int | None 
     return value
 
 
-def check_size(size: int, where: str, what: str) -> None:
+def _flag(config: Mapping[str, Any], where: str, key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"{where}: {key} is {value!r}, expected true or false")
+    return default if value is None else value
+
+
+def check_size(size: float, where: str, what: str) -> None:
     """Raise ModelError if it is beyond what any model has."""
     if size > LARGEST_SIZE:
         raise ModelError(f"{where}: {what} is {size}; at most {LARGEST_SIZE} is believed")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from chunkrt.graph import ops
-from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, output_projection
 from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Module, RMSNorm
 from chunkrt.graph.parallel import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -41,7 +41,9 @@ def _feed_forward_size(config: DecoderConfig) -> int:
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size
     multiple = config.count("block_multiple_of", 256)
-    return -(-int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+    wanted = config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)
+    check_size(wanted, config.where, "the width of the feed-forward")
+    return -(-int(wanted) // multiple) * multiple
 
 
 class ShortConvolution(Module):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.errors import ModelError
+from chunkrt.files import read_text
 
 GENAI, TRANSFORMERS = "genai_config.json", "config.json"
 
@@ -49,7 +50,7 @@ def named_file(folder: Path) -> Path | None:
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object, empty if there is no such file."""
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

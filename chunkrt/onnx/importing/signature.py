@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from chunkrt.errors import UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 
 _STATE = re.compile(r"past_key_values|past_key_value|past_|past|present_|present")
 _LAYER = re.compile(r"\d+")
@@ -130,7 +130,8 @@ def feeds(
 
 def _state_shape(value: ir.Value, probe: Probe, width: int) -> list[int]:
     """The batch is 1; of other sizes that are open the last is the width, and one before it the past's."""
-    assert value.shape is not None
+    if not value.shape:
+        raise ModelError(f"the input {value.name!r}, which the model keeps between calls, has no shape")
     *sizes, last = (d if isinstance(d, int) else None for d in value.shape)
     return [1, *(probe.past if size is None else size for size in sizes[1:]), width if last is None else last]
 

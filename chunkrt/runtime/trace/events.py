@@ -169,7 +169,7 @@ class _Run:
             yield self._counter("busy %", record.end_ns, {name: 0})
 
     def _memory(self) -> Iterator[Event]:
-        """Ring slots from the first to the last task of their chunk, and the caches' filled bytes."""
+        """Chunk slots from the first to the last task of their chunk, and the caches' filled bytes."""
         record = self._record
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}

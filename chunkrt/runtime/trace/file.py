@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from chunkrt.errors import ConfigError
+from chunkrt.files import read_json
 from chunkrt.graph.plan import Device
+from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.record import WORKS, Pipeline, RunRecord, Stage, Work
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, trace_events, tracks_of
@@ -72,17 +74,17 @@ def read_trace(path: Path) -> list[RunRecord]:
         ConfigError: the file is missing, damaged, or some other program's.
     """
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path)
     except OSError as error:
         raise ConfigError(f"cannot read a trace from {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is no trace, for it is not JSON: {error}; {_HINT}") from error
     about = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
         raise ConfigError(f"{path} is JSON, but not of the format {FORMAT!r}; {_HINT}")
     try:
         return _records(data["traceEvents"], about)
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the trace in {path} is damaged ({problem}); {_HINT}") from error
 
@@ -147,7 +149,8 @@ def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipelin
     processors = tuple(_processor(processor) for processor in data["processors"])
     names = ("chunk_length", "num_slots", "slot_bytes")
     chunk_length, num_slots, slot_bytes = (_whole(data[name]) for name in names)
-    if min(chunk_length, num_slots) < 1 or len({processor.name for processor in processors}) < len(processors):
+    check_chunks_in_flight(num_slots)
+    if chunk_length < 1 or len({processor.name for processor in processors}) < len(processors):
         raise ValueError(f"a pipeline of {num_slots} slots for chunks of {chunk_length}, {len(processors)} processors")
     return Pipeline(
         stages=stages,

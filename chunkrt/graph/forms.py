@@ -1,0 +1,225 @@
+"""What each operator takes and gives: how many tensors, of which shapes and types, with which attributes.
+
+A plan that was read from a file is held against it (`Plan.from_json`), so that backends and kernels need not doubt. The
+operators of plug-ins, whose domains are their own, are their own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunkrt.graph.linear_attention import find_variant
+
+Dimension = int | str
+Shape = tuple[Dimension, ...]
+Attributes = Mapping[str, Any]
+
+MOST = 2**31 - 1
+"""Of any whole number in a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One operator's.
+
+    num_inputs: with the optional ones. optional: the places of inputs that may be missing, as the empty string.
+    indices: the places of those that are int64; the others are float32.
+    attributes: their types; all but `defaulted` have to be there. output: the shape of the first output, from the
+    attributes and the shapes of the inputs (None for one that is missing); raises ValueError for what does not go
+    together. The other outputs are of any shape that the plan gives them.
+    """
+
+    num_inputs: int
+    output: Callable[[Attributes, Sequence[Any]], Shape]
+    attributes: Mapping[str, type]
+    optional: frozenset[int] = frozenset()
+    indices: frozenset[int] = frozenset()
+    defaulted: frozenset[str] = frozenset()
+
+
+def check_node(
+    domain: str, op: str, attributes: Attributes, inputs: Sequence[tuple[str, Shape] | None], output: Shape
+) -> None:
+    """Hold one node against its operator's form.
+
+    Args:
+        inputs: type and shape of each input, None for one that is missing.
+        output: the shape of its first output.
+
+    Raises:
+        ValueError: it is not an operator that there is, or not how that one is used.
+    """
+    if domain not in ("", "chunkrt"):
+        return
+    if (form := FORMS.get((domain, op))) is None:
+        raise ValueError(f"there is no operator {op!r}")
+    _require(len(inputs) == form.num_inputs, f"it has {len(inputs)} inputs, not {form.num_inputs}")
+    missing = {place for place, given in enumerate(inputs) if given is None}
+    _require(missing <= form.optional, f"its inputs {sorted(missing - form.optional)} are missing")
+    for place, given in enumerate(inputs):
+        dtype = "int64" if place in form.indices else "float32"
+        _require(given is None or given[0] == dtype, f"its input {place} is {given and given[0]}, not {dtype}")
+    for name in form.attributes.keys() | attributes.keys():
+        _require(name in form.attributes, f"it has no attribute {name!r}")
+        if name not in attributes:
+            _require(name in form.defaulted, f"its attribute {name!r} is missing")
+            continue
+        kind, value = form.attributes[name], attributes[name]
+        is_number = type(value) is kind or (kind is float and type(value) is int)
+        _require(is_number, f"its attribute {name!r} is {value!r}, expected {kind.__name__}")
+        _require(kind is not int or -1 <= value <= MOST, f"its attribute {name!r} is {value!r}")
+    expected = form.output(attributes, [given and given[1] for given in inputs])
+    _require(output == expected, f"it gives {list(output)}, not {list(expected)}")
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _matrix(shape: Shape) -> Shape:
+    _require(len(shape) == 2, f"it takes {list(shape)} where rows and columns are needed")
+    return shape
+
+
+def _same(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    return _matrix(inputs[0])
+
+
+def _elementwise(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    """Of two matrices, or of one with a value for each of its columns or rows, or with a single value."""
+    left, right = inputs
+    _require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
+    return _matrix(left)
+
+
+def _gather(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    table, rows = _matrix(inputs[0]), inputs[1]
+    _require(len(rows) == 1 and attributes.get("axis", 0) == 0, f"it picks {list(rows)} of {list(table)}")
+    return (rows[0], table[1])
+
+
+def _product(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    left, right = map(_matrix, inputs)
+    _require(left[1] == right[0], f"it multiplies {list(left)} with {list(right)}")
+    return (left[0], right[1])
+
+
+def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    value, weight = _matrix(inputs[0]), inputs[1]
+    _require(weight == value[1:] and attributes.get("axis", -1) in (-1, 1), f"it norms {list(value)} by {list(weight)}")
+    return value
+
+
+def _split(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    rows, columns = _matrix(inputs[0])
+    parts, axis = attributes["num_outputs"], attributes.get("axis", 0)
+    is_possible = parts > 0 and axis in (-1, 1) and isinstance(columns, int) and columns % parts == 0
+    _require(is_possible, f"it splits {columns} columns in {parts} along axis {axis}")
+    return (rows, int(columns) // parts)
+
+
+def _head_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    value, (heads, columns) = _matrix(inputs[0]), _matrix(inputs[1])
+    _require(int(heads) * int(columns) <= int(value[1]), f"it norms {heads} heads of {columns} in {list(value)}")
+    return value
+
+
+def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    qkv, *positions, cos, sin, keys, values = inputs
+    heads, kv_heads, head_dim = (attributes[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
+    rotary, window = attributes["rotary_dim"], attributes["window"]
+    _require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes are {dict(attributes)}")
+    _require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads}")
+    _require(rotary % 2 == 0 and rotary <= head_dim, f"it rotates {rotary} of {head_dim} columns")
+    _require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"q, k and v are {list(qkv)}")
+    _require(all(position == (1,) for position in positions), f"its positions are {positions}")
+    _require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables are {list(cos)} and {list(sin)}")
+    cache = (kv_heads, "W" if window else "P", head_dim)
+    _require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, not {list(cache)}")
+    return (qkv[0], heads * head_dim)
+
+
+def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
+    qkv, gate, beta, weight, bias, state, matrices = inputs
+    variant = find_variant(attributes["attn_type"])
+    heads, key_dim, value_dim = (attributes[name] for name in ("num_v_heads", "head_k_dim", "head_v_dim"))
+    _require(min(heads, value_dim) > 0, f"its sizes are {dict(attributes)}")
+    _require(len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"its convolution has weights {list(weight)}")
+    channels = weight[0]
+    _require(_matrix(qkv)[1] == variant.columns_per_channel * channels, f"{channels} channels take {list(qkv)}")
+    _require(bias in (None, (channels,)), f"its convolution has biases {bias}")
+    _require(state == (channels, weight[2] - 1), f"its convolution keeps {list(state)}")
+    if variant.is_recurrent:
+        steps = (qkv[0], heads)
+        key_heads = attributes["num_k_heads"]
+        _require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads do not share {key_heads}")
+        _require(gate == beta == steps, f"its gates are {gate} and {beta}, not {list(steps)}")
+        _require(matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state is {matrices}")
+    else:
+        _require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, which it has not")
+    return (qkv[0], heads * value_dim)
+
+
+def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    hidden, logits, gate_up, down = inputs
+    rows, width = _matrix(hidden)
+    _require(len(gate_up) == len(down) == 3, f"its experts are {list(gate_up)} and {list(down)}")
+    experts, _, inner = gate_up
+    _require(logits == (rows, experts), f"it has {experts} experts and logits {list(logits)}")
+    _require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts are {list(gate_up)}")
+    _require(down == (experts, int(inner) // 2, width), f"its experts are {list(gate_up)} and {list(down)}")
+    _require(1 <= attributes["top_k"] <= int(experts), f"it picks {attributes['top_k']} of {experts} experts")
+    return hidden
+
+
+def _sum(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    _require(inputs[1] == (1,), f"its position is {list(inputs[1])}")
+    return _matrix(inputs[0])
+
+
+_ATTENTION = Form(
+    num_inputs=7,
+    output=_attention,
+    indices=frozenset((1, 2)),
+    attributes={
+        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window"), int),
+        "scale": float,
+    },
+)
+_LINEAR_ATTENTION = Form(
+    num_inputs=7,
+    output=_linear_attention,
+    optional=frozenset((1, 2, 4, 6)),
+    attributes={
+        "attn_type": str,
+        **dict.fromkeys(("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "use_qk_l2norm"), int),
+    },
+)
+_AXIS = frozenset(("axis",))
+
+FORMS: Mapping[tuple[str, str], Form] = {
+    **{("", op): Form(num_inputs=1, output=_same, attributes={}) for op in ("Sigmoid", "Softplus", "Tanh")},
+    **{("", op): Form(num_inputs=2, output=_elementwise, attributes={}) for op in ("Add", "Mul")},
+    ("", "Gather"): Form(
+        num_inputs=2, output=_gather, attributes={"axis": int}, defaulted=_AXIS, indices=frozenset((1,))
+    ),
+    ("", "Gelu"): Form(
+        num_inputs=1, output=_same, attributes={"approximate": str}, defaulted=frozenset(("approximate",))
+    ),
+    ("", "MatMul"): Form(num_inputs=2, output=_product, attributes={}),
+    ("", "RMSNormalization"): Form(
+        num_inputs=2, output=_norm, attributes={"axis": int, "epsilon": float}, defaulted=_AXIS
+    ),
+    ("", "Split"): Form(num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=_AXIS),
+    ("chunkrt", "AllReduce"): Form(num_inputs=2, output=_sum, attributes={}, indices=frozenset((1,))),
+    ("chunkrt", "CachedAttention"): _ATTENTION,
+    ("chunkrt", "FloatLinear"): Form(num_inputs=2, output=_product, attributes={}),
+    ("chunkrt", "HeadNorm"): Form(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
+    ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
+    ("chunkrt", "RawKeyAttention"): _ATTENTION,
+    ("chunkrt", "RoutedExperts"): Form(num_inputs=4, output=_experts, attributes={"top_k": int, "norm_topk_prob": int}),
+    ("chunkrt", "ShadowLinear"): Form(num_inputs=2, output=_product, attributes={}),
+}

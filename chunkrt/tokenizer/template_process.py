@@ -1,0 +1,143 @@
+"""A process that renders one chat template, as a script: `python -I -S template_process.py`.
+
+A template is a program by strangers. It runs in Jinja's sandbox, sees plain data only, and has a process of its own,
+whose memory the system bounds and which the caller kills when time is up (`chat_template.py`).
+
+It reads lines of JSON and answers each with one: first {"path", "memory_bytes"}, then the source as a string, then the
+variables of each prompt. An answer is {"text"}, or {"error"}. It imports nothing of chunkrt, so that it starts quickly.
+
+Source: Transformers, utils/chat_template_utils.py, for the environment that templates are written for.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+MAX_PROMPT_LENGTH = 1 << 24
+
+
+def main() -> None:
+    """Answer until the caller closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; what it means is the caller's
+    template: Template
+
+    def start(path: list[str], memory_bytes: int) -> str:
+        sys.path[:0] = path
+        import jinja2.sandbox  # noqa: F401, so that what comes is measured without it
+
+        _limit_memory(memory_bytes)
+        return ""
+
+    def compile_source(source: str) -> str:
+        nonlocal template
+        template = _compile(source)
+        return ""
+
+    _answer(lambda line: start(**json.loads(line)))
+    _answer(lambda line: compile_source(json.loads(line)))
+    while _answer(lambda line: _render(template, json.loads(line))):
+        pass
+
+
+def _answer(work: Callable[[bytes], str]) -> bool:
+    """Answer the next line, if there is one."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return False
+    try:
+        found = {"text": work(line)}
+    except MemoryError:
+        found = {"error": "it takes too much memory"}
+    except Exception as error:
+        found = {"error": str(error) or type(error).__name__}
+    sys.stdout.buffer.write(json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+    sys.stdout.buffer.flush()
+    return True
+
+
+def _limit_memory(num_bytes: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows: the caller watches
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+
+
+def _render(template: Template, variables: dict[str, Any]) -> str:
+    pieces, length = [], 0
+    for piece in template.generate(**variables):
+        length += len(piece)
+        if length > MAX_PROMPT_LENGTH:
+            raise ValueError(f"its prompt is longer than {MAX_PROMPT_LENGTH} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _compile(source: str) -> Template:
+    from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace as JinjaNamespace
+
+    class Generation(Extension):
+        """`{% generation %}` marks the model's own words for training; here it means nothing."""
+
+        tags = {"generation"}  # noqa: RUF012, as Jinja declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class Namespace(JinjaNamespace):
+        """Jinja's, without attributes that begin with an underscore, which lead to Python's internals."""
+
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__()
+            for name, value in attributes.items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"it sets the attribute {name!r} of a namespace")
+            super().__setitem__(name, value)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.now().strftime(pattern)
+
+    def new_dict(*arguments: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*arguments, **values)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals = {
+        "dict": new_dict,
+        "namespace": Namespace,
+        "raise_exception": raise_exception,
+        "range": environment.globals["range"],
+        "strftime_now": strftime_now,
+    }
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own filter would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+if __name__ == "__main__":
+    main()

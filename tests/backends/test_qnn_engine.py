@@ -1,0 +1,470 @@
+"""Engines with an NPU, emulated: what is compiled, where it runs, and what happens when the NPU fails."""
+
+import hashlib
+import json
+import logging
+import shutil
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint
+
+import chunkrt
+from chunkrt.backends import qnn
+from chunkrt.backends.native.backend import NativeBackend
+from chunkrt.backends.qnn import QnnBackend, find_soc
+from chunkrt.backends.qnn.library import open_session
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine import roles as npu
+from chunkrt.errors import BackendError, CompileError, DeviceLostError, PartitionError
+from chunkrt.graph.merging import merged_on_cpu
+from chunkrt.quant.scheme import find_scheme
+
+pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+if not qnn.open_htp().is_emulated:
+    pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+NUM_GRAPHS = 3
+"""Two layers, and one."""
+CONTEXT, CHUNK, NUM_TOKENS = 640, 8, 33
+NUM_NPU_RUNS = 11
+"""Of five chunks: two graphs each, and for the last, whose logits are wanted, the third as well."""
+TOLERANCES = {"w8a16": 2.0**-8, "w4a16": 2.0**-8, "w8a8": 2.0**-3.5}
+"""Of logits, by the root mean square: some 2^-11 a linear for float16 on both sides and a 16-bit grid, 2^-6 for inputs
+and outputs of 8 bits of which one in ten falls to the other side; nine linears, whose errors add up like random ones,
+and what the layers between make of them."""
+FALLBACK = "chunkrt.backends.fallback"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny checkpoint with a long context and a calibration; it has no tokenizer to make one with."""
+    folder = shutil.copytree(checkpoint("llama_mha"), tmp_path_factory.mktemp("long") / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    planned = plan_checkpoint(folder, {})
+    found = calibrate(planned.plan, planned.load, prompt(CONTEXT, seed=1), model="tiny")
+    path = folder.parent / "tiny.npz"
+    found.save(path)
+    return folder, path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory):
+    """A cache of this file's own, whose contexts can be counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("CHUNKRT_HOME", str(folder))
+        yield folder
+
+
+def prompt(num_tokens, seed=0):
+    return np.random.default_rng(seed).integers(0, 128, num_tokens)
+
+
+def load(model, **options):
+    folder, calibration = model
+    wanted = {"npu": "qnn", "scheme": "w8a16", "chunk_length": CHUNK, "threads": 2, "calibration": calibration}
+    return chunkrt.load(folder, **(wanted | options))
+
+
+def logits_of(engine, tokens):
+    return engine.session().prefill(tokens, logits="all").logits
+
+
+def relative_error(found, expected):
+    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(expected**2))
+
+
+def num_contexts(home):
+    return sum(path.is_dir() and not path.name.startswith(".") for path in (home / "contexts").iterdir())
+
+
+def warnings_of(caplog, logger):
+    return [r.getMessage() for r in caplog.records if r.name == logger and r.levelno == logging.WARNING]
+
+
+@pytest.fixture(scope="module")
+def native(model):
+    with load(model, npu="native") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with load(model) as engine:
+        yield engine
+
+
+def test_graphs_are_compiled_once_whatever_the_prompts(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    with load(model) as first:
+        assert len(first.plan.static_subgraphs) == NUM_GRAPHS
+        for num_tokens in (1, 33, 512):
+            session = first.session()
+            session.prefill(prompt(num_tokens))
+            assert session.position == num_tokens
+            assert first.npu_backend.num_compiled == num_contexts(tmp_path) == NUM_GRAPHS
+        expected = logits_of(first, prompt(33))
+    with load(model) as second:
+        np.testing.assert_array_equal(logits_of(second, prompt(33)), expected)
+        assert second.npu_backend.num_compiled == 0
+    assert num_contexts(tmp_path) == NUM_GRAPHS
+
+
+def test_progress_tells_of_every_graph(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    told = []
+    load(model, progress=lambda *step: told.append(step)).close()
+    assert [step for step in told if step[0] == "compiling for the NPU"] == [
+        ("compiling for the NPU", done, NUM_GRAPHS) for done in range(NUM_GRAPHS + 1)
+    ]
+
+
+@pytest.mark.parametrize("scheme", TOLERANCES)
+@pytest.mark.parametrize("num_tokens", [2, 33, pytest.param(512, marks=pytest.mark.exhaustive)])
+def test_logits_are_those_of_the_reference(model, scheme, num_tokens):
+    tokens = prompt(num_tokens)
+    check_against_reference(model, tokens, scheme=scheme)
+
+
+def check_against_reference(model, tokens, **options):
+    """On the NPU logits are the reference's under the same scheme, and no further from those in float."""
+    with (
+        load(model, cache_dtype="float32", **options) as engine,
+        load(model, npu="reference", outputs="grid", **options) as exact,
+        load(model, npu="reference", scheme="float", calibration=None) as unrounded,
+    ):
+        assert engine.scheme == exact.scheme
+        found, expected, in_float = (logits_of(each, tokens) for each in (engine, exact, unrounded))
+    assert relative_error(found, expected) < TOLERANCES[options["scheme"]]
+    assert relative_error(found, in_float) < 1.1 * relative_error(expected, in_float)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("shadow", ["all", "*.down_proj.weight"])
+def test_shadows_run_on_the_cpu_beside_their_linears_on_the_npu(model, shadow):
+    """Main halves with outputs of 8 bits by column; five chunks, pipelined."""
+    tokens, options = prompt(NUM_TOKENS), {"scheme": "w8a8", "shadow": shadow}
+    check_against_reference(model, tokens, **options)
+    with load(model, **options) as engine, load(model, threads=1, policy="sequential", **options) as other:
+        result = engine.session().prefill(tokens)
+        np.testing.assert_array_equal(logits_of(other, tokens), logits_of(engine, tokens))
+        plan = engine.plan
+    shadows = [index for index, subgraph in enumerate(plan.subgraphs) if subgraph.name.startswith("shadow.")]
+    assert len(shadows) == (8 if shadow == "all" else 2)
+    ran_on = {
+        index: {e.processor for e in result.events if e.task.subgraph == index} for index in range(len(plan.subgraphs))
+    }
+    for index in shadows:
+        (node,) = plan.subgraphs[index].nodes
+        both = [i for i, s in enumerate(plan.subgraphs) if any(n.inputs == node.inputs for n in s.nodes)]
+        (main,) = set(both) - {index}
+        assert [node.op for node in plan.subgraphs[main].nodes] == ["MatMul"]
+        assert (ran_on[index], ran_on[main]) == ({"cpu"}, {"npu"})
+        assert plan.flow.waits_for[index] == plan.flow.waits_for[main]
+
+
+def test_a_compiled_engine_with_outputs_in_float_is_refused_by_the_npu(model):
+    """It was compiled for a CPU; the message names the linear and says what to do."""
+    with load(model, npu="native", scheme="w8a8") as compiled:
+        folder = compiled.folder
+    with pytest.raises(PartitionError, match=r"qnn .*qkv_proj.*into float32.*--outputs grid") as raised:
+        chunkrt.load(folder, npu="qnn")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{"policy": "sequential"}, {"threads": 1}, {"threads": 4}], ids=str)
+def test_neither_policy_nor_threads_change_a_bit(model, engine, options):
+    tokens = prompt(45)
+    with load(model, **options) as other:
+        np.testing.assert_array_equal(logits_of(other, tokens), logits_of(engine, tokens))
+
+
+def test_the_npu_has_a_processor_of_its_own(engine):
+    result = engine.session().prefill(prompt(NUM_TOKENS))
+    devices = {subgraph: s.device for subgraph, s in enumerate(engine.plan.subgraphs)}
+    assert {event.processor for event in result.events} == {"npu", "cpu"}
+    assert all(event.processor == devices[event.task.subgraph] for event in result.events)
+    assert sum(event.processor == "npu" for event in result.events) == NUM_NPU_RUNS
+
+
+def test_single_tokens_run_on_the_cpu(engine, native):
+    session = engine.session()
+    first = session.prefill(prompt(1))
+    assert {event.processor for event in first.events} == {"cpu"}
+    assert len(first.events) == len(merged_on_cpu(engine.plan).subgraphs) == 2
+    np.testing.assert_array_equal(first.logits, native.session().prefill(prompt(1)).logits)
+    session.prefill(prompt(9))
+    assert session.position == 10
+    assert len(list(session.generate(max_new_tokens=4))) == 4
+
+
+@dataclass
+class Hooked:
+    """An executable that says when it is called, how often before."""
+
+    inner: object
+    name: str
+    before: object
+    num_calls: int = 0
+
+    def __post_init__(self):
+        self.fixed_length = self.inner.fixed_length
+
+    def run(self, inputs, outputs):
+        self.num_calls += 1
+        self.before(self.name, self.num_calls - 1)
+        self.inner.run(inputs, outputs)
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """A function that has one called before every task of engines that are loaded from then on."""
+
+    def install(before):
+        for backend in (QnnBackend, NativeBackend):
+
+            def compile_hooked(self, subgraph, *rest, compile=backend.compile):
+                return Hooked(compile(self, subgraph, *rest), f"{self.name} {subgraph.name}", before)
+
+            monkeypatch.setattr(backend, "compile", compile_hooked)
+
+    return install
+
+
+def test_cpu_and_npu_work_at_the_same_time(model, hook):
+    """Each of two tasks waits, while it runs, for the other to run: the first attention, the NPU at the next chunk.
+
+    One CPU thread, so that chunks are embedded, and reach the NPU, in order.
+    """
+    meeting = threading.Barrier(2, timeout=60)
+    pair = {("native dynamic.0", 0), ("qnn static.0", 1)}
+
+    def before(name, call):
+        if (name, call) in pair:
+            meeting.wait()
+
+    hook(before)
+    with load(model, threads=1) as engine:
+        assert [s.name for s in engine.plan.subgraphs][:3] == ["embedding", "static.0", "dynamic.0"]
+        events = {event.task: event for event in engine.session().prefill(prompt(2 * CHUNK)).events}
+    on_npu, on_cpu = events[1, 1], events[2, 0]
+    assert (on_npu.processor, on_cpu.processor) == ("npu", "cpu")
+    assert max(on_npu.start_ns, on_cpu.start_ns) < min(on_npu.end_ns, on_cpu.end_ns)
+
+
+class FailingNpu:
+    """Sessions whose runs fail from the k-th on, counted over all of them, until it recovers."""
+
+    def __init__(self):
+        self.fails_at = None
+        self.num_runs = 0
+
+    def open(self, *arguments, **options):
+        npu, session = self, open_session(*arguments, **options)
+
+        class Session:
+            io_binding = session.io_binding
+
+            def run_with_iobinding(self, binding):
+                npu.num_runs += 1
+                if npu.fails_at is not None and npu.num_runs >= npu.fails_at:
+                    raise RuntimeError("SSR: subsystem restart")
+                session.run_with_iobinding(binding)
+
+        return Session()
+
+
+@pytest.fixture
+def failing_npu(monkeypatch):
+    made = FailingNpu()
+    monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", made.open)
+    return made
+
+
+AT_RUN = pytest.mark.parametrize("k", [1, 6, NUM_NPU_RUNS], ids=["first", "middle", "last"])
+
+
+@AT_RUN
+def test_the_cpu_finishes_what_the_npu_began(model, native, failing_npu, caplog, k):
+    tokens = prompt(NUM_TOKENS)
+    expected = logits_of(native, tokens)[-1]
+    with load(model, on_npu_failure="fallback") as engine:
+        failing_npu.fails_at = k
+        session = engine.session()
+        found = session.prefill(tokens)
+        assert session.position == NUM_TOKENS
+        assert relative_error(found.logits, expected) < TOLERANCES["w8a16"]
+        if k == 1:
+            np.testing.assert_array_equal(found.logits, expected)
+        (told,) = warnings_of(caplog, FALLBACK)
+        assert "SSR: subsystem restart; the CPU takes over" in told
+        runs = failing_npu.num_runs
+        np.testing.assert_array_equal(logits_of(engine, tokens), logits_of(native, tokens))
+        assert len(list(session.generate(max_new_tokens=4))) == 4
+        assert failing_npu.num_runs == runs == k
+    assert len(warnings_of(caplog, FALLBACK)) == 1
+
+
+@AT_RUN
+def test_a_failure_leaves_everything_as_it_was(model, engine, failing_npu, k):
+    tokens = prompt(NUM_TOKENS)
+    expected = engine.session().prefill(tokens).logits
+    with load(model, on_npu_failure="fail") as other:
+        session = other.session()
+        session.prefill(tokens[:5])
+        answer = [piece.token_id for piece in session.fork().generate(max_new_tokens=3)]
+        failing_npu.num_runs, failing_npu.fails_at = 0, k
+        with pytest.raises(DeviceLostError, match=r"subgraph (static\.\d) failed on chunk \d: .*subgraph \1: SSR"):
+            session.prefill(tokens)
+        assert session.position == 5
+        assert [piece.token_id for piece in session.fork().generate(max_new_tokens=3)] == answer
+        failing_npu.fails_at = None
+        again = other.session()
+        np.testing.assert_array_equal(again.prefill(tokens).logits, expected)
+        assert session.prefill(tokens).num_tokens == NUM_TOKENS
+        assert session.position == 5 + NUM_TOKENS
+
+
+def test_failing_is_what_an_npu_that_was_named_does(model, failing_npu):
+    with load(model) as engine:
+        failing_npu.fails_at = 1
+        with pytest.raises(DeviceLostError, match=r"subgraph static\.0 failed on chunk \d"):
+            engine.session().prefill(prompt(NUM_TOKENS))
+
+
+def test_a_value_beyond_float16_is_the_cpus(model, native, hook, caplog):
+    """It is no failure of the NPU, but as little an answer."""
+
+    def before(name, call):
+        if (name, call) == ("qnn static.1", 1):
+            raise BackendError("hidden left the range of float16 on the NPU")
+
+    hook(before)
+    with load(model, on_npu_failure="fallback") as engine:
+        found = engine.session().prefill(prompt(NUM_TOKENS)).logits
+    assert relative_error(found, logits_of(native, prompt(NUM_TOKENS))[-1]) < TOLERANCES["w8a16"]
+    (told,) = warnings_of(caplog, FALLBACK)
+    assert told == "hidden left the range of float16 on the NPU; the CPU takes over"
+
+
+@pytest.fixture
+def damaged(model, engine, home):
+    """static.1's context, no longer a context, though its record says that it is whole; mended afterwards."""
+    (folder,) = (home / "contexts").glob(f"SM8650-w8a16-c{CHUNK}-static.1-*")
+    (binary,) = folder.glob("*.bin")
+    record = folder / "context.json"
+    kept = binary.read_bytes(), record.read_text()
+    binary.write_bytes(bytes(len(kept[0])))
+    content = json.loads(kept[1])
+    content["files"][binary.name][1] = hashlib.sha256(binary.read_bytes()).hexdigest()
+    record.write_text(json.dumps(content))
+    yield folder
+    binary.write_bytes(kept[0])
+    record.write_text(kept[1])
+
+
+def no_session(htp, soc, model, **options):
+    raise RuntimeError("no VTCM left")
+
+
+@pytest.mark.parametrize("how", ["no session", "damaged"])
+def test_an_npu_that_fails_at_the_start_is_an_error(model, engine, request, monkeypatch, how):
+    if how == "damaged":
+        request.getfixturevalue("damaged")
+    else:
+        monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
+    with pytest.raises(DeviceLostError, match=r"the NPU does not take the context of static\.[01]: "):
+        load(model)
+
+
+@pytest.mark.parametrize("how", ["no session", "damaged"])
+def test_or_the_cpu_takes_over_at_the_start(model, engine, native, request, monkeypatch, caplog, how):
+    if how == "damaged":
+        request.getfixturevalue("damaged")
+    else:
+        monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
+    with load(model, on_npu_failure="fallback") as other:
+        assert other.npu_backend is other.cpu_backend
+        np.testing.assert_array_equal(logits_of(other, prompt(NUM_TOKENS)), logits_of(native, prompt(NUM_TOKENS)))
+        assert {event.processor for event in other.session().prefill(prompt(NUM_TOKENS)).events} == {"cpu"}
+    (told,) = warnings_of(caplog, FALLBACK)
+    assert told.startswith("the NPU does not take the context of static.")
+    assert told.endswith("; the CPU takes over")
+
+
+def test_a_compiler_that_fails_leaves_nothing(model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
+    with pytest.raises(CompileError, match=r"the NPU's compiler refuses static.0 for SM8650: no VTCM left"):
+        load(model)
+    assert num_contexts(tmp_path) == 0
+    with load(model, on_npu_failure="fallback") as engine:
+        assert engine.npu_backend.name == "native"
+    assert len(warnings_of(caplog, FALLBACK)) == 1
+
+
+@pytest.fixture
+def with_npu(monkeypatch):
+    """A machine that says that it has a Snapdragon 8 Gen 3."""
+    monkeypatch.setattr(qnn, "has_npu", lambda: True)
+    monkeypatch.setattr(npu, "has_npu", lambda: True)
+    monkeypatch.setattr(npu, "this_soc", lambda: find_soc("SM8650"))
+
+
+def test_auto_takes_an_npu_that_is_there(model, native, with_npu, failing_npu, caplog):
+    with load(model, npu="auto", scheme=None) as engine:
+        assert engine.npu_backend.name == "qnn"
+        assert engine.npu_backend.soc.name == "SM8650"
+        assert engine.scheme.name == "w8a16"
+        assert engine.options.falls_back
+        failing_npu.fails_at = 1
+        np.testing.assert_array_equal(logits_of(engine, prompt(NUM_TOKENS)), logits_of(native, prompt(NUM_TOKENS)))
+    assert len(warnings_of(caplog, FALLBACK)) == 1
+
+
+def test_auto_without_an_npu_is_native(model):
+    with load(model, npu="auto") as engine:
+        assert engine.npu_backend.name == "native"
+
+
+def test_a_soc_that_nothing_is_done_for_is_mentioned(model, caplog):
+    for choice in ("auto", "native"):
+        load(model, npu=choice, soc="SM8750").close()
+    told = "--soc SM8750 has no effect: the CPU does the NPU's work; try --npu qnn"
+    assert warnings_of(caplog, "chunkrt.engine.roles") == [told, told]
+
+
+def test_auto_leaves_a_dynamic_model_to_the_cpu(model, with_npu, caplog):
+    with load(model, npu="native", scheme="w8a8-dynamic", calibration=None) as compiled:
+        folder = compiled.folder
+    with chunkrt.load(folder, npu="auto") as engine:
+        assert engine.npu_backend.name == "native"
+        assert engine.manifest.scheme == find_scheme("w8a8-dynamic")
+    (told,) = warnings_of(caplog, "chunkrt.engine.roles")
+    assert told == "the NPU does not run the scheme w8a8-dynamic, the CPU does; try --scheme w8a16"
+
+
+def test_emulation_is_told_once_a_process(model, caplog):
+    npu._tell_of_emulation.cache_clear()
+    for _ in range(2):
+        load(model).close()
+    (told,) = warnings_of(caplog, "chunkrt.engine.roles")
+    assert told.startswith("there is no Hexagon NPU here, it is emulated")
+
+
+def test_an_npu_takes_turns_with_operators_that_are_switched_off(model):
+    with load(model) as whole, load(model, ops="-rms_norm,-silu_mul") as engine:
+        expected, found = (logits_of(e, prompt(NUM_TOKENS)) for e in (whole, engine))
+        last = [e.session() for e in (whole, engine)]
+        tokens = []
+        for session in last:
+            session.prefill(prompt(NUM_TOKENS))
+            tokens.append([piece.token_id for piece in session.generate(max_new_tokens=4)])
+    off = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+    assert 0 < off < TOLERANCES["w8a16"]
+    assert tokens[0] == tokens[1]

@@ -1,0 +1,168 @@
+"""The pure parts of `bench/peers.py`: rounds, ratios, tables, choices, and a process that fails. No peer is needed."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = str(Path(__file__).parents[2] / "bench")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench_on_path():
+    """The package `peers` stands in bench/, which is no package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        yield
+
+
+def peers(module):
+    return importlib.import_module(f"peers.{module}")
+
+
+class Fake:
+    """Answers with prepared seconds, and writes down what it was asked."""
+
+    def __init__(self, name, asked, seconds, fails_at=()):
+        self.name, self.asked, self.seconds, self.fails_at = name, asked, iter(seconds), fails_at
+
+    def ask(self, do, tokens):
+        self.asked.append((self.name, do, tuple(tokens)))
+        if len(tokens) in self.fails_at:
+            raise peers("process").ContenderError("too long")
+        return {"seconds": next(self.seconds), "token": len(tokens)}
+
+
+def measured(contenders, tests, rounds=2):
+    rounds_module = peers("rounds")
+    parsed = [rounds_module.Test.parse(test) for test in tests]
+    pauses = []
+    return rounds_module.measure(
+        contenders, parsed, rounds=rounds, vocabulary_size=100, seed=0, pause=pauses.append
+    ), pauses
+
+
+def test_contenders_take_turns_on_the_same_fresh_prompt():
+    asked = []
+    fakes = {name: Fake(name, asked, [1.0] * 6) for name in ("a", "b")}
+    _, pauses = measured(fakes, ["pp8", "tg3"])
+    turns = [("a", "prefill", 8), ("b", "prefill", 8), ("a", "decode", 3), ("b", "decode", 3)]
+    assert [(name, do, len(tokens)) for name, do, tokens in asked] == turns * 3
+    assert len(pauses) == len(asked)
+    prompts = [tokens for _, _, tokens in asked]
+    assert prompts[::2] == prompts[1::2]
+    assert len(set(prompts)) == 6
+    assert all(0 <= token < 100 for prompt in prompts for token in prompt)
+
+
+def test_the_first_round_does_not_count_and_ratios_are_taken_within_a_round():
+    contenders = {"ours": Fake("ours", [], [99.0, 1.0, 2.0, 4.0]), "theirs": Fake("theirs", [], [99.0, 2.0, 2.0, 2.0])}
+    results, _ = measured(contenders, ["pp8"], rounds=3)
+    assert results.rates["pp8"] == {"ours": [8.0, 4.0, 2.0], "theirs": [4.0, 4.0, 4.0]}
+    assert results.ratios("pp8", "ours", "theirs") == [2.0, 1.0, 0.5]
+    assert results.spread("pp8", "ours") == (4.0, 2.0, 8.0)
+
+
+def test_who_fails_is_named_and_not_asked_again_in_that_test():
+    asked = []
+    contenders = {"ours": Fake("ours", asked, [1.0] * 9), "theirs": Fake("theirs", asked, [1.0] * 9, fails_at=(8,))}
+    results, _ = measured(contenders, ["pp8", "pp4"])
+    assert results.failures == {"pp8": {"theirs": "too long"}, "pp4": {}}
+    assert results.rates["pp8"]["theirs"] == [None, None]
+    assert results.spread("pp8", "theirs") is None
+    assert results.ratios("pp8", "ours", "theirs") == []
+    assert results.rates["pp4"]["theirs"] == [4.0, 4.0]
+    assert sum(name == "theirs" and len(tokens) == 8 for name, _, tokens in asked) == 1
+
+
+@pytest.mark.parametrize("text", ["pp512", "tg64", "pp1"])
+def test_names_of_tests(text):
+    assert str(peers("rounds").Test.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "pp", "pp0", "pp-4", "xx5", "pp1.5", "pp²"])
+def test_names_that_are_no_tests(text):
+    with pytest.raises(ValueError, match="expected pp or tg and a number"):
+        peers("rounds").Test.parse(text)
+
+
+def report():
+    contenders = {"ours": Fake("ours", [], [9, 0.5, 0.25]), "theirs": Fake("theirs", [], [9, 1, 1], fails_at=(4,))}
+    results, _ = measured(contenders, ["pp8", "tg4"][:1])
+    results.failures["tg4"] = {"theirs": "too long"}
+    about = {name: {"versions": {"package": "1.0"}, "settings": "a|b"} for name in contenders}
+    return peers("report").Report(
+        conditions={"model": "m", "processor": "p", "threads": 2},
+        baselines=["ours"],
+        about=about,
+        absent={"third": "No module named third"},
+        agreement={"ours": "3 of 3"},
+        results=results,
+    )
+
+
+def test_the_table():
+    lines = peers("report").to_markdown(report()).splitlines()
+    assert "- threads: 2" in lines
+    assert "| pp8 | ours | 24.00 (16.00 - 32.00) | 1.00 (1.00 - 1.00) |" in lines
+    assert "| pp8 | theirs | 8.000 (8.000 - 8.000) | 3.00 (2.00 - 4.00) |" in lines
+    assert "| ours | package 1.0 | a/b | 3 of 3 |" in lines
+    assert "- third is absent: No module named third" in lines
+    assert "- theirs failed in tg4: too long" in lines
+
+
+def test_json_holds_every_sample():
+    data = json.loads(peers("report").to_json(report()))
+    assert data["results"]["rates"]["pp8"]["ours"] == [16.0, 32.0]
+
+
+def test_the_plot(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
+    path = tmp_path / "bars.png"
+    peers("report").plot(report(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_contenders_are_consistent_data():
+    data = peers("contenders")
+    names = [contender.name for contender in data.CONTENDERS]
+    assert len(set(names)) == len(names)
+    assert data.CONTENDERS[0].kind == "chunkrt"
+    engines = Path(BENCH) / "peers" / "engines"
+    for contender in data.CONTENDERS:
+        assert (engines / f"{data.ENGINES[contender.kind]}.py").exists()
+        assert contender.form == "checkpoint" or contender.form in data.FORMS
+    for form in data.FORMS.values():
+        assert (engines / f"{form.engine}.py").exists()
+        assert form.of == "checkpoint" or form.of in data.FORMS
+
+
+def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_the_chunk_length():
+    chosen = peers("command").choose(["torch"], 64)
+    assert {contender.kind for contender in chosen} == {"chunkrt", "torch"}
+    assert chosen[0].options["chunk_length"] == 64
+    with pytest.raises(Exception, match=r"no peer 'llama'; there are: llama\.cpp"):
+        peers("command").choose(["llama"], 64)
+
+
+def test_an_absent_runtime_is_an_error_in_a_line(tmp_path, monkeypatch):
+    process, contenders = peers("process"), peers("contenders")
+    monkeypatch.setitem(contenders.ENGINES, "absent", "no_such_engine")
+    with pytest.raises(process.ContenderError, match=r"No module named 'peers\.engines\.no_such_engine'"):
+        process.ContenderProcess(
+            contenders.Contender(name="absent", kind="absent"),
+            python=sys.executable,
+            model=tmp_path,
+            threads=1,
+            context_length=8,
+            log=tmp_path / "log",
+        )
+
+
+def test_a_form_that_cannot_be_made_is_an_error_in_a_line_and_leaves_nothing(tmp_path):
+    process = peers("process")
+    with pytest.raises(process.ContenderError, match=r"x\.gguf cannot be made: .*no_such_engine"):
+        process.convert("no_such_engine", tmp_path, tmp_path / "x.gguf", {}, python=sys.executable)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf.log"]

@@ -1,0 +1,234 @@
+"""Whatever is wrong is one line on stderr and an exit status, with nothing on stdout; the traceback comes with -v."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
+
+from chunkrt.backends.qnn import SOCS
+from chunkrt.engine.session import Session
+
+GGUF = checkpoint("llama_biased_gguf")
+FOLDER = checkpoint("llama_mha")
+RUN = ("run", GGUF, "-p", "hello", "-n", 2)
+
+
+def truncated_gguf(folder):
+    path = folder / "model.gguf"
+    path.write_bytes(GGUF.read_bytes()[:-1000])
+    return path
+
+
+def truncated_header(folder):
+    path = folder / "model.gguf"
+    path.write_bytes(GGUF.read_bytes()[:300])
+    return path
+
+
+def gguf_that_claims_too_much(folder):
+    path = folder / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 10**18, 0) + bytes(64))
+    return path
+
+
+def other_folder(folder, change_config=lambda config: None, change_tensors=lambda tensors: None):
+    """A copy of a Hugging Face folder with changes."""
+    copy = shutil.copytree(FOLDER, folder / "checkpoint")
+    config = json.loads((copy / "config.json").read_text())
+    change_config(config)
+    (copy / "config.json").write_text(json.dumps(config))
+    tensors = safetensors.numpy.load_file(copy / "model.safetensors")
+    change_tensors(tensors)
+    safetensors.numpy.save_file(tensors, copy / "model.safetensors")
+    return copy
+
+
+def overlapping_tensors(folder):
+    copy = other_folder(folder)
+    path = copy / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    first, second = sorted((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"])[:2]
+    begin, end = header[second]["data_offsets"]
+    assert header[first]["data_offsets"][1] == begin
+    header[second]["data_offsets"] = [begin - 4, end - 4]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return copy
+
+
+def unsupported_architecture(folder):
+    return other_folder(folder, lambda config: config.update(model_type="mamba", architectures=["MambaForCausalLM"]))
+
+
+def missing_tensor(folder):
+    return other_folder(folder, change_tensors=lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+
+
+def weight_that_is_not_finite(folder):
+    return other_folder(folder, change_tensors=lambda tensors: tensors["lm_head.weight"].fill(np.inf))
+
+
+def empty_folder(folder):
+    return folder
+
+
+def text_file(folder):
+    path = folder / "model.gguf"
+    path.write_text("not a model at all")
+    return path
+
+
+MODELS = {
+    truncated_gguf: "model.gguf",
+    truncated_header: "model.gguf",
+    gguf_that_claims_too_much: "1000000000000000000",
+    overlapping_tensors: "overlap",
+    unsupported_architecture: "architecture 'mamba' is not supported; supported are: gemma3_text, lfm2, llama, ",
+    missing_tensor: "tensor model.layers.1.mlp.up_proj.weight is missing",
+    weight_that_is_not_finite: "lm_head.weight holds values that are not finite",
+    empty_folder: "has no config.json",
+    text_file: "is not a GGUF file",
+}
+
+LINES = [
+    (("run", "smollm2", "-p", "x"), "no model is called 'smollm2'; did you mean smollm2-135m-instruct?"),
+    (("run", "nowhere/model.gguf", "-p", "x"), "there is no file or folder nowhere/model.gguf"),
+    (("run", GGUF, "-p", "a b " * 100), "but the context of 128 has room for 128"),
+    (("run", GGUF, "-p", ""), "the prompt is empty"),
+    (("run", GGUF, "-p", " \n"), "the prompt is empty"),
+    (("run", GGUF), "give a prompt with -p TEXT or -f FILE"),
+    (("run", GGUF, "-p", "x", "-f", "-"), "give a prompt with -p TEXT or -f FILE"),
+    (("run", GGUF, "-f", "-"), "the prompt is empty"),
+    (("run", GGUF, "-f", "nowhere.txt"), "cannot read the prompt from nowhere.txt: No such file"),
+    (("run", GGUF, "-f", "."), "cannot read the prompt from .: Is a directory"),
+    (("run", GGUF, "-f", GGUF), "is not UTF-8 text"),
+    ((*RUN, "--chunk", 0), "chunk_length is 0, expected at least 1"),
+    ((*RUN, "--chunk", -3), "chunk_length is -3, expected at least 1"),
+    ((*RUN, "--chunk", 129), "chunk_length is 129, longer than the context of 128"),
+    ((*RUN, "--chunk", "many"), "'many' is not a valid integer"),
+    ((*RUN, "--context", 129), "the model takes at most 128"),
+    ((*RUN, "--threads", 0), "threads is 0"),
+    ((*RUN, "--temperature", "nan"), "temperature: found nan, expected a finite number"),
+    ((*RUN, "--temperature", "-1"), "temperature: found -1.0"),
+    ((*RUN, "--temperature", "inf"), "temperature: found inf"),
+    ((*RUN, "--top-p", "0"), "top_p: found 0.0"),
+    ((*RUN, "--top-k", "0"), "top_k: found 0"),
+    ((*RUN, "-n", "0"), "max_new_tokens is 0, expected at least 1"),
+    ((*RUN, "--stop", ""), "stop strings"),
+    ((*RUN, "--system", "Be brief."), "needs the model's chat template"),
+    ((*RUN, "--scheme", "float"), "under the scheme 'float' this linear is not int8 by int8"),
+    ((*RUN, "--scheme", "int4"), "'int4' is not one of"),
+    ((*RUN, "--soc", "SM8651"), "unknown SoC 'SM8651'; did you mean 'SM8650'?"),
+    ((*RUN, "--htp", "vtcm=8"), "unknown NPU setting 'vtcm'; did you mean 'vtcm_mb'?"),
+    ((*RUN, "--calibration", "nowhere.npz"), "the scheme 'w8a8-dynamic' uses no calibration"),
+    ((*RUN, "--scheme", "w8a16", "--calibration", "nowhere.npz"), "cannot read the calibration nowhere.npz"),
+    ((*RUN, "--scheme", "w8a16", "--calibration", GGUF), "model.gguf is not a calibration"),
+    ((*RUN, "--npu", "tpu"), "'tpu' is not one of"),
+    ((*RUN, "--place", "nowhere.toml"), "cannot read the placement file nowhere.toml"),
+    ((*RUN, "--colour"), "No such option"),
+    (("run",), "Missing argument 'MODEL'"),
+    (("rnu", GGUF), "No such command 'rnu'"),
+    (("run", FOLDER, "-p", "x"), "has no tokenizer"),
+    (("chat", "smollm2"), "no model is called 'smollm2'"),
+    (("bench", GGUF, "-p", "many"), "-p is 'many', expected whole numbers"),
+    (("bench", GGUF, "-p", "-8"), "expected no negative number"),
+    (("bench", GGUF, "-p", "0", "-n", "0"), "nothing to measure"),
+    (("bench", GGUF, "-p", "129"), "129 tokens do not fit the context of 128"),
+    (("bench", GGUF, "-r", "0"), "--repetitions is 0"),
+    (("plan", GGUF, "--chunk", 129), "longer than the model's context of 128"),
+    (("plan", GGUF, "--prompt-length", 0), "--prompt-length is 0"),
+    (("plan", "smollm2"), "no model is called 'smollm2'"),
+    (("plan", GGUF, "--save-onnx", GGUF / "parts"), "cannot write ONNX files to "),
+    (("compile", GGUF), "Missing option '-o'"),
+    (("compile", GGUF, "-o", "out", "--soc", "SM8650,SM8999"), "unknown SoC 'SM8999'; did you mean"),
+    (("compile", GGUF, "-o", "out", "--soc", "snapdragon"), f"there are: {', '.join(SOCS)}"),
+    (("compile", GGUF, "-o", "out", "--soc", ""), "unknown SoC ''"),
+    (("compile", GGUF, "-o", "out", "--soc", "SM8650", "--chunk", "1,many"), "--chunk is '1,many', expected whole"),
+    (("compile", GGUF, "-o", "out", "--soc", "SM8650", "--chunk", "0"), "--chunk is '0', expected numbers of at least"),
+    (("compile", GGUF, "-o", "out", "--chunk", "8"), "name its SoC with --soc"),
+    (("compile", GGUF, "-o", GGUF.parent), "exists already; choose another folder, or delete it"),
+    (("compile", FOLDER, "-o", "out", "--scheme", "w8a16"), "has no tokenizer, which calibration needs"),
+    (("compile", "smollm2", "-o", "out"), "no model is called 'smollm2'"),
+    (("pull", "smollm"), "no model is called 'smollm'; did you mean smollm2-135m-instruct?"),
+]
+
+
+@pytest.mark.parametrize("damage", MODELS, ids=lambda damage: damage.__name__)
+def test_a_model_that_is_wrong(command, tmp_path, damage):
+    model = damage(tmp_path)
+    expect_one_line(command("run", model, "-p", "hello"), MODELS[damage])
+    if damage is not weight_that_is_not_finite:  # a plan reads no weights
+        expect_one_line(command("plan", model), MODELS[damage])
+
+
+@pytest.mark.parametrize(("arguments", "message"), LINES, ids=[f"{i}-{m[:24]}" for i, (_, m) in enumerate(LINES)])
+def test_a_command_line_that_is_wrong(command, arguments, message):
+    expect_one_line(command(*arguments), message)
+
+
+def test_a_model_file_that_may_not_be_read(command, tmp_path, monkeypatch):
+    path = Path(shutil.copy(GGUF, tmp_path / "model.gguf"))
+    opened = Path.open
+
+    def refuse(self, *arguments, **options):
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    expect_one_line(command("run", path, "-p", "x"), "model.gguf: Permission denied")
+
+
+@pytest.mark.parametrize("flag", ["-v", "--verbose"])
+def test_the_traceback_comes_with_v(command, flag):
+    finished = command("run", GGUF, "-p", "", flag)
+    assert finished.status == 1
+    assert finished.out == ""
+    assert "Traceback (most recent call last)" in finished.err
+    assert finished.err.splitlines()[-1] == "chunkrt: the prompt is empty"
+
+
+def test_what_nobody_foresaw_is_one_line_too(command, monkeypatch):
+    def fail(self, prompt):
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr(Session, "prefill", fail)
+    finished = command(*RUN)
+    assert (finished.status, finished.out) == (1, "")
+    assert finished.err == "chunkrt: unexpected ZeroDivisionError: by zero (run again with -v for the traceback)\n"
+
+
+def test_ctrl_c_is_said_and_is_status_130(command, monkeypatch):
+    def interrupt(self, prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "prefill", interrupt)
+    finished = command(*RUN)
+    assert (finished.status, finished.out, finished.err.strip()) == (130, "", "interrupted")
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    run = [sys.executable, "-P", "-m", "chunkrt", "plan", str(GGUF), "--json"]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=120) == 1
+    assert error == b""
+
+
+def test_the_module_is_the_command(tmp_path):
+    run = [sys.executable, "-P", "-m", "chunkrt", "run", "nowhere/model.gguf", "-p", "x"]
+    finished = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert finished.stderr == "chunkrt: there is no file or folder nowhere/model.gguf\n"

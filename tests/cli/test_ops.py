@@ -1,0 +1,136 @@
+"""`chunkrt ops`, and --ops of the commands that run a model."""
+
+import json
+
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.backends.dispatch import registered_operators
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.quant.scheme import SCHEMES, Recipe
+
+GGUF = checkpoint("llama_biased_gguf")
+
+
+def ops(command, *arguments):
+    finished = command("ops", GGUF, "--json", *arguments)
+    assert (finished.status, finished.err) == (0, "")
+    return json.loads(finished.out)
+
+
+def by_name(found):
+    return {(row["operator"], row["role"]): row for row in found["operators"]}
+
+
+def test_every_operator_with_its_uses_and_where_it_comes_from(command):
+    found = ops(command)
+    rows = by_name(found)
+    assert (found["scheme"], found["cpu"], found["npu"]) == ("w8a8-dynamic", "native", "native")
+    assert {key: row["uses"] for key, row in rows.items()} == {
+        ("add", "npu"): 12,
+        ("cached_attention", "cpu"): 2,
+        ("embedding", "cpu"): 1,
+        ("gather_rows", "cpu"): 1,
+        ("linear", "npu"): 8,
+        ("logits", "cpu"): 1,
+        ("quantize", "cpu"): 1,
+        ("quantize", "npu"): 8,
+        ("rms_norm", "npu"): 5,
+        ("rope", "cpu"): 2,
+        ("sampler", "session"): 1,
+        ("silu_mul", "npu"): 2,
+    }
+    assert rows["linear", "npu"] == {
+        "operator": "linear",
+        "role": "npu",
+        "runs_on": "native",
+        "origin": "chunkrt.backends.native.operators",
+        "reason": "native form",
+        "uses": 8,
+    }
+    assert rows["rope", "cpu"]["reason"] == "a part of cached_attention"
+    assert rows["sampler", "session"]["origin"] == "chunkrt.engine.sampling"
+
+
+def test_the_table_has_what_the_json_has(command):
+    rows = ops(command, "--ops", "none,+linear", "--ops", "-rope")["operators"]
+    finished = command("ops", GGUF, "--ops", "none,+linear", "--ops", "-rope")
+    header, *lines = finished.out.splitlines()
+    assert header.split() == ["operator", "uses", "role", "runs", "on", "from", "why"]
+    keys = ("operator", "uses", "role", "runs_on", "origin")
+    assert [line.split(maxsplit=5) for line in lines] == [
+        [*(str(row[key]) for key in keys), row["reason"]] for row in rows
+    ]
+    places = {(row["operator"], row["role"]): (row["runs_on"], row["reason"]) for row in rows}
+    assert places["linear", "npu"] == ("native", "native form")
+    assert places["quantize", "npu"] == ("native", "a part of linear")
+    assert places["rope", "cpu"] == ("reference", "switched off by --ops -rope")
+    assert places["add", "npu"] == ("reference", "switched off by --ops none")
+
+
+def test_an_npu_takes_its_role_without_being_opened(command):
+    rows = by_name(ops(command, "--npu", "qnn", "--ops=-silu_mul"))
+    assert rows["linear", "npu"]["runs_on"] == "qnn"
+    assert rows["logits", "cpu"]["runs_on"] == "native"
+    assert rows["silu_mul", "npu"]["runs_on"] == "reference"
+    assert ("quantize", "npu") not in rows  # its grids are static
+
+
+def test_plugins_are_named_by_their_distribution(command, monkeypatch):
+    registry = registered_operators().copy()
+    with registry.from_distribution("acme-ops"):
+        registry.register("rms_norm", "toy")(lambda *inputs: inputs[0])
+    monkeypatch.setattr("chunkrt.cli.ops.registered_operators", lambda: registry)
+    row = by_name(ops(command))["rms_norm", "npu"]
+    assert (row["runs_on"], row["reason"]) == ("toy", "plug-in acme-ops has it")
+    assert row["origin"] == f"acme-ops ({__name__})"
+
+
+def test_the_reference_alone_is_the_default_of_its_mode(command):
+    rows = by_name(ops(command, "--npu", "reference"))
+    assert rows["linear", "npu"]["reason"] == "off by default with npu 'reference'"
+    assert by_name(ops(command, "--npu", "reference", "--ops", "all"))["linear", "npu"]["reason"] == "native form"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ops", "all", "--ops", "none"), "'all' and 'none' contradict each other"),
+        (("--ops", "+rope,-rope"), "+rope and -rope contradict each other"),
+        (("--ops", "rope"), "'rope' is no switch"),
+        (("--ops", "-linears"), "unknown operator 'linears'; did you mean 'linear'?"),
+        (("--scheme", "float"), "native cannot run subgraph static.0 under scheme float"),
+    ],
+)
+@pytest.mark.parametrize("what", ["ops", "run"])
+def test_errors_are_one_line(command, what, arguments, message):
+    finished = command(what, GGUF, *(("-p", "hello") if what == "run" else ()), *arguments)
+    assert (finished.status, finished.out) == (1, "")
+    assert message in finished.err
+    assert len(finished.err.splitlines()) == 1
+
+
+def answer(command, model, *arguments):
+    finished = command("run", model, "-p", "hello there", "-n", 24, *arguments)
+    assert finished.status == 0, finished.err
+    return finished.out
+
+
+def test_all_and_none_say_the_same(command):
+    expected = answer(command, GGUF, "--ops", "all")
+    assert len(expected) > 5
+    for switches in (["none"], ["none,+linear"], ["-rope", "-rms_norm"]):
+        assert answer(command, GGUF, *(word for switch in switches for word in ("--ops", switch))) == expected
+
+
+def test_engine_directories_and_settings_files_take_switches(command, tmp_path):
+    expected = answer(command, GGUF)
+    folder, settings = tmp_path / "engine", tmp_path / "settings.toml"
+    compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, folder, model="toy")
+    settings.write_text('ops = ["none", "+linear"]\n')
+    assert answer(command, folder, "--ops", "none") == expected
+    assert answer(command, folder, "--settings", settings) == expected
+    found = json.loads(command("ops", folder, "--json", "--settings", settings).out)
+    assert {row["runs_on"] for row in found["operators"] if row["operator"] != "sampler"} == {"native", "reference"}
+    found = json.loads(command("ops", folder, "--json", "--settings", settings, "--ops", "all").out)
+    assert {row["runs_on"] for row in found["operators"] if row["operator"] != "sampler"} == {"native"}

@@ -1,0 +1,545 @@
+"""Calibration against a decoder written by hand; how it streams; and what the cache does."""
+
+import json
+import logging
+import shutil
+import tracemalloc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from fixture_checkpoints import checkpoint
+
+from chunkrt.checkpoints.catalogue import find, pulled
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.compile import calibrate as calibration_module
+from chunkrt.compile.calibrate import (
+    DEFAULT_NUM_TOKENS,
+    WINDOW_LENGTH,
+    cached_calibration,
+    calibrate,
+    calibration_tokens,
+    shipped_text,
+    text_digest,
+)
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.graph.plan import linear_nodes
+from chunkrt.quant.calibration import SHADOW_SHARE, Calibration, num_hot_channels
+from chunkrt.quant.folding import Folding
+from chunkrt.quant.ranges import METHODS
+from chunkrt.tokenizer import Tokenizer
+
+FOLDER, GGUF = checkpoint("llama_gqa"), checkpoint("llama_biased_gguf")
+TEXT = "A short text.\n\nIn three parts, two of which\nare short.\n\nAnd an end."
+REAL_NAME = "smollm2-135m-instruct"
+REAL_MODEL = pulled(find(REAL_NAME))
+TOKENS = np.random.default_rng(3).integers(0, 128, 300)
+IDS = np.random.default_rng(4).integers(0, 128, 20)
+
+
+def loader(planned):
+    return planned.load
+
+
+def run(planned, tokens, **options):
+    return calibrate(planned.plan, loader(planned), np.asarray(tokens, np.int64), model="toy", **options)
+
+
+def by_hand(folder, tokens):
+    """Every value of a window of llama_gqa, float32 [T, N], by the name it has in a plan."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim, num_rows = config["hidden_size"] // num_heads, len(tokens)
+    angles = np.outer(np.arange(num_rows), config["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim))[:, None]
+    seen = {}
+
+    def keep(name, values):
+        seen[name] = values
+        return values
+
+    def linear(x, *names):
+        return np.concatenate([x @ tensors[f"{name}.weight"].T for name in names], axis=1)
+
+    def norm(name, x):
+        root = np.sqrt(np.square(x).mean(axis=1, keepdims=True) + config["rms_norm_eps"])
+        return keep(f"{name}.output", x / root * tensors[f"{name}.weight"])
+
+    def rope(x):
+        a, b = np.split(x, 2, axis=2)
+        return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], 2)
+
+    hidden = keep("model.embed_tokens.output", tensors["model.embed_tokens.weight"][tokens])
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}"
+        names = (f"{p}.self_attn.{n}_proj" for n in "qkv")
+        qkv = keep(f"{p}.self_attn.qkv_proj.output", linear(norm(f"{p}.input_layernorm", hidden), *names))
+        heads = qkv.reshape(num_rows, -1, head_dim)
+        q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+        q, k = rope(q), rope(k)
+        attended = np.empty_like(q)
+        for head in range(num_heads):
+            group = head // (num_heads // num_kv_heads)
+            for row in range(num_rows):
+                scores = np.exp(k[: row + 1, group] @ q[row, head] / np.sqrt(head_dim))
+                attended[row, head] = scores / scores.sum() @ v[: row + 1, group]
+        attended = keep(f"{p}.self_attn.attention", attended.reshape(num_rows, -1))
+        projected = keep(f"{p}.self_attn.o_proj.output", linear(attended, f"{p}.self_attn.o_proj"))
+        hidden = keep(f"{p}.attention_residual", hidden + projected)
+        normed = norm(f"{p}.post_attention_layernorm", hidden)
+        both = keep(f"{p}.mlp.gate_up_proj.output", linear(normed, f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj"))
+        gate, up = (
+            keep(f"{p}.mlp.{name}", half) for name, half in zip(("gate", "up"), np.split(both, 2, 1), strict=True)
+        )
+        silu = keep(f"{p}.mlp.silu", gate * keep(f"{p}.mlp.silu_sigmoid", 1 / (1 + np.exp(-gate))))
+        down = keep(f"{p}.mlp.down_proj.output", linear(keep(f"{p}.mlp.gated", silu * up), f"{p}.mlp.down_proj"))
+        hidden = keep(f"{p}.output", hidden + down)
+    keep("lm_head.output", linear(keep("last_hidden", norm("model.norm", hidden)), "lm_head"))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan_checkpoint(FOLDER, {})
+
+
+@pytest.fixture(scope="module")
+def planned_gguf():
+    return plan_checkpoint(GGUF, {})
+
+
+@pytest.fixture
+def long_context(tmp_path):
+    """The same decoder with a context longer than a window."""
+    folder = shutil.copytree(FOLDER, tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2 * WINDOW_LENGTH}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache; the folder of its calibrations, which may not be there yet."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "calibrations"
+
+
+def check_against_hand(calibration, folder, windows, planned):
+    seen = [by_hand(folder, window) for window in windows]
+    linears = linear_nodes(planned.plan).values()
+    assert calibration.peaks.keys() == seen[0].keys()
+    for name, peak in calibration.peaks.items():
+        assert peak == pytest.approx(max(np.abs(values[name]).max() for values in seen), rel=1e-4), name
+    assert calibration.limits == {node.inputs[0]: calibration.peaks[node.inputs[0]] for node in linears}
+    assert calibration.column_peaks.keys() == {node.outputs[0] for node in linears}
+    for name, limits in calibration.column_peaks.items():
+        expected = np.max([np.abs(values[name]).max(axis=0) for values in seen], axis=0)
+        np.testing.assert_allclose(limits, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert limits.dtype == np.float32
+        assert limits.max() == calibration.peaks[name]
+    assert calibration.channel_peaks.keys() == {node.inputs[0] for node in linears}
+    for name, peaks in calibration.channel_peaks.items():
+        expected = np.max([np.abs(values[name]).max(axis=0) for values in seen], axis=0)
+        np.testing.assert_allclose(peaks, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    check_shadows_against_hand(calibration, folder, seen, planned)
+
+
+def check_shadows_against_hand(calibration, folder, seen, planned):
+    """Where a shadowed linear's grid ends, what its main half gives then, and which channels exceed it most often."""
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    merged = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    narrow = {w: n for w, n in linear_nodes(planned.plan).items() if w != "lm_head.weight"}
+    assert calibration.shadow_limits.keys() == calibration.hot_channels.keys() == calibration.limits.keys()
+    assert calibration.shadowed_column_peaks.keys() == {node.outputs[0] for node in narrow.values()}
+    for weight, node in narrow.items():
+        source, result = node.inputs[0], node.outputs[0]
+        x = np.abs(np.concatenate([values[source] for values in seen]))
+        limit = calibration.shadow_limits[source]
+        # Of the values, 5 in 1000 are above the limit; it is the edge of a bin, 128 of them an octave.
+        quantile = np.sort(x, axis=None)[int(np.ceil((1 - SHADOW_SHARE) * x.size)) - 1]
+        assert quantile * (1 - 1e-4) <= limit <= float(quantile) * (1 + 2**-7) * (1 + 1e-4), source
+        assert limit <= calibration.peaks[source]
+        assert (x > limit * (1 + 1e-4)).sum() <= SHADOW_SHARE * x.size
+        times = (x > limit * (1 + 1e-4)).sum(axis=0)
+        most = (x > limit * (1 - 1e-4)).sum(axis=0)
+        hot = calibration.hot_channels[source]
+        assert hot.dtype == np.int32
+        assert (len(hot), len(set(hot))) == (num_hot_channels(x.shape[1]),) * 2
+        assert (np.diff(hot) > 0).all()
+        others = np.delete(np.arange(x.shape[1]), hot)
+        assert most[hot].min() >= times[others].max(initial=0), source
+        kind = weight.split(".")[-2]
+        path = weight.removesuffix(f"{kind}.weight")
+        w = np.concatenate([tensors[f"{path}{name}.weight"] for name in merged.get(kind, [kind])]).T
+        expected = np.max([np.abs(v[source].clip(-limit, limit) @ w).max(axis=0) for v in seen], axis=0)
+        np.testing.assert_allclose(calibration.shadowed_column_peaks[result], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_windows_no_longer_than_the_context(planned):
+    assert planned.plan.context_length == 128
+    check_against_hand(
+        run(planned, TOKENS, method="absmax"), FOLDER, [TOKENS[:128], TOKENS[128:256], TOKENS[256:]], planned
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_a_text_shorter_than_a_window(planned, num_tokens):
+    check_against_hand(run(planned, TOKENS[:num_tokens], method="absmax"), FOLDER, [TOKENS[:num_tokens]], planned)
+
+
+def test_a_text_that_windows_do_not_divide(long_context):
+    planned = plan_checkpoint(long_context, {})
+    tokens = np.resize(TOKENS, WINDOW_LENGTH + 9)
+    windows = [tokens[:WINDOW_LENGTH], tokens[WINDOW_LENGTH:]]
+    check_against_hand(run(planned, tokens, method="absmax"), long_context, windows, planned)
+
+
+def test_what_it_says_of_itself(planned):
+    found = run(planned, TOKENS[:9], method="mse")
+    assert (found.model, found.method) == ("toy", "mse")
+    np.testing.assert_array_equal(found.token_ids, TOKENS[:9])
+    assert (found.equalisation, found.is_rotated, found.folding) == (None, False, Folding.none())
+    assert text_digest(TOKENS[:9]) == text_digest(TOKENS[:9].astype(np.int32)) != text_digest(TOKENS[:8])
+
+
+def test_methods_narrow_limits_and_leave_columns(planned):
+    widest = run(planned, TOKENS, method="absmax")
+    for method in ("percentile", "mse"):
+        found = run(planned, TOKENS, method=method)
+        assert all(0 < limit <= widest.limits[name] for name, limit in found.limits.items())
+        assert sum(limit < widest.limits[name] for name, limit in found.limits.items()) > 4
+        assert found.peaks == widest.peaks
+        assert all((peaks == widest.column_peaks[name]).all() for name, peaks in found.column_peaks.items())
+
+
+def test_weights_are_loaded_once_and_dropped_after_their_last_subgraph(planned):
+    load, plan, alive, loaded = loader(planned), planned.plan, weakref.WeakValueDictionary(), []
+
+    def watch(name):
+        index = next(i for i, subgraph in enumerate(plan.subgraphs) if name in subgraph.weights)
+        needed = {weight for subgraph in plan.subgraphs[index:] for weight in subgraph.weights}
+        assert set(alive) <= needed
+        loaded.append(name)
+        alive[name] = values = load(name).copy()
+        return values
+
+    calibrate(plan, watch, TOKENS, model="toy")
+    assert sorted(loaded) == sorted(tensor.name for tensor in plan.tensors.values() if tensor.kind == "weight")
+    assert not alive
+
+
+def test_progress_counts_subgraphs(planned):
+    steps = []
+    run(planned, TOKENS[:3], progress=lambda done, total: steps.append((done, total)))
+    count = len(planned.plan.subgraphs)
+    assert steps == [(done, count) for done in range(count + 1)]
+
+
+@pytest.mark.parametrize(("tokens", "message"), [([], "has no tokens"), ([5, 128], "token id 128 is outside")])
+def test_tokens_that_do_not_fit(planned, tokens, message):
+    with pytest.raises(ConfigError, match=message):
+        run(planned, tokens)
+
+
+@pytest.mark.parametrize("wrong", [np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_value_that_is_not_finite(planned, wrong, method):
+    def load(name):
+        values = loader(planned)(name)
+        return np.full_like(values, wrong) if name == "model.layers.1.mlp.down_proj.weight" else values
+
+    with pytest.raises(QuantizationError, match=r"layers\.1\.mlp\.down_proj\.output is not finite"):
+        calibrate(planned.plan, load, TOKENS, model="toy", method=method)
+
+
+def same(left, right):
+    """Whether two calibrations say the same, bit for bit."""
+
+    def parts(calibration):
+        found = {name: getattr(calibration, name) for name in vars(calibration) if name != "folding"}
+        return found | {"folding": calibration.folding.arrays()}
+
+    def equal(one, other):
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        if isinstance(one, np.ndarray):
+            return (one.dtype, one.shape) == (other.dtype, other.shape) and np.array_equal(one, other)
+        return type(one) is type(other) and one == other
+
+    return equal(parts(left), parts(right))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_saved_is_loaded(planned, tmp_path, method):
+    made = run(planned, TOKENS, method=method)
+    made.save(tmp_path / "deep" / "file.npz")
+    assert same(Calibration.load(tmp_path / "deep" / "file.npz"), made)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file.npz"]
+
+
+def test_damage_never_loads_wrongly(planned, tmp_path):
+    path = tmp_path / "file.npz"
+    made = run(planned, TOKENS[:9])
+    made.save(path)
+    content = path.read_bytes()
+    rng = np.random.default_rng(0)
+    damaged = [content[:length] for length in (0, 1, 100, len(content) // 2, len(content) - 1)]
+    for position in (*range(40), *rng.integers(0, len(content), 150), *range(len(content) - 100, len(content))):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << rng.integers(8)
+        damaged.append(bytes(flipped))
+    refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            found = Calibration.load(path)
+        except ModelError:
+            refused += 1
+        else:
+            assert same(found, made)
+    assert refused > len(damaged) / 2
+
+
+def test_files_that_are_none(tmp_path):
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    np.savez(tmp_path / "other.npz", about=np.array('{"format": 0}'))
+    (tmp_path / "text.npz").write_text("not at all")
+    for path in (*tmp_path.iterdir(), tmp_path, tmp_path / "missing.npz"):
+        with pytest.raises(ModelError, match="is not a calibration") as raised:
+            Calibration.load(path)
+        assert "pickle" not in str(raised.value)
+
+
+def first(values, number):
+    """A mapping whose first value is another one."""
+    name = next(iter(values))
+    return {**values, name: number(values[name])}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("field", ["peaks", "limits", "shadow_limits"])
+def test_limits_that_nothing_can_have_are_refused(planned, tmp_path, field, number):
+    made = run(planned, TOKENS[:9])
+    replace(made, **{field: first(getattr(made, field), lambda _: number)}).save(tmp_path / "file.npz")
+    with pytest.raises(ModelError, match=f"is not a calibration \\({field} are not all finite"):
+        Calibration.load(tmp_path / "file.npz")
+
+
+@pytest.mark.parametrize("field", ["peaks", "limits", "shadow_limits"])
+def test_limits_that_are_all_zero_are_refused(planned, tmp_path, field):
+    made = run(planned, TOKENS[:9])
+    replace(made, **{field: dict.fromkeys(getattr(made, field), 0.0)}).save(tmp_path / "file.npz")
+    with pytest.raises(ModelError, match="some above 0"):
+        Calibration.load(tmp_path / "file.npz")
+
+
+@pytest.mark.parametrize("field", ["column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels"])
+def test_lists_of_something_else_are_refused(planned, tmp_path, field):
+    made = run(planned, TOKENS[:9])
+    for wrong in (lambda array: -1 - array, lambda array: array[None], lambda array: array.astype(str)):
+        replace(made, **{field: first(getattr(made, field), wrong)}).save(tmp_path / "file.npz")
+        with pytest.raises(ModelError, match=f"is not a calibration \\({field} of"):
+            Calibration.load(tmp_path / "file.npz")
+
+
+def test_a_file_that_would_inflate_is_refused_before_it_does(planned, tmp_path):
+    made = run(planned, TOKENS[:9])
+    replace(made, token_ids=np.zeros(1 << 27, np.int64)).save(tmp_path / "file.npz")
+    assert (tmp_path / "file.npz").stat().st_size < 1 << 21
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="inflate to more than 16 times"):
+        Calibration.load(tmp_path / "file.npz")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 22
+
+
+def test_a_place_that_cannot_be_written(planned, tmp_path):
+    (tmp_path / "file").write_text("")
+    made = run(planned, TOKENS[:2])
+    for path in (tmp_path / "file" / "deeper.npz", tmp_path):
+        with pytest.raises(ModelError, match="cannot write the calibration"):
+            made.save(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_second_time_nothing_is_computed(planned_gguf, cache, monkeypatch):
+    made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    assert list(cache.iterdir()) == [path]
+    monkeypatch.setattr(calibration_module, "calibrate", lambda *_, **__: pytest.fail("computed again"))
+    found, again = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    assert again == path
+    assert same(found, made)
+    renamed, _ = cached_calibration(planned_gguf, GGUF, model="another name", token_ids=IDS)
+    assert renamed.model == "another name"
+
+
+def test_what_the_cache_tells_apart(cache, tmp_path):
+    copy = Path(shutil.copy(GGUF, tmp_path / GGUF.name))
+    planned = plan_checkpoint(copy, {})
+
+    def path_of(**options):
+        return cached_calibration(planned, copy, model="toy", **{"token_ids": IDS} | options)[1]
+
+    paths = [
+        path_of(),
+        path_of(token_ids=IDS[:5]),
+        path_of(token_ids=IDS[::-1].copy()),
+        *(path_of(method=m) for m in METHODS if m != "mse"),
+        path_of(is_rotated=True),
+        path_of(equalisation=0.5),
+        path_of(equalisation=0.25),
+        path_of(equalisation=0.5, is_rotated=True),
+    ]
+    copy.touch()
+    paths.append(path_of())
+    assert len(set(paths)) == len(paths) == len(list(cache.iterdir()))
+    assert path_of() == path_of(token_ids=IDS.astype(np.int32)) == paths[-1]
+
+
+def test_the_text_that_ships_is_the_default(planned_gguf, cache):
+    found, _ = cached_calibration(planned_gguf, GGUF, model="toy")
+    np.testing.assert_array_equal(found.token_ids, calibration_tokens(planned_gguf, shipped_text(), None))
+
+
+def folded(planned, calibration):
+    """Weights as a calibration's folding leaves them."""
+    load = loader(planned)
+    return lambda name: calibration.folding.apply(name, load(name))
+
+
+def test_equalisation_and_rotation_are_kept_with_what_they_did(planned_gguf, cache):
+    """What the cache holds is of the folded weights, and says how they were folded; so does what is loaded again."""
+    plain, _ = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, method="absmax")
+    assert plain.folding == Folding.none()
+    for options in ({"equalisation": 0.5}, {"is_rotated": True}, {"equalisation": 0.5, "is_rotated": True}):
+        made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, method="absmax", **options)
+        assert {name: getattr(made, name) for name in options} == options
+        assert made.folding.has_rotation == made.is_rotated
+        assert bool(made.folding.rows) == (made.equalisation is not None)
+        assert same(Calibration.load(path), made)
+        again = calibrate(planned_gguf.plan, folded(planned_gguf, made), IDS, model="toy", method="absmax")
+        assert made.peaks == again.peaks != plain.peaks
+        # The logits are the float decoder's all the same.
+        assert made.peaks["lm_head.output"] == pytest.approx(plain.peaks["lm_head.output"], rel=1e-4)
+
+
+def test_an_equalised_calibration_takes_the_plain_one_from_the_cache(planned_gguf, cache, monkeypatch):
+    cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    runs = []
+
+    def count(*arguments, **options):
+        runs.append(arguments)
+        return calibrate(*arguments, **options)
+
+    monkeypatch.setattr(calibration_module, "calibrate", count)
+    cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, equalisation=0.5)
+    assert len(runs) == 1
+
+
+def test_another_version_s_calibration_is_not_used(planned_gguf, cache, monkeypatch):
+    """Values may have other names in it."""
+    _, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    monkeypatch.setattr("chunkrt.engine_directory.manifest.version", lambda name: "9.9")
+    assert cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)[1] != path
+
+
+def test_a_damaged_cache_is_made_anew(planned_gguf, cache, caplog):
+    made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    path.write_bytes(path.read_bytes()[:-30])
+    found, _ = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    assert same(found, made)
+    assert same(Calibration.load(path), made)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert path.name in record.getMessage()
+
+
+def test_two_at_once(planned_gguf, cache):
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(cached_calibration, planned_gguf, GGUF, model="toy", token_ids=IDS) for _ in range(2)]
+    (first, path), (second, _) = (future.result() for future in both)
+    assert same(first, second)
+    assert list(cache.iterdir()) == [path]
+
+
+def test_an_interruption_leaves_nothing(planned_gguf, cache, monkeypatch):
+    def interrupt(done, total):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, progress=interrupt)
+    assert not cache.exists()
+
+    def interrupt_writing(file, **arrays):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", interrupt_writing)
+    with pytest.raises(KeyboardInterrupt):
+        cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
+    assert not any(cache.iterdir())
+
+
+def test_plain_text_is_tokenised_as_it_is(planned_gguf):
+    expected = Tokenizer.from_source(planned_gguf.source).encode(TEXT, add_special=True, parse_special=False)
+    assert calibration_tokens(planned_gguf, TEXT, None).tolist() == expected
+    assert calibration_tokens(planned_gguf, TEXT, 4).tolist() == expected[:4]
+
+
+def chatting(planned, template):
+    metadata = {**planned.source.metadata, "tokenizer.chat_template": template}
+    return SimpleNamespace(source=SimpleNamespace(path=GGUF, metadata=metadata, config=planned.source.config))
+
+
+def test_a_model_that_chats_gets_a_conversation(planned_gguf):
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    first, second, third = TEXT.split("\n\n")
+    turns = f"u:{first};a:{second};u:{third};"
+    expected = Tokenizer.from_source(planned_gguf.source).encode(turns, add_special=False, parse_special=True)
+    assert calibration_tokens(chatting(planned_gguf, template), TEXT, None).tolist() == expected
+
+
+def test_a_template_that_fails_is_said_and_left_away(planned_gguf, caplog):
+    planned = chatting(planned_gguf, "{{ raise_exception('no') }}")
+    assert (calibration_tokens(planned, TEXT, None) == calibration_tokens(planned_gguf, TEXT, None)).all()
+    assert "calibrating on plain text" in caplog.text
+
+
+def test_the_text_that_ships(planned_gguf):
+    text = shipped_text()
+    assert 10_000 <= len(text.encode()) <= 14_000
+    assert calibration_tokens(planned_gguf, text, None).size == DEFAULT_NUM_TOKENS
+
+
+@pytest.mark.skipif(REAL_MODEL is None, reason=f"{REAL_NAME} is not here: chunkrt pull {REAL_NAME}")
+def test_the_text_that_ships_is_long_enough_for_a_real_vocabulary():
+    source = open_checkpoint(REAL_MODEL)
+    assert calibration_tokens(SimpleNamespace(source=source), shipped_text(), None).size == DEFAULT_NUM_TOKENS
+    plain = Tokenizer.from_source(source).encode(shipped_text(), add_special=True, parse_special=False)
+    assert len(plain) >= DEFAULT_NUM_TOKENS
+
+
+@pytest.mark.parametrize("text", ["", " \n\n\t\n"])
+def test_an_empty_text(planned_gguf, text):
+    with pytest.raises(ConfigError, match="the calibration text is empty"):
+        calibration_tokens(planned_gguf, text, None)
+
+
+def test_too_few_tokens(planned_gguf):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, fewer than the 500 asked for"):
+        calibration_tokens(planned_gguf, TEXT, 500)
+    with pytest.raises(ConfigError, match="is 0, expected at least 1"):
+        calibration_tokens(planned_gguf, TEXT, 0)
+
+
+def test_a_checkpoint_without_tokenizer(planned):
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        calibration_tokens(planned, TEXT, None)

@@ -1,0 +1,400 @@
+"""Compiling: whole or not at all, once, and what comes out needs nothing else."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt import files as shared_folder
+from chunkrt.compile import compiler
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.engine_directory import manifest as engine_directory
+from chunkrt.engine_directory.manifest import (
+    FORMAT,
+    cached_folder,
+    is_engine_directory,
+    read_manifest,
+    sampled_digest,
+    write_manifest,
+)
+from chunkrt.engine_directory.store import WeightWriter
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.quant.scheme import SCHEMES, Recipe
+
+CHECKPOINT = checkpoint("llama_biased_gguf")
+TOKENS = input_ids("llama_biased_gguf")[:20]
+W8A8 = Recipe(scheme=SCHEMES["w8a8-dynamic"])
+FILES = {"engine.json", "plan.json", "weights.safetensors", "tokenizer.json", "text.json"}
+
+
+def compile_into(folder, **options):
+    return compile_checkpoint(CHECKPOINT, W8A8, {}, folder, model="toy", **options)
+
+
+def as_json(scheme):
+    """A scheme as a manifest tells it."""
+    return json.loads(json.dumps(asdict(scheme)))
+
+
+def logits(model, **options):
+    with chunkrt.load(model, **options) as engine:
+        return engine.session().prefill(TOKENS).logits
+
+
+@pytest.fixture
+def engine_folder(tmp_path):
+    """A compiled engine directory that may be damaged."""
+    compile_into(tmp_path / "engine")
+    return tmp_path / "engine"
+
+
+def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
+    assert {path.name for path in engine_folder.iterdir()} == FILES
+    assert json.loads((engine_folder / "engine.json").read_text()) == {
+        "format": FORMAT,
+        "chunkrt": version("chunkrt"),
+        "model": "toy",
+        "scheme": as_json(W8A8.scheme),
+        "placement": {},
+        "ranks": {"rank": 0, "size": 1},
+        "checkpoint": sampled_digest(CHECKPOINT),
+        "npu": [],
+        "files": {
+            name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
+            for name in sorted(FILES - {"engine.json"})
+        },
+    }
+
+
+def test_progress_counts_weights(tmp_path):
+    steps = []
+    plan = compile_into(tmp_path / "engine", progress=lambda *step: steps.append(step))
+    num_weights = sum(tensor.kind == "weight" for tensor in plan.tensors.values())
+    assert steps == [("compiling", done, num_weights) for done in range(num_weights + 1)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+def test_an_interruption_leaves_nothing(tmp_path, error):
+    def interrupt(what, done, total):
+        if done == 3:
+            assert any(tmp_path.iterdir())
+            raise error
+
+    with pytest.raises(error):
+        compile_into(tmp_path / "engine", progress=interrupt)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_weight_that_cannot_be_quantised_leaves_nothing(tmp_path, monkeypatch):
+    def refuse(*_, name):
+        raise QuantizationError(f"{name} is not finite")
+
+    monkeypatch.setattr("chunkrt.engine_directory.weights.quantize_weight", refuse)
+    with pytest.raises(QuantizationError, match="is not finite"):
+        compile_into(tmp_path / "engine")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(self, array):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(WeightWriter, "write", full)
+    with pytest.raises(ModelError, match=r"^cannot write the engine directory \S+/engine: the disk is full[^\n]*$"):
+        compile_into(tmp_path / "engine")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot write the engine directory"):
+        compile_into(tmp_path / "file" / "engine")
+
+
+def test_a_tensor_of_the_wrong_shape_leaves_nothing(tmp_path):
+    folder = shutil.copytree(checkpoint("llama_mha"), tmp_path / "checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
+    with pytest.raises(ModelError, match=r"tensor model\S+ is \[\d+, \d+\], expected \[\d+, \d+\]"):
+        compile_checkpoint(folder, W8A8, {}, tmp_path / "engines" / "engine", model="toy")
+    assert not any((tmp_path / "engines").iterdir())
+
+
+def test_of_two_threads_one_compiles_and_the_other_waits(tmp_path, monkeypatch):
+    path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
+    compiling, waiting, compiled = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
+
+    def progress(what, done, total):
+        compiling.set()
+        assert waiting.wait(60)
+        compiled.append(done)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(logits, path, progress=progress)
+        assert compiling.wait(60)
+        second = threads.submit(logits, path, progress=lambda *_: compiled.append("again"))
+        np.testing.assert_array_equal(first.result(), second.result())
+    assert compiled == list(range(len(compiled)))
+
+
+COMPILE = """
+import sys
+import chunkrt
+def wait(what, done, total):
+    if done == 1:
+        print("compiling", flush=True)
+        sys.stdin.readline()
+with chunkrt.load(sys.argv[1], progress=wait) as engine:
+    print(engine.session().prefill([1, 2, 3]).logits.tobytes().hex())
+"""
+
+
+def test_of_two_processes_one_compiles_and_the_other_waits(tmp_path):
+    environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-P", "-c", COMPILE, str(CHECKPOINT)]
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as first:
+        assert first.stdout.readline() == "compiling\n"
+        with subprocess.Popen(command, env=environment, text=True, **pipes) as second:
+            second.stdin.write("go on\n")
+            second.stdin.flush()
+            assert second.stderr.readline() == "another process is compiling a model; waiting for it\n"
+            answers = [first.communicate("go on\n", timeout=120)[0], second.communicate(timeout=120)[0]]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert answers[0] == answers[1] != ""
+    (engine,) = (tmp_path / "engines").iterdir()
+    assert {path.name for path in engine.iterdir()} == FILES
+
+
+def test_what_a_process_left_that_died_goes_with_the_next_compilation(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    engines = tmp_path / "engines"
+    (engines / ".another-model.part").mkdir(parents=True)
+    (engines / ".another-model.part" / "plan.json").write_text("{")
+    logits(CHECKPOINT)
+    (engine,) = engines.iterdir()
+    assert {path.name for path in engine.iterdir()} == FILES
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_damaged_engine_in_the_cache_is_compiled_again(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    expected = logits(CHECKPOINT)
+    (engine,) = (tmp_path / "engines").iterdir()
+    truncate(engine / name)
+    np.testing.assert_array_equal(logits(CHECKPOINT), expected)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{engine} is damaged; compiling {CHECKPOINT} again"
+    read_manifest(engine)
+    np.testing.assert_array_equal(logits(CHECKPOINT), expected)
+    assert len(caplog.records) == 1
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(ModelError, match=r"^cannot write \S+/engines: Not a directory; set CHUNKRT_HOME to move it$"):
+        logits(CHECKPOINT)
+
+
+def test_an_engine_directory_runs_anywhere_without_its_checkpoint(engine_folder, tmp_path):
+    before = logits(engine_folder)
+    moved = tmp_path / "elsewhere" / "renamed"
+    moved.parent.mkdir()
+    engine_folder.rename(moved)
+    np.testing.assert_array_equal(logits(moved), before)
+    np.testing.assert_array_equal(logits(CHECKPOINT), before)
+
+
+def test_a_second_load_compiles_nothing(tmp_path, monkeypatch):
+    path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
+    expected = logits(path)
+
+    def refuse(*arguments, **options):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "compile_checkpoint", refuse)
+    np.testing.assert_array_equal(logits(path), expected)
+    with pytest.raises(AssertionError, match="compiled again"):
+        logits(path, scheme="float")
+
+
+HIT = """
+import sys
+import chunkrt
+with chunkrt.load(sys.argv[1]) as engine:
+    engine.session().prefill("one two three")
+loaded = {name.partition(".")[0] for name in sys.modules}
+print(*sorted(loaded & {"onnx", "onnx_ir", "onnxruntime", "gguf", "safetensors", "torch"}))
+"""
+
+
+def test_a_cache_hit_imports_nothing_of_the_compile_half():
+    logits(CHECKPOINT)
+    run = subprocess.run([sys.executable, "-P", "-c", HIT, str(CHECKPOINT)], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
+    path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
+
+    static = SCHEMES["w8a8"]
+    searched = Recipe(scheme=static, search="shadow")
+
+    def folder(recipe=Recipe(scheme=SCHEMES["float"]), **placement):  # noqa: B008
+        return cached_folder(tmp_path, path, recipe=recipe, placement=placement)
+
+    folders = [
+        folder(),
+        folder(W8A8),
+        *(
+            folder(Recipe(scheme=scheme))
+            for scheme in (
+                static,
+                replace(static, float_outputs=("*",)),
+                replace(static, shadowed=("*",)),
+                replace(static, shadowed=("*.down_proj.weight",)),
+                replace(static, equalisation=None),
+                replace(static, equalisation=0.0),
+                replace(static, is_rotated=True),
+            )
+        ),
+        folder(searched),
+        folder(replace(searched, search="mixed")),
+        folder(replace(searched, budget=0.02)),
+        folder(lm_head="cpu"),
+        folder(a="cpu", b="npu"),
+        folder(b="npu", a="cpu"),
+    ]
+    assert len(set(folders)) == len(folders)
+    assert folder() == folders[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_directory, "version", lambda package: "99.0")
+        assert folder() not in folders
+    os.utime(path, ns=(0, 0))
+    assert folder() != folders[0]
+
+
+def test_one_file_is_not_an_engine_directory(tmp_path):
+    assert not is_engine_directory(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    assert not is_engine_directory(tmp_path)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def of_another_model(path):
+    other = path.parent.with_name("other")
+    compile_checkpoint(checkpoint("llama_gqa"), W8A8, {}, other, model="other")
+    shutil.copy(other / path.name, path)
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
+def test_a_file_that_is_not_what_was_written_is_reported(engine_folder, name, damage):
+    damage(engine_folder / name)
+    with pytest.raises(
+        ModelError, match=rf"^\S+/{name} is not what was written when the model was compiled; compile it"
+    ):
+        logits(engine_folder)
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b"[1]", b"{}", b"null", b"[" * 100_000])
+def test_a_damaged_manifest_is_reported(engine_folder, text):
+    (engine_folder / "engine.json").write_bytes(text)
+    with pytest.raises(ModelError, match=r"is not an engine directory \(.*\); compile the model again") as raised:
+        logits(engine_folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
+def test_a_file_that_is_not_there_is_reported(engine_folder, name):
+    (engine_folder / name).unlink()
+    with pytest.raises(ModelError, match=f"{name} cannot be read .*compile the model again"):
+        logits(engine_folder)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "weights.safetensors"])
+def test_a_file_of_another_model_is_reported_though_the_manifest_knows_it(engine_folder, name):
+    of_another_model(engine_folder / name)
+    write_manifest(engine_folder, model="toy", scheme=W8A8.scheme)
+    with pytest.raises(ModelError, match="the stored weights do not belong to the plan"):
+        logits(engine_folder)
+
+
+def test_of_a_large_file_the_size_is_compared(engine_folder, monkeypatch):
+    """Hashing gigabytes whenever a model is loaded would take longer than loading it."""
+    monkeypatch.setattr(engine_directory, "HASHED_WHEN_READ", 1000)
+    flip_a_bit(engine_folder / "weights.safetensors")
+    read_manifest(engine_folder)
+    truncate(engine_folder / "weights.safetensors")
+    with pytest.raises(ModelError, match=r"weights\.safetensors is not what was written"):
+        read_manifest(engine_folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 1}, rf"engine format 1, this chunkrt reads {FORMAT}; compile the model again"),
+        ({"surprise": 1}, "is not an engine directory .*surprise"),
+        ({"scheme": as_json(SCHEMES["float"])}, "the stored weights do not belong to the plan"),
+        ({"scheme": as_json(SCHEMES["w8a8"])}, "the stored weights do not belong to the plan"),
+        ({"scheme": "float"}, "is not an engine directory"),
+        ({"scheme": 8}, "is not an engine directory"),
+        ({"scheme": {}}, "is not an engine directory"),
+        ({"scheme": as_json(SCHEMES["float"]) | {"surprise": 1}}, "is not an engine directory .*surprise"),
+        ({"files": {}}, "plan.json is not what was written"),
+        ({"files": {"../plan.json": [1, ""]}}, "is not an engine directory .*values of the wrong kind"),
+        ({"npu": [{"soc": "SM8650", "chunk_length": "32", "library": "2.7.0"}]}, r"Expected `int`.*chunk_length"),
+        ({"npu": [{"soc": "SM8650"}]}, "is not an engine directory"),
+    ],
+)
+def test_a_manifest_that_says_something_else_is_reported(engine_folder, changes, message):
+    path = engine_folder / "engine.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=message):
+        logits(engine_folder)
+
+
+def test_a_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_path):
+    with pytest.raises(ConfigError, match="was compiled under 'w8a8-dynamic', not 'float'"):
+        chunkrt.load(engine_folder, scheme="float")
+    (tmp_path / "placement.toml").write_text('lm_head = "npu"')
+    with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
+        chunkrt.load(engine_folder, placement=tmp_path / "placement.toml")
+
+
+def test_another_checkpoint_has_another_digest(tmp_path):
+    """One byte in a piece that is read, one of the size, or another name; the place of the files does not count."""
+    paths = [tmp_path / name / "model.gguf" for name in ("one", "same", "odd_byte", "longer")]
+    data = bytes(range(256)) * 2000
+    contents = [data, data, data[:-1] + b"\x00", data + b"\x00"]
+    for path, content in zip(paths, contents, strict=True):
+        path.parent.mkdir()
+        path.write_bytes(content)
+    one, same, odd_byte, longer = map(sampled_digest, paths)
+    assert one == same
+    assert len({one, odd_byte, longer, sampled_digest(tmp_path / "one")}) == 3
+    renamed = paths[0].rename(tmp_path / "one" / "other.gguf")
+    assert sampled_digest(renamed) != one

@@ -1,0 +1,136 @@
+"""A prompt's logits do not depend on its chunks, nor on policy or threads."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from fixture_checkpoints import NAMES, checkpoint
+
+import chunkrt
+from chunkrt.runtime.policy import POLICIES
+
+NAME, CONTEXT, LONGEST_SUM = "llama_gqa", 128, 80
+CHUNK_LENGTHS = [1, 8, 32, 64]
+LENGTHS = [1, 31, 32, 33, 64, 95]
+BACKENDS = [("reference", "float"), ("onnxrt", "float"), *((npu, "w8a8-dynamic") for npu in ("reference", "onnxrt"))]
+BACKENDS.append(("native", "w8a8-dynamic"))
+TOKENS = np.random.default_rng(0).integers(0, 128, max(LENGTHS)).tolist()
+
+
+def run(npu, scheme, num_tokens, **options):
+    """Logits of all tokens, and how many chunks they took."""
+    # onnxrt rounds keys and values to float16 only when a chunk has passed, so there float16 depends on the chunks.
+    options.setdefault("cache_dtype", "float32" if npu == "onnxrt" or scheme == "float" else "float16")
+    with chunkrt.load(checkpoint(NAME), npu=npu, scheme=scheme, **options) as engine:
+        result = engine.session().prefill(TOKENS[:num_tokens], logits="all")
+    return result.logits, result.num_chunks
+
+
+def assert_same_logits(found, expected, scheme):
+    """Float: every value within a float32 step a product of the longest sum, relative to the largest logit.
+
+    8-bit: where a value lies between two int8 steps, the last bit before decides, so that a few rows may differ by a
+    step's worth; the root mean square of all differences stays below one step in 127.
+    """
+    if scheme == "float":
+        np.testing.assert_allclose(found, expected, rtol=0, atol=LONGEST_SUM * 2.0**-23 * np.abs(expected).max())
+    else:
+        assert np.sqrt(np.mean((found - expected) ** 2)) <= np.sqrt(np.mean(expected**2)) / 127
+
+
+@cache
+def run_whole(npu, scheme, num_tokens):
+    """Logits of all tokens, which one chunk takes."""
+    logits, num_chunks = run(npu, scheme, num_tokens, chunk_length=CONTEXT)
+    assert num_chunks == 1
+    return logits
+
+
+@pytest.mark.sampled(every=7)
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
+@pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
+def test_chunked_equals_unchunked(npu, scheme, chunk_length, num_tokens):
+    unchunked = run_whole(npu, scheme, num_tokens)
+    chunked, num_chunks = run(npu, scheme, num_tokens, chunk_length=chunk_length)
+    assert num_chunks == -(-num_tokens // chunk_length)
+    if npu == "native":
+        np.testing.assert_array_equal(chunked, unchunked)
+    else:
+        assert_same_logits(chunked, unchunked, scheme)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
+def test_policies_and_threads_change_no_bit(npu, scheme):
+    expected, _ = run(npu, scheme, max(LENGTHS), chunk_length=8, policy="sequential", threads=1)
+    for policy in POLICIES:
+        for threads in (1, 2, 4, 8):
+            found, _ = run(npu, scheme, max(LENGTHS), chunk_length=8, policy=policy, threads=threads)
+            np.testing.assert_array_equal(found, expected, err_msg=f"{policy}, {threads} threads")
+
+
+@pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
+def test_a_prompt_in_two_prefills_is_one_prompt(npu, scheme):
+    expected, _ = run(npu, scheme, max(LENGTHS), cache_dtype="float32")
+    with chunkrt.load(checkpoint(NAME), npu=npu, scheme=scheme, cache_dtype="float32") as engine:
+        session = engine.session()
+        parts = [session.prefill(TOKENS[:41], logits="all"), session.prefill(TOKENS[41:], logits="all")]
+    assert_same_logits(np.concatenate([part.logits for part in parts]), expected, scheme)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
+def test_native_gives_the_logits_of_the_reference(cache_dtype):
+    reference, _ = run("reference", "w8a8-dynamic", max(LENGTHS), cache_dtype=cache_dtype)
+    native, _ = run("native", "w8a8-dynamic", max(LENGTHS), cache_dtype=cache_dtype)
+    assert_same_logits(native, reference, "w8a8-dynamic")
+
+
+def test_caches_of_int8_change_no_bit_by_chunks_and_little_by_value():
+    whole, _ = run("native", "w8a8-dynamic", max(LENGTHS), chunk_length=CONTEXT, cache_dtype="int8")
+    for chunk_length in CHUNK_LENGTHS:
+        found, _ = run("native", "w8a8-dynamic", max(LENGTHS), chunk_length=chunk_length, cache_dtype="int8")
+        np.testing.assert_array_equal(found, whole)
+    in_float, _ = run("native", "w8a8-dynamic", max(LENGTHS), cache_dtype="float32")
+    # Keys and values are off by up to 1/254 of their row's largest, and the linears round what comes of it anew.
+    difference = np.sqrt(np.mean((whole - in_float) ** 2))
+    assert 0 < difference <= np.sqrt(np.mean(in_float**2)) / 20
+
+
+def test_the_whole_decoder_on_the_cpu_gives_the_same_bits():
+    partitioned, _ = run("native", "w8a8-dynamic", max(LENGTHS))
+    whole, _ = run("off", "w8a8-dynamic", max(LENGTHS))
+    np.testing.assert_array_equal(whole, partitioned)
+
+
+EXACT = ("lfm2", "gemma3_window_5", "mistral_window_95", "phi3_window_5", "qwen2", "qwen3")
+ROUNDED = ("qwen3_next", "qwen3_next_experts", "qwen3_5")
+
+
+def chunked_and_split(name):
+    """Of random prompts: logits with chunks of 32, then with other chunks and in two parts."""
+    engines = {n: chunkrt.load(checkpoint(name), scheme="w8a8-dynamic", chunk_length=n) for n in (1, 8, 32, 33)}
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        tokens = rng.integers(0, engines[32].plan.vocab_size, 90).tolist()
+        logits = {n: engine.session().prefill(tokens, logits="all").logits for n, engine in engines.items()}
+        session = engines[32].session()
+        parts = [session.prefill(part, logits="all").logits for part in (tokens[:13], tokens[13:])]
+        yield logits.pop(32), [*logits.values(), np.concatenate(parts)]
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name in NAMES])
+def test_on_native_chunks_change_no_bit(name):
+    for expected, others in chunked_and_split(name):
+        for found in others:
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_with_a_recurrence_chunks_change_little(name):
+    """3 % of the largest logit, as docs/architecture.md says: a rounding that int8 grids make larger."""
+    for expected, others in chunked_and_split(name):
+        for found in others:
+            assert np.abs(found - expected).max() <= 0.03 * np.abs(expected).max()

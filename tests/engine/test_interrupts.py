@@ -1,0 +1,222 @@
+"""Ctrl-C at any place of a session leaves it saying what its tokens say: its next answer is a fresh session's."""
+
+import dis
+import signal
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt.engine import engine, sequence, session
+from chunkrt.runtime import executor, run, state, state_file, state_tensors, stream
+from chunkrt.runtime.run import Run
+
+FILES = {
+    str(Path(module.__file__))
+    for module in (engine, sequence, session, executor, run, state, state_file, state_tensors, stream)
+}
+MODELS = ("llama_gqa", "qwen3_next", "gemma3_window_5")
+CONTEXT, FIRST, SECOND = 24, 9, 5
+NEXT = [7, 11]
+
+
+@cache
+def places(code):
+    """Where CPython may deliver a signal: after calls and at a function's begin, with the handler that is in force."""
+    table = dis._parse_exception_table(code)
+
+    def handler(offset):
+        return next((entry.target for entry in table if entry.start <= offset < entry.end), None)
+
+    return {
+        after.offset
+        for before, after in pairwise(dis.get_instructions(code))
+        if before.opname in ("CALL", "CALL_FUNCTION_EX", "RESUME") and handler(before.offset) == handler(after.offset)
+    }
+
+
+class InterruptAt:
+    """Raises SIGINT at the n-th place in chunkrt's own files that this thread comes to; counts them."""
+
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def __enter__(self):
+        self._previous = sys.gettrace()  # what measures coverage
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self._previous)
+
+    def _enter(self, frame, event, argument):
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def _step(self, frame, event, argument):
+        if event == "opcode" and frame.f_lasti in places(frame.f_code):
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._step
+
+
+@cache
+def load(name, context_shift=False):
+    options = {"context_length": CONTEXT, "context_shift": True} if context_shift else {}
+    return chunkrt.load(checkpoint(name), npu="reference", scheme="float", chunk_length=8, threads=1, **options)
+
+
+def begin(loaded, tokens):
+    opened = loaded.session()
+    opened.prefill(tokens[:FIRST])
+    list(opened.generate(max_new_tokens=2))
+    return opened
+
+
+@cache
+def fresh_logits(name, tokens):
+    opened = load(name).session()
+    return opened.prefill([*tokens, *NEXT]).logits
+
+
+def assert_says_what_its_tokens_say(opened, name, where):
+    tokens = opened.tokens
+    assert opened.position == len(tokens)
+    found = opened.prefill(NEXT).logits
+    expected = fresh_logits(name, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=where)
+
+
+def prefill(opened, tokens, path):
+    opened.prefill(tokens[FIRST : FIRST + SECOND])
+
+
+def generate(opened, tokens, path):
+    list(opened.generate(max_new_tokens=2))
+
+
+def rewind(opened, tokens, path):
+    opened.rewind(FIRST - 2)
+
+
+def rewind_and_generate(opened, tokens, path):
+    opened.rewind(FIRST)
+    list(opened.generate(max_new_tokens=1))
+
+
+def fork(opened, tokens, path):
+    opened.fork().prefill(tokens[:2])
+
+
+def save(opened, tokens, path):
+    opened._sequence.state.save(path)
+
+
+def interrupted_at(act, name, at, path):
+    """Whether the interrupt came before the act had ended; then what the session says is checked."""
+    tokens = input_ids(name)
+    opened = begin(load(name), tokens)
+    try:
+        with InterruptAt(at):
+            act(opened, tokens, path)
+    except KeyboardInterrupt:
+        assert_says_what_its_tokens_say(opened, name, f"{act.__name__} of {name}, place {at}")
+        return True
+    return False
+
+
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
+def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(act, name, step, tmp_path):
+    at = 1
+    while interrupted_at(act, name, at, tmp_path / "state.npz"):
+        at += step
+    assert at > step
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("change", ["reset", "load", "restore"])
+def test_a_state_whose_change_was_broken_off_is_the_one_before_or_the_one_after(name, change, step, tmp_path):
+    loaded, tokens, path = load(name), np.array(input_ids(name)), tmp_path / "state.npz"
+
+    def state_of(count):
+        made = loaded.session()._sequence.state
+        if count:
+            loaded.run(Run(tokens[:count], made, logits="none"))
+        return made
+
+    def logits_of(tried):
+        return loaded.run(Run(tokens[-3:], tried, logits="last")).logits
+
+    other = state_of(4)
+    other.save(path)
+    snapshot = other.snapshot()
+    after = state_of({"reset": 0, "load": 4, "restore": 4}[change])
+    changes = {
+        "reset": lambda tried: tried.reset(),
+        "load": lambda tried: tried.load(path),
+        "restore": lambda tried: tried.restore(snapshot),
+    }
+    expected = {9: logits_of(state_of(9)), after.position: logits_of(after)}
+    at, is_through = 1, False
+    while not is_through:
+        tried = state_of(9)
+        try:
+            with InterruptAt(at):
+                changes[change](tried)
+            is_through = True
+        except KeyboardInterrupt:
+            at += step
+        position = tried.position
+        np.testing.assert_array_equal(logits_of(tried), expected[position], err_msg=f"place {at}")
+    assert at > step
+
+
+def test_what_a_listener_raises_leaves_tokens_and_state_together():
+    tokens = input_ids("llama_gqa")
+    opened = load("llama_gqa").session()
+    opened.prefill(tokens[:4])
+
+    def fail(record):
+        raise ValueError("made to fail")
+
+    opened.on_run = fail
+    with pytest.raises(ValueError, match="made to fail"):
+        opened.prefill(tokens[4:7])
+    opened.on_run = None
+    assert opened.tokens == tuple(tokens[:7])
+    assert_says_what_its_tokens_say(opened, "llama_gqa", "on_run")
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_an_interrupted_shift_leaves_tokens_that_are_run_again(step):
+    """A shifted state has seen what was dropped, so only one whose shift was broken off is a fresh one's."""
+    tokens, at, is_through = input_ids("llama_gqa"), 1, False
+    whole = tuple(tokens[:CONTEXT])
+    while not is_through:
+        opened = load("llama_gqa", context_shift=True).session()
+        opened.prefill(whole[:-1])
+        try:
+            with InterruptAt(at):
+                opened._sequence.shift()
+            is_through = True
+        except KeyboardInterrupt:
+            at += step
+            if opened.position == len(whole) - 1:
+                expected = load("llama_gqa").session().prefill(whole).logits
+                found = opened.prefill(whole[-1:]).logits
+                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+            else:
+                assert opened._sequence.state.position == opened.position
+    assert at > step

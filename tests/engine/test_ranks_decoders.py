@@ -1,0 +1,335 @@
+"""Whole decoders over ranks: the logits of several ranks are those of one; and what cannot be cut is refused."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from block_checkpoint import BlockCheckpoint
+from fixture_checkpoints import NAMES, checkpoint, expected_logits, input_ids
+from ranks_in_threads import on_ranks
+
+import chunkrt
+from chunkrt.backends import make_backend
+from chunkrt.backends.communicator import ranks_of
+from chunkrt.backends.link import LinkBackend
+from chunkrt.checkpoints.catalogue import find, pulled
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.engine_directory.manifest import read_manifest
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.engine_directory.weights import write_weights
+from chunkrt.errors import ConfigError, PartitionError
+from chunkrt.graph.decoders import FAMILIES, build_decoder
+from chunkrt.graph.partition import partition
+from chunkrt.graph.planned import Planned
+from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.tracing import trace
+from chunkrt.quant.blocks import settle
+from chunkrt.quant.scheme import SCHEMES, Recipe, find_scheme
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.run import Run
+from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import Processor
+from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
+
+TOLERANCE = 1e-4
+"""From Transformers' logits of up to about 7: float32, a few layers of sums over at most 96 products."""
+ORDER_TOLERANCE = 1e-5
+"""The same sums in another order, of the largest logit."""
+FOUR_FAMILIES = ("llama_biased", "qwen2", "gemma3_window_5", "phi3_window_5")
+CUT_IN_PART = {"lfm2", "qwen3_next", "qwen3_5_text"}
+"""Families of which every rank has some layers' mixers whole."""
+LLAMA = checkpoint("llama_gqa")
+REAL_NAME = "smollm2-135m-instruct"
+REAL_MODEL = pulled(find(REAL_NAME))
+TEXT = (Path(__file__).parents[1] / "data" / "evaluation_text.txt").read_text(encoding="utf-8")[:600]
+needs_real_model = pytest.mark.skipif(REAL_MODEL is None, reason=f"`chunkrt pull {REAL_NAME}` was not run")
+
+
+def load(name, communicator=None, **options):
+    path = checkpoint(name) if isinstance(name, str) else name
+    return chunkrt.load(path, communicator=communicator, **{"scheme": "float", "npu": "reference"} | options)
+
+
+def assert_same_but_for_order(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ORDER_TOLERANCE * np.abs(expected).max())
+
+
+def prefill_and_decode(name, communicator=None, **options):
+    """Logits [n, V]: all but the last 3 tokens in chunks of 8, and these one by one."""
+    tokens = input_ids(name)
+    with load(name, communicator, chunk_length=8, **options) as engine:
+        session = engine.session()
+        logits = [session.prefill(tokens[:-3], logits="all").logits]
+        return np.vstack(logits + [session.prefill([token]).logits for token in tokens[-3:]])
+
+
+@cache
+def of_one_rank(name):
+    return prefill_and_decode(name)
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_ranks_are_those_of_transformers(name, size):
+    found = on_ranks(size, lambda communicator: prefill_and_decode(name, communicator))
+    np.testing.assert_allclose(found[0], expected_logits(name), rtol=0, atol=TOLERANCE)
+    assert all(np.array_equal(logits, found[0]) for logits in found)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FOUR_FAMILIES)
+def test_logits_of_ranks_are_those_of_one_rank_under_every_policy(name, policy):
+    options = {"policy": policy, "threads": 2, "chunks_in_flight": 3, "npu": "onnxrt"}
+    found = on_ranks(2, lambda communicator: prefill_and_decode(name, communicator, **options))
+    assert_same_but_for_order(found[0], of_one_rank(name))
+    assert np.array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+def test_ranks_take_switches_but_for_the_sums(npu):
+    """Sums over ranks stay on the link, whatever runs the others."""
+
+    def work(communicator, ops):
+        with load(LLAMA, communicator, chunk_length=8, npu=npu, ops=ops) as engine:
+            subgraph = next(s for s in engine.plan.subgraphs if s.device == "link")
+            ((_, choice),) = engine.dispatcher.choices(subgraph, "link")
+            logits = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
+            return logits, (choice.operator, choice.runs_on, choice.function)
+
+    with load(LLAMA, chunk_length=8, npu=npu, ops="none") as engine:
+        expected = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
+    for ops in ("none", "none,+linear", "-rms_norm"):
+        found = on_ranks(2, lambda communicator, ops=ops: work(communicator, ops))
+        assert [sum_ for _, sum_ in found] == [("all_reduce", "link", None)] * 2
+        assert_same_but_for_order(found[0][0], expected)
+        assert np.array_equal(found[0][0], found[1][0])
+    with pytest.raises(ConfigError, match="the operator 'all_reduce' insists on its form and cannot be switched off"):
+        on_ranks(2, lambda communicator: work(communicator, "-all_reduce"))
+
+
+def test_every_family_can_be_cut():
+    """The plan of every rank has the same subgraphs, and on one rank there are no sums."""
+    families = set()
+    for name in NAMES:
+        plans = [plan_checkpoint(checkpoint(name), {}, ranks=Ranks(rank, 2)).plan for rank in range(2)]
+        assert [s.name for s in plans[0].subgraphs] == [s.name for s in plans[1].subgraphs]
+        assert plans[0].tensors == plans[1].tensors
+        whole = plan_checkpoint(checkpoint(name), {}).plan
+        assert not any(s.device == "link" for s in whole.subgraphs)
+        num_sums = {sum(s.device == "link" for s in plan.subgraphs) for plan in plans}
+        assert num_sums == {len(whole.state_tensors)} or whole.family in CUT_IN_PART
+        families.add(whole.family)
+    assert families == set(FAMILIES)
+
+
+def test_the_plan_of_one_of_two_ranks():
+    plan = plan_checkpoint(LLAMA, {}, ranks=Ranks(1, 2)).plan
+    names = [(s.name, s.device, s.is_static) for s in plan.subgraphs][:7]
+    assert names == [
+        ("embedding", "cpu", False),
+        ("static.0", "npu", True),
+        ("dynamic.0", "cpu", False),
+        ("static.1", "npu", True),
+        ("link.0", "link", False),
+        ("static.2", "npu", True),
+        ("link.1", "link", False),
+    ]
+    (node,) = plan.subgraphs[4].nodes
+    assert (node.domain, node.op, node.inputs[1:], plan.tensors[node.outputs[0]].shape[0]) == (
+        "chunkrt",
+        "AllReduce",
+        ("position",),
+        "T",
+    )
+    assert plan.from_json(plan.to_json()) == plan
+
+
+def test_a_decoder_on_the_cpu_alone_has_its_sums_on_the_link():
+    plan = plan_checkpoint(LLAMA, {"": "cpu"}, ranks=Ranks(0, 2)).plan
+    assert {s.device for s in plan.subgraphs} == {"cpu", "link"}
+
+
+def executor_of(source, communicator, scheme, folder, backend_name):
+    """One rank's executor for a checkpoint that is not on disk, and what its scheme came to."""
+    ranks = ranks_of(communicator)
+    decoder = build_decoder(source, ranks)
+    planned = Planned(source=source, decoder=decoder, plan=partition(trace(decoder), family="llama"))
+    scheme, path = settle(planned, scheme), folder / f"{ranks.rank}-{ranks.size}"
+    write_weights(planned.plan, scheme, planned.load, path, load_blocks=planned.load_blocks)
+    backend, weights = make_backend(backend_name, threads=1), WeightStore.open(path)
+    executables = {
+        s.name: (LinkBackend(communicator) if s.device == "link" else backend).compile(
+            s, planned.plan, 8, scheme, weights
+        )
+        for s in planned.plan.subgraphs
+    }
+    processors = [Processor(name="cpu", devices=frozenset({"npu", "cpu"}), workers=2)]
+    policy = find_policy("look_ahead")
+    return Executor(planned.plan, executables, chunk_length=8, processors=processors, policy=policy), scheme
+
+
+def logits_of(source, size, folder, scheme="float", backend="reference"):
+    tokens = np.random.default_rng(1).integers(0, source.config["vocab_size"], 29)
+
+    def work(communicator):
+        executor, settled = executor_of(source, communicator, SCHEMES[scheme], folder, backend)
+        return executor.run(Run(tokens, State(executor.plan, 64), logits="all")).logits, settled
+
+    found = on_ranks(size, work)
+    assert all(np.array_equal(logits, found[0][0]) for logits, _ in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 1), (14, 2), (5, 5), (3, 1)])
+def test_heads_that_ranks_do_not_divide_are_copied_or_padded(heads, kv_heads, size, tmp_path):
+    """9 and 3 are SmolLM2-135M's, 14 and 2 Qwen2.5-0.5B's."""
+    source = RandomCheckpoint({**CONFIG, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    expected, _ = logits_of(source, 1, tmp_path)
+    found, _ = logits_of(source, size, tmp_path)
+    assert_same_but_for_order(found, expected)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic"])
+def test_quantised_ranks_are_as_near_the_float_decoder_as_one_rank(scheme, tmp_path):
+    """Scales are of a rank's own rows, blocks are the checkpoint's: nothing is lost that one rank keeps."""
+    source = BlockCheckpoint(
+        {name: "Q4_1" for name in RandomCheckpoint(CONFIG_IN_BLOCKS).names() if "proj.weight" in name}
+    )
+    exact, _ = logits_of(source, 1, tmp_path)
+    losses = [
+        np.sqrt(np.mean((logits_of(source, size, tmp_path, scheme, "native")[0] - exact) ** 2)) for size in (1, 2)
+    ]
+    assert 0 < losses[0] < 0.1 * np.abs(exact).max()
+    assert losses[1] < 1.25 * losses[0]
+
+
+def test_a_linear_whose_blocks_a_rank_would_cut_has_8_bits(tmp_path):
+    """96 columns of down_proj are three blocks, which two ranks cannot share; those of o_proj are two."""
+    names = ("self_attn.o_proj", "mlp.down_proj")
+    types = {f"model.layers.{i}.{name}.weight": "Q4_1" for i in range(2) for name in names}
+    source = BlockCheckpoint(types)
+    for size, cut in ((1, []), (2, [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)])):
+        _, scheme = logits_of(source, size, tmp_path, "w4a8-dynamic", "native")
+        assert list(scheme.weights_of_8_bits) == ["lm_head.weight", *cut]
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a16", "mixed"])
+def test_static_schemes_are_refused(scheme, tmp_path):
+    recipe = Recipe(scheme=find_scheme(scheme))
+    with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static, but 2 ranks add partial sums"):
+        compile_checkpoint(LLAMA, recipe, {}, tmp_path / "engine", model="toy", ranks=Ranks(0, 2))
+    with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static"):
+        plan_checkpoint(LLAMA, {}, find_scheme(scheme), ranks=Ranks(0, 2))
+
+
+def test_an_engine_directory_is_for_one_rank_of_so_many(tmp_path):
+    folder = tmp_path / "engine"
+    recipe = Recipe(scheme=SCHEMES["float"])
+    compile_checkpoint(LLAMA, recipe, {}, folder, model="toy", ranks=Ranks(1, 2))
+    assert read_manifest(folder).ranks == Ranks(1, 2)
+    for size in (1, 2, 3):
+        with pytest.raises(ConfigError, match=f"for rank 1 of 2, not for rank 0 of {size}; compile it again"):
+            on_ranks(size, lambda communicator: load(folder, communicator, scheme=None))
+    with pytest.raises(ConfigError, match="was compiled for rank 1 of 2, not for rank 0 of 1"):
+        load(folder, scheme=None)
+
+
+def test_ranks_compile_into_folders_of_their_own():
+    folders = on_ranks(2, lambda communicator: load("llama_gqa", communicator).folder)
+    assert len({*folders, load("llama_gqa").folder}) == 3
+    assert [read_manifest(folder).ranks for folder in folders] == [Ranks(0, 2), Ranks(1, 2)]
+
+
+@pytest.mark.parametrize("name", ["reference", "onnxrt", "native"])
+def test_no_backend_but_the_link_sums_over_ranks(name):
+    plan = plan_checkpoint(LLAMA, {}, ranks=Ranks(0, 2)).plan
+    link = next(s for s in plan.subgraphs if s.device == "link")
+    backend = make_backend(name, threads=1)
+    assert "chunkrt::AllReduce" in backend.supports(link, plan, SCHEMES["w8a8-dynamic"]).reason
+    with pytest.raises(PartitionError, match="AllReduce"):
+        backend.compile(link, plan, 8, SCHEMES["w8a8-dynamic"], WeightStore({}, {}))
+
+
+PLAN_COMMAND = ("plan", LLAMA, "--scheme", "float", "--chunk", "8")
+
+
+def test_the_command_line_shows_what_sums_move(command):
+    hidden = plan_checkpoint(LLAMA, {}).plan.tensors["model.norm.output"].shape[1]
+    shown = command(*PLAN_COMMAND, "--ranks", "2", "--rank", "1")
+    assert (shown.status, shown.err) == (0, "")
+    assert "link.0         link sum" in shown.out
+    assert f"over 2 ranks, of {8 * hidden * 4 / 1e3:.1f} KB each" in shown.out
+    assert "this is rank 1 of 2" in shown.out
+    summary = json.loads(command(*PLAN_COMMAND, "--ranks", "2", "--json").out)
+    assert summary["ranks"] == {"rank": 0, "size": 2}
+    for figures in summary["subgraphs"]:
+        assert figures["sum_bytes"] == (8 * hidden * 4 if figures["device"] == "link" else 0)
+    assert "link" not in command(*PLAN_COMMAND, "--ranks", "1").out
+
+
+def test_the_command_line_shows_what_sums(command, tmp_path):
+    compile_checkpoint(LLAMA, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path, model="toy", ranks=Ranks(1, 2))
+    for model in ((LLAMA, "--ranks", "2"), (tmp_path,)):
+        shown = command("ops", *model, "--json", "--ops", "none")
+        assert (shown.status, shown.err) == (0, "")
+        (row,) = (row for row in json.loads(shown.out)["operators"] if row["operator"] == "all_reduce")
+        assert (row["runs_on"], row["origin"], row["uses"]) == ("link", "chunkrt.backends.link", 6)
+
+
+def test_subgraphs_are_saved_as_onnx_but_for_sums(command, tmp_path):
+    shown = command(*PLAN_COMMAND, "--ranks", "2", "--save-onnx", tmp_path)
+    names = [s.name for s in plan_checkpoint(LLAMA, {}, ranks=Ranks(0, 2)).plan.subgraphs]
+    files = [f"{i:02}_{name}.onnx" for i, name in enumerate(names) if "link" not in name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert f"{len(files)} ONNX files written" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rank", "1"), "--rank 1 needs --ranks"),
+        (("--ranks", "2", "--rank", "2"), "rank 2 of 2: expected 0 to 1"),
+        (("--ranks", "0"), "0 ranks, expected 1 to"),
+        (("--ranks", "3"), "3 ranks cannot share model.layers.0.mlp.gate_proj"),
+        (("--ranks", "2", "--scheme", "w8a16"), "the scheme 'w8a16' is static"),
+        (("--ranks", "2", "--scheme", "mixed"), "the scheme 'mixed' is static"),
+    ],
+)
+def test_what_the_command_line_refuses(arguments, message, command):
+    shown = command(*PLAN_COMMAND, *arguments)
+    assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+    assert message in shown.err
+
+
+@needs_real_model
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic"])
+def test_smollm2_on_two_ranks_is_as_near_its_float_decoder_as_on_one(scheme):
+    """Mean KL divergence in nats; 9 query and 3 key/value heads are padded to 12 and 4."""
+
+    def log_probabilities(size, **options):
+        def work(communicator):
+            with load(REAL_MODEL, communicator, threads=1, context_length=256, **options) as engine:
+                return engine.session().prefill(TEXT, logits="all").logits.astype(np.float64)
+
+        logits = on_ranks(size, work)[0]
+        logits -= logits.max(axis=1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    exact = log_probabilities(1, npu="onnxrt")
+    kl = [
+        np.mean((np.exp(exact) * (exact - log_probabilities(size, scheme=scheme, npu="native"))).sum(axis=1))
+        for size in (1, 2)
+    ]
+    assert 0 < kl[1] < 1.25 * kl[0] < 0.015
+
+
+def test_alone_is_one_rank_of_one():
+    assert (ALONE.are_alone, Ranks(0, 2).are_alone, str(Ranks(1, 2))) == (True, False, "rank 1 of 2")

@@ -1,0 +1,296 @@
+"""Ranks that mpiexec starts: they answer as one does, and end together."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.errors import BackendError, ConfigError, DeviceLostError
+from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.runtime.ranks import last_words
+from chunkrt.runtime.ranks.last_words import KILLED
+from chunkrt.runtime.ranks.launch import connect, launched_ranks
+from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
+
+PROGRAM = Path(__file__).parents[1] / "rank_program.py"
+LLAMA = checkpoint("llama_gqa")
+GGUF = checkpoint("llama_biased_gguf")
+BENCH = ("bench", LLAMA, "--npu", "reference", "--scheme", "float", "--chunk", "8", "-p", "64", "-n", "0", "-r")
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+HANGS = 120
+"""Seconds after which a launch that has not ended never will."""
+
+needs_mpi = pytest.mark.skipif(
+    MPIEXEC is None or find_spec("mpi4py") is None, reason="mpiexec or mpi4py is not installed: chunkrt[mpi]"
+)
+
+
+def launch(size, *arguments, options=(), program=(PROGRAM,), **variables):
+    """Start ranks and wait for them; nothing of them may be left. Those of size 1 start without mpiexec."""
+    mark = uuid.uuid4().hex
+    start = [] if size == 1 else [MPIEXEC, "-launcher", "fork", *options, "-n", str(size)]
+    finished = subprocess.run(
+        [*start, sys.executable, *map(str, (*program, *arguments))],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        env=os.environ | {"CHUNKRT_LAUNCH": mark} | variables,
+    )
+    _, alive = psutil.wait_procs(processes_of(mark), timeout=HANGS)
+    assert not alive
+    return finished
+
+
+def processes_of(mark):
+    """Those of a launch that still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("CHUNKRT_LAUNCH") == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def said(finished):
+    """The lines that chunkrt itself wrote on stderr."""
+    return [line for line in finished.stderr.splitlines() if line.startswith("chunkrt: ")]
+
+
+def result(finished):
+    """The JSON that rank 0 printed; nobody may have said anything else."""
+    assert (finished.returncode, finished.stderr) == (0, "")
+    return json.loads(finished.stdout)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ALONE),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, Ranks(1, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, Ranks(0, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ALONE),
+        ({"PMI_RANK": "0"}, ALONE),
+    ],
+)
+def test_a_launch_is_known_by_its_variables(monkeypatch, variables, expected):
+    for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "mpi4py", raising=False)  # others may have imported it
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launched_ranks() == expected
+    if expected == ALONE:
+        assert connect([]) is None
+        assert "mpi4py" not in sys.modules
+
+
+@pytest.mark.parametrize(("rank", "size"), [("one", "2"), ("2", "2")])
+def test_variables_that_make_no_sense_are_refused(monkeypatch, rank, size):
+    monkeypatch.setenv("PMI_RANK", rank)
+    monkeypatch.setenv("PMI_SIZE", size)
+    with pytest.raises(ConfigError):
+        launched_ranks()
+
+
+def test_a_mailbox_keeps_what_comes_early_and_drops_what_comes_late():
+    mailbox, early, late = Mailbox(), Envelope(Channel.SUM, 2), Envelope(Channel.SUM, 1)
+    for source in (1, 2):
+        mailbox.deliver(early, source, memoryview(b"x" * source))
+    mailbox.begin(2)
+    mailbox.deliver(late, 1, memoryview(b"late"))
+    assert {source: bytes(payload) for source, payload in mailbox.take(early, (1, 2)).items()} == {1: b"x", 2: b"xx"}
+    mailbox.abort(1, "too late to matter")
+    mailbox.abort(2, "rank 1: no")
+    mailbox.abort(2, "rank 0 ended the run")
+    for envelope in (early, Envelope(Channel.COMMIT, 2)):
+        with pytest.raises(BackendError, match=r"^rank 1: no$"):
+            mailbox.take(envelope, (1,))
+    mailbox.begin(3)
+    assert mailbox.fail(DeviceLostError("rank 2 was lost"))
+    assert not mailbox.fail(DeviceLostError("rank 1 was lost"))
+    with pytest.raises(DeviceLostError, match="rank 2"):
+        mailbox.take(Envelope(Channel.COMMAND, 1), (0,))
+    assert mailbox.was_failure_told
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell and signals")
+@pytest.mark.parametrize(
+    ("end", "line"),
+    [
+        ("words.say('a\\nb')", "a b\n"),
+        ("words.say('')", ""),
+        ("os.kill(os.getpid(), 9)", f"{KILLED}\n"),
+        ("words.prepare('a\\nb'); os.kill(os.getpid(), 9)", "a b\n"),
+        ("words.prepare('a'); words.prepare('b'); os.kill(os.getpid(), 9)", "b\n"),
+        ("words.prepare('a'); words.say('b')", "b\n"),
+        ("words.prepare('a'); words.say('')", ""),
+        ("words.say('a'); words.prepare('b'); os.kill(os.getpid(), 9)", "a\n"),
+    ],
+)
+def test_last_words_are_one_line_at_most(end, line):
+    folder = str(Path(last_words.__file__).parent)  # without the rest of chunkrt, which takes long to import
+    program = f"import os, sys; sys.path.append({folder!r}); import last_words; words = last_words.LastWords(); {end}"
+    finished = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=HANGS)
+    assert finished.stderr == line
+
+
+@pytest.mark.sampled(every=3)
+@needs_mpi
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama_gqa", (2, 4)), ("gemma3_window_5", (2,)), ("lfm2", (2,)), ("qwen3_next", (2,))]
+)
+def test_sessions_of_ranks_are_those_of_one(name, sizes, tmp_path):
+    expected = result(launch(1, "sessions", checkpoint(name), tmp_path / "1.npz"))
+    for size in sizes:
+        found = result(launch(size, "sessions", checkpoint(name), tmp_path / f"{size}.npz"))
+        assert found["tokens"] == expected["tokens"]
+        np.testing.assert_allclose(found["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
+        assert sorted(path.name for path in tmp_path.glob(f"{size}.npz*")) == [
+            f"{size}.npz",
+            *(f"{size}.npz.rank{rank}" for rank in range(1, size)),
+        ]
+
+
+@needs_mpi
+def test_a_context_that_shifts_does_on_every_rank():
+    assert result(launch(2, "shifting", LLAMA)) == result(launch(1, "shifting", LLAMA))
+
+
+@needs_mpi
+def test_two_engines_may_run_at_once():
+    assert result(launch(2, "at_once", LLAMA)) == result(launch(1, "at_once", LLAMA))
+
+
+@needs_mpi
+def test_a_program_may_have_initialised_mpi():
+    program = f"from mpi4py import MPI; import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); import rank_program; "
+    found = result(launch(2, program=("-c", f"{program} rank_program.shifting({str(LLAMA)!r})")))
+    assert found == result(launch(1, "shifting", LLAMA))
+
+
+@needs_mpi
+def test_the_command_line_answers_as_one_rank_does():
+    arguments = ("-m", "chunkrt", "run", GGUF, "-p", "hello", "-n", "8", "--scheme", "float", "--npu", "reference")
+    one, two = (launch(size, *arguments, program=()) for size in (1, 2))
+    assert (two.returncode, two.stdout) == (0, one.stdout)
+    assert len(two.stderr.splitlines()) == len(one.stderr.splitlines()) == 1
+
+
+@needs_mpi
+def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
+    finished = launch(2, "failing", LLAMA)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[1::2] == ["True"] * 5
+    kinds = ["BackendError", "BackendError", "ClosedError", "KeyboardInterrupt", "ModelError"]
+    assert [line.split()[0] for line in lines[::2]] == kinds
+    assert all("made to fail" in line for line in lines[:4:2])
+    assert lines[8].startswith("ModelError cannot load a state from nowhere.npz")
+
+
+@pytest.mark.sampled(every=4)
+@needs_mpi
+@pytest.mark.parametrize("options", [(), ("-disable-auto-cleanup",)], ids=["plain", "disable-auto-cleanup"])
+@pytest.mark.parametrize(("size", "name"), [(2, "SIGKILL"), (4, "SIGKILL"), (2, "SIGTERM")])
+def test_a_rank_that_dies_ends_all_with_one_line(options, size, name):
+    finished = launch(size, "signalled", name, *BENCH, "1", options=options)
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert "rank 1 was lost" in line or line == KILLED
+    assert "|" not in finished.stdout
+
+
+@pytest.mark.sampled(every=2)
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_falls_silent_ends_all_with_one_line(size):
+    finished = launch(size, "signalled", "SIGSTOP", *BENCH, "1")
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert "rank 1 was lost: nothing came from it" in line
+
+
+@pytest.mark.exhaustive
+@needs_mpi
+def test_a_leader_that_falls_silent_ends_all_with_one_line():
+    finished = launch(2, "silent_leader", *BENCH, "1")
+    assert finished.returncode != 0
+    assert said(finished) == [KILLED]
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("breaks", "rank 1 failed: ValueError: made to fail"), ("leaves", "rank 1 ended before the leader did")],
+)
+def test_a_rank_that_ends_says_why(how, why, size):
+    """mpiexec kills the others at once: what rank 0 says has to be known before."""
+    finished = launch(size, "ending", how, *BENCH, "1")
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert line.endswith(f"{why}; start all ranks again")
+
+
+@needs_mpi
+def test_a_rank_that_dies_ends_one_that_waits_for_something_else():
+    finished = launch(2, "waiting", LLAMA, options=("-disable-auto-cleanup",))
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert "rank 1 was lost" in line or line == KILLED
+
+
+@needs_mpi
+def test_an_interrupt_ends_all_ranks():
+    finished = launch(2, "interrupted", *BENCH, "100000")
+    assert finished.returncode == 130
+    assert "interrupted" in finished.stderr
+    assert not said(finished)
+
+
+@needs_mpi
+def test_ranks_have_to_be_started_alike():
+    rank = ("-m", "chunkrt", "run", GGUF, "-p")
+    finished = launch(2, *rank, "this", ":", "-n", "1", sys.executable, *rank, "that", program=())
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert "-p that" in line
+    assert "-p this" in line
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("arguments", "status", "line"),
+    [
+        (("run", "no-such-model", "-p", "x"), 1, "chunkrt: no model is called 'no-such-model'"),
+        (("run", LLAMA, "--no-such-option"), 2, "chunkrt: No such option"),
+        (("run", LLAMA, "-p", "x", "--npu", "reference", "--scheme", "w8a16"), 1, "chunkrt: "),
+    ],
+)
+def test_what_is_wrong_is_said_once(arguments, status, line):
+    finished = launch(2, "-m", "chunkrt", *arguments, program=())
+    assert finished.returncode == status
+    (only,) = said(finished)
+    assert only.startswith(line)
+
+
+@needs_mpi
+def test_a_launch_without_mpi4py_says_what_to_install(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('made to fail')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    finished = launch(2, "command", "run", LLAMA, "-p", "x", PYTHONPATH=path)
+    assert finished.returncode == 1
+    (line,) = said(finished)
+    assert "pip install 'chunkrt[mpi]'" in line

@@ -1,0 +1,93 @@
+"""Weights that are too large to be hashed before a model is loaded: no run uses them before they have proved whole."""
+
+import json
+import shutil
+from random import Random
+
+import pytest
+from fixture_checkpoints import checkpoint
+
+import chunkrt
+from chunkrt.engine_directory import manifest, verification
+from chunkrt.engine_directory.manifest import FAST_HASH, MANIFEST, PLAN, WEIGHTS, fingerprint
+from chunkrt.errors import ModelError
+
+MESSAGE = r"weights\.safetensors is not what was written when the model was compiled; compile it again"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An engine directory whose weights count as large, in a cache of its own."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    with chunkrt.load(checkpoint("llama_gqa")) as engine:
+        shutil.copytree(engine.folder, tmp_path / "engine")
+    path = tmp_path / "engine" / PLAN
+    limit = path.stat().st_size
+    assert (tmp_path / "engine" / WEIGHTS).stat().st_size > limit
+    for module in (manifest, verification):
+        monkeypatch.setattr(module, "HASHED_WHEN_READ", limit)
+    return tmp_path / "engine"
+
+
+def record_fast_hash(folder):
+    about = json.loads((folder / MANIFEST).read_text())
+    about["files"][WEIGHTS][1] = manifest.digest(folder / WEIGHTS, FAST_HASH)
+    (folder / MANIFEST).write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["SHA-256", "XXH3"])
+def test_whole_weights_run(folder, is_fast):
+    if is_fast:
+        record_fast_hash(folder)
+    with chunkrt.load(folder) as engine:
+        engine.session().prefill([1, 2, 3])
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["SHA-256", "XXH3"])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_run_uses_a_byte_that_was_flipped(folder, is_fast, seed):
+    if is_fast:
+        record_fast_hash(folder)
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    content[Random(seed).randrange(header, len(content))] ^= 1 << seed
+    (folder / WEIGHTS).write_bytes(content)
+    with chunkrt.load(folder) as engine:
+        session = engine.session()
+        for _ in range(2):
+            with pytest.raises(ModelError, match=MESSAGE):
+                session.prefill([1, 2, 3])
+
+
+def test_what_is_written_large_is_recorded_by_the_fast_hash(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    monkeypatch.setattr(manifest, "HASHED_WHEN_READ", 1000)
+    with chunkrt.load(checkpoint("llama_gqa"), scheme="float", npu="reference") as engine:
+        found = engine.manifest.files[WEIGHTS]
+        assert found == (
+            (engine.folder / WEIGHTS).stat().st_size,
+            manifest.digest(engine.folder / WEIGHTS, FAST_HASH),
+        )
+        assert found[1].startswith("xxh3_128:")
+
+
+def test_digests_are_those_of_the_functions(tmp_path):
+    (tmp_path / "file").write_bytes(b"a")
+    of_a = "a96faf705af16834e6c632b61e964e1f"  # XXH3's own test vector
+    assert manifest.digest(tmp_path / "file", FAST_HASH) == f"xxh3_128:{of_a}"
+    assert manifest.digest(tmp_path / "file", "") == fingerprint(tmp_path / "file")[1]
+
+
+def test_closing_does_not_wait_for_what_is_left(folder, monkeypatch):
+    begun = []
+
+    def slow(path, algorithm, is_stopped):
+        begun.append(path)
+        while not is_stopped():
+            pass
+        return ""
+
+    monkeypatch.setattr(verification, "digest", slow)
+    engine = chunkrt.load(folder)
+    engine.close()
+    assert begun

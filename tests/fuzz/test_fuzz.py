@@ -1,0 +1,47 @@
+"""A short run of the fuzz campaign (`make fuzz` makes a long one), and what longer ones have found."""
+
+import shutil
+from random import Random
+
+import pytest
+from fuzz import targets
+from fuzz.campaign import execute
+from fuzz.targets import TARGETS
+
+EXECUTIONS = {"onnx": 4, "template": 6, "plan": 40, "manifest": 40, "weights": 40}
+"""Of formats that take long."""
+
+
+@pytest.fixture(scope="module")
+def seeds():
+    """Where in the sequence of files to begin: the same ones every time."""
+    return {format: Random(format).randrange(2**32) for format in TARGETS}
+
+
+@pytest.mark.parametrize("format", TARGETS)
+def test_mutated_files_are_taken_or_refused(format, seeds, tmp_path):
+    for seed in range(seeds[format], seeds[format] + EXECUTIONS.get(format, 100)):
+        folder = tmp_path / "case"
+        folder.mkdir()
+        outcome, report = execute(format, seed, folder)
+        assert outcome in ("accepted", "refused"), f"seed {seed}: {report}"
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("format", TARGETS)
+def test_what_is_mutated_is_sound(format, tmp_path, monkeypatch):
+    """Else nothing but the first check would be fuzzed."""
+    for mutator in [name for name in vars(targets) if name.startswith("mutate_")]:
+        monkeypatch.setattr(targets, mutator, lambda random, content, *more: content)
+    target = TARGETS[format]
+    for seed in target.seeds:
+        folder = tmp_path / seed
+        folder.mkdir()
+        target.use(target.make(Always(), seed, folder))
+
+
+class Always(Random):
+    """Chances are never taken."""
+
+    def random(self):
+        return 0.99

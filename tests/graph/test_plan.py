@@ -1,0 +1,151 @@
+"""The plan is plain data: it survives JSON, and what is not a plan is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from fixture_checkpoints import NAMES, checkpoint
+
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.errors import ModelError
+from chunkrt.graph.flow import Flow
+from chunkrt.graph.plan import Plan, Tensor, resolve
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.testing.decoder import random_decoder
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return random_decoder([SCHEMES["float"]]).plan
+
+
+def test_json_and_back_is_the_same_plan(plan):
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_json_holds_nothing_but_json(plan):
+    data = json.loads(plan.to_json())
+    assert {type(v) for v in data.values()} <= {str, int, list, dict, type(None)}
+    assert data["subgraphs"][1]["nodes"][0]["op"] == "RMSNormalization"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("subgraphs"),
+        lambda data: data.update(surprise=1),
+        lambda data: data["subgraphs"][0].pop("rows"),
+        lambda data: data["subgraphs"][0]["nodes"][0].pop("inputs"),
+        lambda data: data.update(tensors=[]),
+        lambda data: data["tensors"]["input_ids"].update(shape=None),
+        lambda data: data["tensors"]["input_ids"].update(shape=["N"]),
+        lambda data: data["tensors"]["lm_head.weight"].update(shape=[36, -61]),
+        lambda data: data["tensors"]["lm_head.weight"].update(dtype="float64"),
+        lambda data: data["tensors"].pop("lm_head.weight"),
+        lambda data: data["subgraphs"][0].update(device="gpu"),
+        lambda data: data["subgraphs"][0].update(rows="P"),
+        lambda data: data["subgraphs"][1].update(weights=["model.embed_tokens.output"]),
+        lambda data: data["subgraphs"][1].update(outputs=["model.norm.output"]),
+        lambda data: data["subgraphs"][1].update(inputs=["model.norm.output"]),
+        lambda data: data["subgraphs"][1]["nodes"][0].update(inputs=["model.norm.output"]),
+        lambda data: data["subgraphs"][1]["nodes"][0].update(op=["Add"]),
+        lambda data: data["subgraphs"][1]["nodes"][0].update(attributes=[]),
+        lambda data: data["subgraphs"].reverse(),
+        lambda data: data.update(output="model.tail"),
+        lambda data: data.update(vocab_size="61"),
+    ],
+)
+def test_a_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
+    data = json.loads(plan.to_json())
+    damage(data)
+    with pytest.raises(ModelError, match=r"the plan is damaged \(.*compile the model again"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda parts: parts[2]["outputs"].append("position"),
+        lambda parts: parts[4]["state"].append(parts[2]["state"][0]),
+    ],
+)
+def test_what_two_subgraphs_write_is_damaged(plan, damage):
+    data = json.loads(plan.to_json())
+    damage(data["subgraphs"])
+    with pytest.raises(ModelError, match=r"writes what another writes\); compile the model again"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"plan"', "{}"])
+def test_what_is_not_a_plan_at_all_is_damaged(text):
+    with pytest.raises(ModelError, match="the plan is damaged"):
+        Plan.from_json(text)
+
+
+def test_half_a_file_is_damaged(plan):
+    with pytest.raises(ModelError, match="the plan is damaged"):
+        Plan.from_json(plan.to_json()[:1000])
+
+
+def test_bytes_follow_from_shape_dtype_and_symbols():
+    cache = Tensor(name="cache", dtype="float16", shape=(3, "P", 64), kind="state")
+    assert cache.num_bytes(P=100) == 3 * 100 * 64 * 2
+    assert resolve(("T", 5), {"T": 7}) == (7, 5)
+    with pytest.raises(KeyError, match="P"):
+        cache.num_bytes(T=1)
+
+
+def test_a_decoder_is_a_chain(plan):
+    size = len(plan.subgraphs)
+    assert plan.flow.is_chain
+    assert plan.flow.waits_for == ((), *((i,) for i in range(size - 1)))
+    assert plan.flow.with_logits.subgraphs == tuple(range(size))
+    last_state = max(i for i, subgraph in enumerate(plan.subgraphs) if subgraph.state)
+    assert plan.flow.without_logits.subgraphs == tuple(range(last_state + 1))
+
+
+def test_what_waits_for_what_where_subgraphs_fork_and_join():
+    """0 is read by 1 and 2, these by 3, which reads 0 as well; 4 nobody reads; 3 owns state."""
+    flow = Flow([(), (0,), (0,), (2, 0, 1), (1,)], [False, False, False, True, False])
+    assert flow.waits_for == ((), (0,), (0,), (1, 2), (1,))
+    assert flow.ancestors == (0b0, 0b1, 0b1, 0b111, 0b11)
+    assert flow.with_logits == ((0, 1, 2, 3, 4), (0,), ((1, 2), (3, 4), (3,), (), ()))
+    assert flow.without_logits == ((0, 1, 2, 3), (0,), ((1, 2), (3,), (3,), (), ()))
+    assert flow.num_waits == (1, 1, 1, 3, 1)
+    assert not flow.is_chain
+
+
+def test_without_state_a_chunk_whose_logits_nobody_wants_is_the_first_subgraph():
+    assert Flow([(), (0,)], [False, False]).without_logits.subgraphs == (0,)
+
+
+def test_names_are_readable_paths(plan):
+    for subgraph in plan.subgraphs:
+        for node in subgraph.nodes:
+            assert all(part.isidentifier() or part.isdigit() for part in node.name.split(".")), node.name
+            assert node.outputs[0] == node.name
+
+
+def test_reading_a_plan_needs_no_onnx():
+    code = "import sys, chunkrt.graph.plan; print(*[m for m in ('onnx', 'onnx_ir', 'numpy') if m in sys.modules])"
+    # The package's own __init__ imports the run half, which needs NumPy but no ONNX.
+    loaded = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert loaded == ["numpy"]
+
+
+def test_raw_keys_switch_attention_and_nothing_else(plan: Plan) -> None:
+    raw = plan.with_raw_keys()
+    assert (plan.has_raw_keys, raw.has_raw_keys) == (False, True)
+    assert Plan.from_json(raw.to_json()) == raw.with_raw_keys() == raw
+    assert raw.to_json().replace("RawKeyAttention", "CachedAttention") == plan.to_json()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_compiled_is_read(name):
+    """The forms of operators are those that decoders have."""
+    plan = plan_checkpoint(checkpoint(name), {}).plan
+    for made in (plan, plan.with_raw_keys()):
+        assert Plan.from_json(made.to_json()) == made

@@ -1,0 +1,144 @@
+"""Inverse frequencies against formulas written down independently, dimension by dimension, and against Transformers'
+logits where a fixture has the rule (tests/engine/test_parity.py)."""
+
+from math import cos, isclose, pi, sin
+
+import numpy as np
+import pytest
+
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.rope import RotaryTables, inverse_frequencies
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def plain(theta, rotary_dim):
+    return [1 / theta ** (2 * i / rotary_dim) for i in range(rotary_dim // 2)]
+
+
+def llama3(theta, rotary_dim, rule):
+    """As Meta's release of Llama 3.1 writes it (models/llama3/reference_impl/model.py, apply_scaling)."""
+    old = rule["original_max_position_embeddings"]
+    longest_kept, shortest_scaled = old / rule["high_freq_factor"], old / rule["low_freq_factor"]
+    scaled = []
+    for frequency in plain(theta, rotary_dim):
+        wavelength = 2 * pi / frequency
+        if wavelength < longest_kept:
+            scaled.append(frequency)
+        elif wavelength > shortest_scaled:
+            scaled.append(frequency / rule["factor"])
+        else:
+            smooth = (old / wavelength - rule["low_freq_factor"]) / (rule["high_freq_factor"] - rule["low_freq_factor"])
+            scaled.append((1 - smooth) * frequency / rule["factor"] + smooth * frequency)
+    return scaled
+
+
+@pytest.mark.parametrize("head_dim", [2, 10, 64])
+@pytest.mark.parametrize("theta", [500.0, 10000.0, 500000])
+def test_without_scaling(theta, head_dim):
+    np.testing.assert_allclose(inverse_frequencies({"rope_theta": theta}, head_dim), plain(theta, head_dim), rtol=1e-12)
+
+
+def test_theta_is_10000_unless_told():
+    np.testing.assert_allclose(inverse_frequencies({}, 8), plain(10000, 8), rtol=1e-12)
+
+
+def test_linear_scaling_divides_by_the_factor():
+    found = inverse_frequencies({"rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16)
+    np.testing.assert_allclose(found, np.array(plain(100, 16)) / 4, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 5e-324},
+        {"rope_scaling": {"type": "linear", "factor": 1e-320}},
+        {"rope_scaling": LLAMA3 | {"factor": 5e-324}},
+    ],
+)
+def test_what_cannot_be_divided_by_is_refused(config):
+    with pytest.raises(ModelError, match="RoPE"):
+        inverse_frequencies(config, 64)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_checkpoints_divisor_without_a_number_is_refused(value):
+    tables = RotaryTables(inverse_frequencies({}, 4), 8, divisor="rope_freqs.weight")
+    tables.declare()
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight.* holds a zero or no number"):
+        tables.cos.combine(np.array([1.0, value], np.float32))
+
+
+def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
+    expected = llama3(10000.0, 64, LLAMA3)
+    kept = sum(map(isclose, expected, plain(10000.0, 64)))
+    stretched = sum(map(isclose, expected, (f / 8 for f in plain(10000.0, 64))))
+    assert kept > 5
+    assert stretched > 5
+    assert kept + stretched < 32
+    found = inverse_frequencies({"rope_theta": 10000.0, "rope_scaling": LLAMA3}, 64)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_the_newer_section_holds_everything():
+    config = {"rope_theta": 1.5, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}}
+    np.testing.assert_allclose(inverse_frequencies(config, 8), np.array(plain(300, 8)) / 2, rtol=1e-12)
+
+
+def test_a_part_of_the_dimensions_may_rotate():
+    found = inverse_frequencies({"partial_rotary_factor": 0.5}, 16)
+    np.testing.assert_allclose(found, plain(10000.0, 8), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["yarn", "dynamic", "longrope"])
+def test_an_unknown_rule_is_refused_by_name(rule):
+    with pytest.raises(UnsupportedModelError, match=f"rope scaling '{rule}' is not supported; there are: default, lin"):
+        inverse_frequencies({"rope_scaling": {"rope_type": rule, "factor": 2.0}}, 8)
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+def test_a_missing_number_is_named(key):
+    rule = {name: value for name, value in LLAMA3.items() if name != key}
+    with pytest.raises(ModelError, match=f"rope scaling 'llama3' needs '{key}'"):
+        inverse_frequencies({"rope_scaling": rule}, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta of RoPE is 0, expected a positive"),
+        ({"rope_theta": float("nan")}, "rope_theta of RoPE is nan"),
+        ({"rope_theta": "10000"}, "rope_theta of RoPE is '10000'"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor of RoPE is -2"),
+        ({"rope_scaling": ["linear", 2]}, "rope_scaling is"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0, expected less"),
+        ({"partial_rotary_factor": 0.4}, "rotate 3 of 8 dimensions"),
+        ({"partial_rotary_factor": 2}, "rotate 16 of 8 dimensions"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(config, message):
+    with pytest.raises(ModelError, match=message):
+        inverse_frequencies(config, 8)
+
+
+def test_tables_hold_cosines_and_sines_of_position_times_frequency():
+    tables = RotaryTables(np.array([1.0, 0.25]), 5, divisor=None).named("rope")
+    expected = [[cos(position * f) for f in (1.0, 0.25)] for position in range(5)]
+    np.testing.assert_allclose(tables.cos.combine(), expected, rtol=2**-23)
+    expected = [[sin(position * f) for f in (1.0, 0.25)] for position in range(5)]
+    np.testing.assert_allclose(tables.sin.combine(), expected, rtol=2**-23)
+    assert tables.cos.combine().dtype == np.float32
+
+
+def test_a_tensor_of_the_checkpoint_may_divide_the_frequencies():
+    tables = RotaryTables(np.array([1.0, 0.25]), 5, divisor="rope_freqs.weight").named("rope")
+    assert tables.cos.checkpoint_tensors == {"rope_freqs.weight": (2,)}
+    divided = tables.cos.combine(np.array([1, 4], np.float32))
+    plain_tables = RotaryTables(np.array([1.0, 0.0625]), 5, divisor=None).named("rope")
+    np.testing.assert_array_equal(divided, plain_tables.cos.combine())

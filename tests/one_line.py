@@ -1,0 +1,12 @@
+"""What a command that refuses leaves: one line on stderr, nothing on stdout, and an exit status."""
+
+
+def expect_one_line(finished, message):
+    assert finished.status not in (0, None)
+    assert finished.out == ""
+    line, *rest = finished.err.splitlines()
+    assert not rest, finished.err
+    assert line.startswith("chunkrt: ")
+    assert message in line
+    assert "Traceback" not in line
+    assert "unexpected" not in line

@@ -1,0 +1,57 @@
+"""What is learnt without the weights is what ONNX Runtime says with them."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.reading import read_proto
+from chunkrt.onnx.importing.signature import Probe, feeds, find_signature
+from chunkrt.onnx.importing.skeleton import skeleton
+
+FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
+WRITTEN_OUT = ("llama_fp32", "llama_int8", "llama_uint8", "qwen3_fp32", "phi3_fp32", "gemma3_fp32")
+PROBE = Probe(11, 4)
+"""None of those that sizes are learnt at."""
+
+
+def evaluator_of(folder):
+    proto = read_proto(folder / "model.onnx")
+    model = ir.from_proto(proto)
+    signature = find_signature(model, folder.name)
+    fed = feeds(signature, {v.name: v for v in model.graph.inputs}, PROBE)
+    return proto, Evaluator(proto, folder, signature, 128), fed
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_positions_masks_and_sizes_are_those_of_the_whole_model(name):
+    proto, evaluator, fed = evaluator_of(FIXTURES / f"optimum_{name}")
+    names = [name for node in proto.graph.node for name in node.output if name]
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    whole = ort.InferenceSession(proto.SerializeToString(), options)
+    expected = dict(zip(names, whole.run(names, fed), strict=True))
+    found = evaluator.run(names, PROBE)
+    for name in names:
+        assert (found[name].shape, found[name].dtype) == (expected[name].shape, expected[name].dtype), name
+        if evaluator.is_positional(name):
+            np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+        if name in evaluator.constants:
+            np.testing.assert_array_equal(evaluator.constant(name), expected[name], err_msg=name)
+
+
+def test_no_matrix_is_left_where_only_shapes_are_wanted():
+    proto, evaluator, _ = evaluator_of(FIXTURES / "optimum_llama_fp32")
+    data = {name for node in proto.graph.node for name in node.output if not evaluator.is_positional(name)}
+    light = skeleton(proto, data | {v.name for v in proto.graph.input if v.name != "attention_mask"})
+    read = {name for node in light.nodes for name in node.input}
+    matrices = [t.name for n, t in light.initializers.items() if n in read and len(t.dims) == 2 and t.dims[0] > 1]
+    assert not matrices
+    assert [node.op_type for node in proto.graph.node].count("MatMul") > 10

@@ -1,0 +1,129 @@
+"""What a file says of its first few tokens is not taken for granted of all: positions, lengths and sizes far on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, rotated
+
+from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.errors import UnsupportedModelError
+from chunkrt.onnx.importing import import_decoder
+
+CONTEXT, CHANGE = 128, 100
+"""Positions of these decoders, and the one at which something changes."""
+
+
+def stopping(decoder, value, last, dtype=np.int64):
+    return decoder.node("Min", [value, decoder.constant(f"last_{len(decoder.nodes)}", np.array(last, dtype))])
+
+
+def wrapping(decoder, value, last):
+    return decoder.node("Mod", [value, decoder.constant(f"period_{len(decoder.nodes)}", np.array(last))])
+
+
+def grouped(decoder, q, k, v, *, positions=lambda value: value, length=lambda value: value):
+    """GroupQueryAttention, with what it is told changed."""
+    told = positions("position_ids")
+    q, k = (decoder.node("RotaryEmbedding", [x, told, "cos", "sin"], domain=CONTRIB) for x in (q, k))
+    one = decoder.constant("one_1d", np.array([1]))
+    lengths = decoder.node("ReduceSum", ["attention_mask", one], keepdims=0)
+    last = decoder.node("Cast", [length(decoder.node("Sub", [lengths, one]))], to=6)
+    total = decoder.node("Cast", [decoder.node("Squeeze", [decoder.node("Shape", ["attention_mask"], start=1)])], to=6)
+    options = {"num_heads": HEADS, "kv_num_heads": 1}
+    inputs = [q, k, v, *PAST, last, total]
+    return decoder.node("GroupQueryAttention", inputs, domain=CONTRIB, outputs=["attended", *PRESENT], **options)
+
+
+def test_a_decoder_that_goes_on_to_its_end_is_imported(tmp_path):
+    file = SmallDecoder(grouped, context=CONTEXT).save(tmp_path)
+    assert plan_checkpoint(file, {}).plan.context_length == CONTEXT
+
+
+@pytest.mark.parametrize("change", [stopping, wrapping])
+def test_positions_that_change_far_on_are_refused(tmp_path, change):
+    def attention(decoder, q, k, v):
+        return grouped(decoder, q, k, v, positions=lambda value: change(decoder, value, CHANGE))
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"RotaryEmbedding .* its positions .* from number 10[01] for 128 tokens"
+    ):
+        import_decoder(SmallDecoder(attention, context=CONTEXT).save(tmp_path))
+
+
+@pytest.mark.parametrize("change", [stopping, wrapping])
+def test_lengths_that_change_far_on_are_refused(tmp_path, change):
+    def attention(decoder, q, k, v):
+        return grouped(decoder, q, k, v, length=lambda value: change(decoder, value, CHANGE))
+
+    with pytest.raises(UnsupportedModelError, match=r"its length .* for 128 tokens after 0, expected \[127\]"):
+        import_decoder(SmallDecoder(attention, context=CONTEXT).save(tmp_path))
+
+
+def with_mask_of_keys(keys, decoder, q, k, v):
+    """Standard attention, whose mask is as large as `keys(decoder)` and the rotated rows together."""
+    turned = rotated(decoder, q, HEADS)
+    sizes = [decoder.node("Shape", [keys(decoder)], start=2, end=3), decoder.node("Shape", [turned], start=1, end=2)]
+    total = decoder.node("Squeeze", [decoder.node("Add", sizes)])
+    zero, one = decoder.constant("zero", np.int64(0)), decoder.constant("one", np.int64(1))
+    columns = decoder.node("Range", [zero, total, one])
+    rows = decoder.node("Unsqueeze", ["position_ids", decoder.constant("axes", np.array([1, 3]))])
+    mask = decoder.node("LessOrEqual", [columns, rows])
+    inputs = [turned, rotated(decoder, k, 1), v, mask, *PAST]
+    return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
+
+
+def all_keys(decoder):
+    return PAST[0]
+
+
+def first_keys(decoder):
+    bounds = [decoder.constant(name, np.array([value])) for name, value in (("from", 0), ("to", CHANGE), ("axis", 2))]
+    return decoder.node("Slice", [PAST[0], *bounds])
+
+
+@pytest.mark.parametrize("context", [CONTEXT, None])
+def test_sizes_of_data_are_tried_far_on(tmp_path, context):
+    """A mask as large as a constant slice of the keys: what Shape says of it is no sum of past and length.
+
+    Where no file says how long the context is, they are tried as far as the tables let the decoder run.
+    """
+    if context is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+
+    def decoder(keys):
+        return SmallDecoder(lambda *operands: with_mask_of_keys(keys, *operands), context=CONTEXT)
+
+    import_decoder(decoder(all_keys).save(tmp_path))
+    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is no causal mask"):
+        import_decoder(decoder(first_keys).save(tmp_path))
+
+
+@pytest.mark.parametrize("far", [CHANGE, 1000])  # the second is beyond the 128 positions of this decoder
+def test_numbers_that_are_worked_out_and_change_far_on_are_no_constants(tmp_path, far):
+    """A factor that is 1 up to some length and 2 from there on, in a decoder with its attention written out."""
+    folder = Path(__file__).parents[1] / "data" / "onnx" / "optimum_llama_fp32"
+    model = onnx.load(folder / "model.onnx")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    head = next(node for node in model.graph.node if "logits" in node.output)
+    for name, value in (("far", np.int64(far)), ("one", np.float32(1)), ("two", np.float32(2)), ("axis", [0, 1])):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    made = [
+        helper.make_node("ReduceSum", ["attention_mask", "axis"], ["total"], keepdims=0),
+        helper.make_node("Less", ["total", "far"], ["is near"]),
+        helper.make_node("Where", ["is near", "one", "two"], ["factor"]),
+        helper.make_node("Mul", [head.input[0], "factor"], ["changed"], "the change"),
+    ]
+    head.input[0] = "changed"
+    index = list(model.graph.node).index(head)
+    for node in reversed(made):
+        model.graph.node.insert(index, node)
+    onnx.save(model, tmp_path / "model.onnx")
+    if far > CONTEXT:
+        import_decoder(tmp_path)
+        return
+    with pytest.raises(UnsupportedModelError, match=r"an operator ReduceSum of the domain ai\.onnx"):
+        import_decoder(tmp_path)
