@@ -17,11 +17,13 @@ from roofline_work import Work, work_of
 
 import chunkrt
 from chunkrt.backends.base import Array, Executable
-from chunkrt.engine.engine import Engine, default_cache_dtype, make_processors
+from chunkrt.engine.engine import Engine, default_cache_dtype
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import processors_for
 from chunkrt.simulate.work import cut
 
 PROMPT = "The capital of France is"
@@ -112,7 +114,7 @@ class Overhead:
             plan,
             self._timed,
             chunk_length=engine.chunk_length,
-            processors=make_processors(backend, 1),
+            processors=processors_for(backend.concurrency, 1),
             policy=find_policy(engine.options.policy),
         )
         self._state = State(plan, engine.context_length, default_cache_dtype(engine.scheme, backend))
@@ -125,7 +127,7 @@ class Overhead:
         for name, prompts in (("prefill", [tokens]), ("decode", [[t] for t in tokens[:DECODED_TOKENS]])):
             self._state.rewind(0)
             if name == "decode":
-                self._executor.run(np.array(tokens[:DECODE_POSITION], np.int64), self._state)
+                self._executor.run(Run(np.array(tokens[:DECODE_POSITION], np.int64), self._state))
             sample = self._run(prompts)
             if counts:
                 self.samples[name].append(sample)
@@ -135,7 +137,7 @@ class Overhead:
             timed.ns = 0
         wall_ns = task_ns = 0
         for prompt in prompts:
-            record = self._executor.run(np.array(prompt, np.int64), self._state).record
+            record = self._executor.run(Run(np.array(prompt, np.int64), self._state)).record
             wall_ns += record.end_ns - record.start_ns
             task_ns += sum(event.end_ns - event.start_ns for event in record.events)
         program_ns = sum(timed.ns for timed in self._timed.values())

@@ -6,7 +6,8 @@ from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.engine.engine import Engine, load
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.session import Piece, PrefillResult, Session
+from chunkrt.engine.sequence import PrefillResult
+from chunkrt.engine.session import Piece, Session
 from chunkrt.errors import ChunkrtError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from chunkrt.cli import main
 from chunkrt.engine.ranks.follower import Follower
 from chunkrt.errors import ChunkrtError
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
+from chunkrt.runtime.run import Run
 
 FLOAT = {"scheme": "float", "npu": "reference", "chunk_length": 8}
 PROMPT = list(range(3, 34))
@@ -51,18 +52,18 @@ def sessions(model, state_file):
         fork = session.fork()
         fork.prefill(PROMPT[:5])
         tokens += [greedy(fork, 4), greedy(session, 4)]
-        state, four = session._state, np.array(PROMPT[:4])
+        state, four = session._sequence.state, np.array(PROMPT[:4])
         snapshot = state.snapshot()
-        first = engine.run(four, state, logits="last").logits
+        first = engine.run(Run(four, state, logits="last")).logits
         state.restore(snapshot)
-        assert np.array_equal(first, engine.run(four, state, logits="last").logits)
+        assert np.array_equal(first, engine.run(Run(four, state, logits="last")).logits)
         del snapshot, fork
-        other = engine.session()._state
+        other = engine.session()._sequence.state
         state.save(state_file)
         other.load(state_file)
-        assert np.array_equal(*(engine.run(four, each, logits="last").logits for each in (state, other)))
+        assert np.array_equal(*(engine.run(Run(four, each, logits="last")).logits for each in (state, other)))
         state.reset()
-        logits = engine.run(np.array(PROMPT), state, logits="all").logits
+        logits = engine.run(Run(np.array(PROMPT), state, logits="all")).logits
     print(json.dumps({"tokens": tokens, "logits": logits.tolist()}))
 
 
@@ -111,7 +112,7 @@ def failing(model):
                 print(type(error).__name__, error)
             print(session.position == len(PROMPT))
         try:
-            session._state.load("nowhere.npz")
+            session._sequence.state.load("nowhere.npz")
         except ChunkrtError as error:
             print(type(error).__name__, error)
         print(greedy(session, 4) == expected)

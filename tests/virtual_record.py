@@ -14,8 +14,7 @@ def virtual_record(processors, *, plan=PLAN, num_chunks=4, slots=3, start=10**15
     """A run on a virtual clock in which tasks of a worker touch, late on the clock, with odd nanoseconds."""
     schedule = Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),
         chunks_in_flight=slots,
         processors=processors,
         policy=find_policy("in_order"),

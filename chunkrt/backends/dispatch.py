@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -107,6 +108,12 @@ class Dispatcher:
         self._registry, self._switches, self._default = registry, switches, default
         self._warned: set[str] = set()
 
+    def for_plan(self, plan: Plan) -> Dispatcher:
+        """One that chooses the same for another plan of the decoder, and does not repeat its warnings."""
+        other = copy(self)
+        other._plan = plan
+        return other
+
     def compile(self, subgraph: Subgraph, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
         """Choose, and bind what was chosen: nothing is looked up when the executable runs.
 
@@ -142,6 +149,11 @@ class Dispatcher:
     def choices(self, subgraph: Subgraph, backend: str) -> list[tuple[Use, Choice]]:
         """What runs each operator of a subgraph, in the order in which they run; raises as `segments`."""
         return [(use, self._choose(use, backend)) for use in uses(subgraph, self._plan)]
+
+    def compiles_whole(self, backend: str) -> bool:
+        """Whether a backend compiles every subgraph of the plan but sums as one, with no function between."""
+        subgraphs = [subgraph for subgraph in self._plan.subgraphs if subgraph.device != "link"]
+        return all(choice.function is None for s in subgraphs for _, choice in self.choices(s, backend))
 
     def part_names(self, operator: str) -> Sequence[str]:
         """An operator's parts under the scheme.

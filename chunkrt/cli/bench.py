@@ -20,7 +20,6 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.trace.utilisation import utilisation
 
 
@@ -94,18 +93,20 @@ def measure(
     run = {"pp": _prefill, "tg": _decode}[kind]
     tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, count).tolist()
     samples_ns: list[int] = []
-    events: Sequence[TaskEvent] = ()
+    ran: list[RunRecord] = []
     with engine.session() as session:
         for repetition in range(repetitions + 1):
             session.rewind(0)
-            if repetition == repetitions and records is not None:
-                session.on_run = records.append
+            ran.clear()
+            session.on_run = ran.append
             begin = time.perf_counter_ns()
-            events = run(session, tokens)
+            run(session, tokens)
             if repetition:
                 samples_ns.append(time.perf_counter_ns() - begin)
+    if records is not None:
+        records += ran
     rates = [count / (ns / 1e9) for ns in samples_ns]
-    busy = utilisation(events, engine.plan)
+    busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
     return Row(
         model=model,
         backend=engine.npu_backend.name,
@@ -122,12 +123,13 @@ def measure(
     )
 
 
-def _prefill(session: Session, tokens: list[int]) -> Sequence[TaskEvent]:
-    return session.prefill(tokens).events
+def _prefill(session: Session, tokens: list[int]) -> None:
+    session.prefill(tokens)
 
 
-def _decode(session: Session, tokens: list[int]) -> Sequence[TaskEvent]:
-    return [event for token in tokens for event in session.prefill([token]).events]
+def _decode(session: Session, tokens: list[int]) -> None:
+    for token in tokens:
+        session.prefill([token])
 
 
 def _numbers(option: str, text: str) -> list[int]:

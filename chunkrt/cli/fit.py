@@ -77,7 +77,7 @@ def _print(fit: Fit, remedy: str, *, is_ram_guessed: bool) -> None:
         ("NPU", fit.npu_bytes, f"a session has {fit.soc.npu_window_bytes / 1e6:.0f}"),
         ("weights for the CPU", fit.cpu_weight_bytes, "a mapped file"),
         ("keys and values", fit.cache_bytes, "float16, one conversation"),
-        ("chunks in flight", fit.ring_bytes, f"on {fit.soc.num_cores} cores"),
+        ("chunks in flight", fit.chunk_bytes, f"on {fit.soc.num_cores} cores"),
         ("RAM", fit.total_bytes, f"usable {fit.usable_ram_bytes / 1e6:.0f}: {USABLE_RAM:.0%} of {ram}"),
     ]
     click.echo(f"{'':32} {'MB':>10}")

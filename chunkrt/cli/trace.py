@@ -57,7 +57,7 @@ class Group:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw the timeline of the longest prefill: .png, .svg or .html."
+    "--plot", type=click.Path(path_type=Path), help="Draw the timeline of the longest prefill: .svg or .html."
 )
 @verbose_option
 def trace(file: Path, as_json: bool, plot: Path | None) -> None:
@@ -99,7 +99,7 @@ def _text(group: Group) -> str:
     speed = group.num_tokens / (group.wall_ns / 1e9) if group.wall_ns else 0.0
     lines = [
         f"{group.name}: {runs}, {group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, policy {record.pipeline.policy}, "
-        f"{record.num_chunks} chunk{'s' if record.num_chunks > 1 else ''}, {record.pipeline.num_slots} ring slots"
+        f"{record.num_chunks} chunk{'s' if record.num_chunks > 1 else ''}, {record.pipeline.num_slots} chunk slots"
     ]
     processors = [time for time in group.processors if time.name != "link"]
     columns = [shares(time) for time in processors]

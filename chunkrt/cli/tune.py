@@ -16,7 +16,7 @@ from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import DEVICES, MeasuredProfile, find_device
-from chunkrt.simulate.tune import Choice, Tuned
+from chunkrt.simulate.tune import Setup, Tuned
 from chunkrt.simulate.tune import tune as search
 
 NUM_SHOWN = 12
@@ -180,7 +180,7 @@ def _print(tuned: Tuned) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-def _cells(choice: Choice, tuned: Tuned, *, is_several: bool) -> list[str]:
+def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
     marks = ["chosen"] if choice == tuned.best else []
     if choice == tuned.default:
         marks.append("default" if tuned.fits(choice) else "default, takes too much memory")

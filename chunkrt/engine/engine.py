@@ -9,18 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from chunkrt.backends import Backend, Executable
+from chunkrt.backends import Backend
 from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
-from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.executors import ExecutorBuilder
 from chunkrt.engine.options import CPU_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.roles import compiled_chunk_length, open_backends
@@ -31,22 +28,18 @@ from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_entries
 from chunkrt.errors import (
     ClosedError,
-    CompileError,
     ConfigError,
-    DeviceLostError,
     ModelError,
-    PartitionError,
     unknown_name,
 )
 from chunkrt.files import Progress
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import available_cpus, find_cpus, running_on
-from chunkrt.runtime.executor import Executor, RunResult
-from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.ranks.launch import connect
-from chunkrt.runtime.state import CacheDtype, State
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.state import State
+from chunkrt.runtime.state_tensors import CacheDtype
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -128,11 +121,7 @@ def _load_part(
 
 
 class Engine:
-    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it.
-
-    With an NPU there are two executors: prompts stream through the NPU and the CPU, and single tokens, which an NPU
-    compiled for whole chunks would pad, run on the CPU alone.
-    """
+    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it."""
 
     def __init__(
         self,
@@ -160,12 +149,11 @@ class Engine:
         self.is_closed = False
         self._process_id = os.getpid()
         self._lock = threading.Lock()
-        self._cpus = find_cpus(options.affinity)
-        with running_on(self._cpus):  # the native pool starts its threads here
+        cpus = find_cpus(options.affinity)
+        with running_on(cpus):  # the native pool starts its threads here
             self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
         self._mirror = mirror
         """Where this is rank 0 of several, the engines of the others."""
-        self._link: Backend | None = None if communicator is None else LinkBackend(communicator)
         self.chunk_length = self._choose_chunk_length()
         self.dispatcher = Dispatcher(
             self.plan,
@@ -180,7 +168,20 @@ class Engine:
         self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
             partial(PluginSampler, sampler.function, sampler.origin) if sampler.is_plugin else sampler.function
         )
-        self._executor, self._decoder = self._build(progress)
+        executors = ExecutorBuilder(
+            plan=self.plan,
+            options=options,
+            chunk_length=self.chunk_length,
+            weights=self.weights,
+            dispatcher=self.dispatcher,
+            npu_backend=self.npu_backend,
+            cpu_backend=self.cpu_backend,
+            link=None if communicator is None else LinkBackend(communicator),
+            cpus=cpus,
+            progress=progress,
+        ).build()
+        self.npu_backend = executors.npu_backend
+        self._executor, self._decoder = executors.prompts, executors.tokens
 
     def _choose_chunk_length(self) -> int:
         has_npu = self.manifest.npu or self.npu_backend is not self.cpu_backend
@@ -229,30 +230,14 @@ class Engine:
     def _cache_dtype(self) -> CacheDtype:
         return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
 
-    def run(
-        self,
-        token_ids: NDArray[np.int64],
-        state: State,
-        *,
-        logits: Literal["last", "all", "none"],
-        cancel: threading.Event | None = None,
-        agree: Callable[[], object] | None = None,
-        for_others: bool = False,
-    ) -> RunResult:
-        """Run tokens through the decoder; sessions call this. One run at a time, others wait their turn.
-
-        `agree` and `for_others` are the executor's; followers give them.
-        """
+    def run(self, run: Run) -> RunResult:
+        """Run tokens through the decoder; sequences call this. One run at a time, others wait their turn."""
         self.check_process()
         self._verification.wait()
         with self._lock:
             self._check_open()
-            executor = self._decoder if token_ids.size == 1 else self._executor
-
-            def execute(agree: Callable[[], object] | None) -> RunResult:
-                return executor.run(token_ids, state, logits=logits, cancel=cancel, agree=agree, for_others=for_others)
-
-            return execute(agree) if self._mirror is None else self._mirror.run(execute, token_ids, state, logits)
+            executor = self._decoder if run.token_ids.size == 1 else self._executor
+            return executor.run(run) if self._mirror is None else self._mirror.run(executor.run, run)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -285,64 +270,6 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _build(self, progress: Progress) -> tuple[Executor, Executor]:
-        """The executors of prompts and of single tokens; without an NPU one is both."""
-        on_cpu = {s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs}
-        cpu_only = make_processors(self.cpu_backend, self.options.num_threads)
-        on_npu = self._compile_for_npu(on_cpu, progress) if self.npu_backend is not self.cpu_backend else {}
-        in_flight = self.options.chunks_in_flight
-        if not on_npu:
-            executor = self._make_executor(on_cpu, cpu_only, self.chunk_length, in_flight)
-            return executor, executor
-        processors = make_processors(self.npu_backend, self.options.num_threads)
-        prompts = self._make_executor({**on_cpu, **on_npu}, processors, self.chunk_length, in_flight)
-        return prompts, self._make_executor(on_cpu, cpu_only, 1, 1)
-
-    def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
-        return self._link if self._link is not None and subgraph.device == "link" else self.cpu_backend
-
-    def _make_executor(
-        self,
-        executables: Mapping[str, Executable],
-        processors: tuple[Processor, ...],
-        chunk_length: int,
-        chunks_in_flight: int | None,
-    ) -> Executor:
-        return Executor(
-            self.plan,
-            executables,
-            chunk_length=chunk_length,
-            processors=processors,
-            policy=find_policy(self.options.policy),
-            chunks_in_flight=chunks_in_flight,
-            cpus=self._cpus,
-        )
-
-    def _compile_for_npu(self, on_cpu: Mapping[str, Executable], progress: Progress) -> dict[str, Executable]:
-        """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
-        subgraphs = [s for s in self.plan.subgraphs if s.device == "npu"]
-        health = NpuHealth()
-        on_npu: dict[str, Executable] = {}
-        for done, subgraph in enumerate(subgraphs):
-            progress("compiling for the NPU", done, len(subgraphs))
-            try:
-                executable = self._compile(subgraph, self.npu_backend)
-            except (CompileError, DeviceLostError, PartitionError) as error:
-                was_chosen = isinstance(error, PartitionError) and self.options.npu != "auto"
-                if was_chosen or not self.options.falls_back:
-                    raise
-                health.report(error)
-                self.npu_backend = self.cpu_backend
-                return {}
-            if self.options.falls_back:
-                executable = FallbackExecutable(executable, on_cpu[subgraph.name], health)
-            on_npu[subgraph.name] = executable
-        progress("compiling for the NPU", len(subgraphs), len(subgraphs))
-        return on_npu
-
-    def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
-        return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
-
     def _check_cache(self) -> None:
         """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
         if self.options.cache_dtype != "int8":
@@ -372,16 +299,6 @@ class Engine:
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
     """What the backend that attends takes first; float32 under "float"."""
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
-
-
-def make_processors(npu_backend: Backend, threads: int) -> tuple[Processor, ...]:
-    """Who runs tasks: an NPU beside the CPU's threads, or, without one, the CPU's threads for both roles."""
-    if npu_backend.concurrency is None:
-        return (Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=threads),)
-    return (
-        Processor(name="npu", devices=frozenset(("npu",)), workers=npu_backend.concurrency),
-        Processor(name="cpu", devices=frozenset(("cpu",)), workers=threads),
-    )
 
 
 def _context_length(plan: Plan, options: EngineOptions) -> int:

@@ -17,7 +17,7 @@ from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy
-from chunkrt.runtime.state import CACHE_DTYPES, CacheDtype
+from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32

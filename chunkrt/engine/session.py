@@ -1,49 +1,36 @@
-"""A session: one conversation with an engine. It owns the state, the tokens behind it, and the next logits.
-
-The state may lag behind the tokens: after a generation, whose last token was not run, or where it could not go back as
-far as was asked and no further. The tokens between are run with whatever comes next.
-"""
+"""A session: one conversation with an engine. It owns a sequence, and turns text into tokens and tokens into text."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal, Protocol
 
 from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
+from chunkrt.engine.sequence import Float32, PrefillResult, Runner, TokenSequence
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.run import Logits
 from chunkrt.runtime.state import State
-from chunkrt.runtime.tasks import TaskEvent
-from chunkrt.tokenizer import IncrementalDecoder
+from chunkrt.tokenizer import IncrementalDecoder, Tokenizer
 
-if TYPE_CHECKING:
-    from chunkrt.engine.engine import Engine
-
-
-Float32 = NDArray[np.float32]
 FinishReason = Literal["stop", "length", "context"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillResult:
-    """What a prefill gave.
+class SessionEngine(Runner, Protocol):
+    """What a session takes of an engine."""
 
-    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `num_tokens`: that
-    were run, earlier ones that the state had lost among them. `seconds`: wall time. `events`: one record a task, for
-    figures and traces.
-    """
+    tokenizer: Tokenizer | None
+    make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler]
+    is_closed: bool
 
-    logits: Float32 | None
-    num_tokens: int
-    num_chunks: int
-    seconds: float
-    events: Sequence[TaskEvent]
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ModelError if there is none."""
+        ...
+
+    def check_process(self) -> None:
+        """Raises ClosedError in a process forked from the one that loaded the model."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,32 +50,31 @@ class Piece:
 class Session:
     """Tokens in, text out. Not for use by two threads at once; make one session a thread."""
 
-    def __init__(self, engine: Engine, state: State, tokens: Sequence[int] = ()) -> None:
+    def __init__(self, engine: SessionEngine, state: State) -> None:
         self._engine = engine
-        self._state = state
-        self._tokens = list(tokens)
-        self._dropped: list[int] = []
-        """What shifts of the context took away, from behind the tokens that stay for good."""
-        self._logits: Float32 | None = None
-        self._after_prompt: tuple[int, Float32] | None = None
-        """Where the last prompt ended, and the logits there: a state that cannot go back by a token need not."""
+        self._sequence = TokenSequence(engine, state)
         self._follows_text = False
         self._is_closed = False
-        self._cancel = threading.Event()
-        self.on_run: Callable[[RunRecord], None] | None = None
+
+    @property
+    def on_run(self) -> Callable[[RunRecord], None] | None:
         """Given the record of every prefill and of every token's step; for traces. What it raises comes through; the
         tokens have been taken by then."""
+        return self._sequence.on_run
+
+    @on_run.setter
+    def on_run(self, on_run: Callable[[RunRecord], None] | None) -> None:
+        self._sequence.on_run = on_run
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens in the context, prompt and generated: all so far, unless the context has been shifted."""
-        return tuple(self._tokens)
+        return tuple(self._sequence.tokens)
 
     @property
     def history(self) -> tuple[int, ...]:
         """Every token so far, with those that shifts of the context have dropped."""
-        keep = self.num_kept
-        return (*self._tokens[:keep], *self._dropped, *self._tokens[keep:])
+        return self._sequence.history
 
     @property
     def num_kept(self) -> int:
@@ -98,14 +84,14 @@ class Session:
     @property
     def position(self) -> int:
         """How many tokens there are in the context; the position of the next."""
-        return len(self._tokens)
+        return len(self._sequence.tokens)
 
     @property
     def context_length(self) -> int:
         """How many tokens the session can hold."""
         return self._engine.context_length
 
-    def prefill(self, prompt: str | Sequence[int], *, logits: Literal["last", "all", "none"] = "last") -> PrefillResult:
+    def prefill(self, prompt: str | Sequence[int], *, logits: Logits = "last") -> PrefillResult:
         """Stream a prompt through the decoder in chunks.
 
         If the engine shifts its context (`EngineOptions.context_shift`), a prompt may be of any length: what does not
@@ -123,21 +109,9 @@ class Session:
             BackendError: a subgraph failed. The session is as it was.
         """
         self._check_open()
-        self._cancel.clear()
-        new = self._encode(prompt)
-        available = self.context_length - len(self._tokens)
-        if len(new) <= available:
-            result = self._extend(new, logits)
-        elif self._engine.options.context_shift:
-            result = self._extend_in_parts(new, logits)
-        else:
-            raise ConfigError(
-                f"the prompt has {len(new)} tokens, but the context of {self.context_length} has room for "
-                f"{available}; shorten the prompt, load the model with a longer context, or let the context shift"
-            )
-        self._state.keep_snapshot()
+        self._sequence.cancel.clear()
+        result = self._sequence.extend(self._encode(prompt), logits)
         self._follows_text = isinstance(prompt, str)
-        self._after_prompt = None if self._logits is None else (len(self._tokens), self._logits)
         return result
 
     def generate(
@@ -163,11 +137,11 @@ class Session:
         self._check_open()
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
-        if not self._tokens:
+        if not self._sequence.tokens:
             raise ConfigError("there is nothing to continue; call prefill first")
         if stop:
             self._engine.require_tokenizer()
-        self._cancel.clear()
+        self._sequence.cancel.clear()
         return self._generate(max_new_tokens, self._engine.make_sampler(sampling), StopStrings(stop))
 
     def rewind(self, position: int) -> None:
@@ -182,29 +156,20 @@ class Session:
         self._check_open()
         if not 0 <= position <= self.position:
             raise ConfigError(f"cannot rewind to position {position}; the session is at {self.position}")
-        self._state.rewind(min(position, self._state.position))
-        kept = self._after_prompt
-        if kept is not None and position < kept[0]:
-            kept = self._after_prompt = None
-        if position <= self.num_kept:
-            self._dropped.clear()
-        if position < len(self._tokens):
-            self._logits = None  # before the tokens go: an interrupt may fall between
-            del self._tokens[position:]
-            self._logits = kept[1] if kept is not None and position == kept[0] else None
+        self._sequence.rewind(position)
 
     def fork(self) -> Session:
         """A session of its own that has seen the same tokens."""
         self._check_open()
-        copy = Session(self._engine, self._state.fork(), self._tokens)
-        copy._dropped = self._dropped.copy()
-        copy._logits, copy._after_prompt = self._logits, self._after_prompt
+        sequence = self._sequence.fork()
+        copy = Session(self._engine, sequence.state)
+        copy._sequence = sequence
         copy._follows_text = self._follows_text
         return copy
 
     def cancel(self) -> None:
         """Stop the prefill or generation that another thread runs in this session; it raises ClosedError there."""
-        self._cancel.set()
+        self._sequence.cancel.set()
 
     def close(self) -> None:
         """End the session: every later use is refused. Its caches go with the object. Closing twice is allowed."""
@@ -217,122 +182,37 @@ class Session:
         self.close()
 
     def _generate(self, max_new_tokens: int, sampler: Sampler | PluginSampler, stops: StopStrings) -> Iterator[Piece]:
-        tokenizer = self._engine.tokenizer
-        decoder = IncrementalDecoder(tokenizer, follows_text=self._follows_text) if tokenizer else None
-        end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
+        text = _Text(self._engine.tokenizer, stops, follows_text=self._follows_text)
         for count in range(1, max_new_tokens + 1):
-            if self._cancel.is_set():
+            if self._sequence.cancel.is_set():
                 raise ClosedError(f"the generation was cancelled after {count - 1} tokens")
-            token_id = sampler.next(self._next_logits(), self._tokens)
-            self._follows_text = True
-            if token_id in end_ids:
-                self._accept(token_id)
-                yield Piece(text=_rest(decoder, stops), token_id=token_id, finish_reason="stop")
+            token_id = sampler.next(self._next_logits(), self._sequence.tokens)
+            piece = self._take(token_id, text, is_last=count == max_new_tokens)
+            yield piece
+            if piece.finish_reason is not None:
                 return
-            text, is_stopped = stops.push(decoder.push(token_id)) if decoder else ("", False)
-            is_full = len(self._tokens) == self.context_length and not self._engine.options.context_shift
-            if not is_full:
-                self._accept(token_id)
-            if is_stopped:
-                yield Piece(text=text, token_id=token_id, finish_reason="stop")
-                return
-            if is_full or count == max_new_tokens:
-                reason: FinishReason = "context" if is_full else "length"
-                yield Piece(text=text + _rest(decoder, stops), token_id=token_id, finish_reason=reason)
-                return
-            yield Piece(text=text, token_id=token_id)
-
-    def _accept(self, token_id: int) -> None:
-        if len(self._tokens) == self.context_length and self._engine.options.context_shift:
-            self._shift()
-        if len(self._tokens) < self.context_length:
-            self._logits = None
-            self._tokens.append(token_id)
-
-    def _shift(self) -> None:
-        """Drop the oldest half of the tokens, except for the first few. Broken off, all are run again."""
-        keep, tokens = self.num_kept, self._tokens
-        dropped = slice(keep, keep + (len(tokens) - keep) // 2)
-        self._logits = self._after_prompt = None
-        try:
-            self._state.shift(keep, dropped.stop - keep)
-            self._tokens = tokens[: dropped.start] + tokens[dropped.stop :]
-        except BaseException:
-            self._tokens = tokens
-            self._state.reset(self._state.rope_offset)
-            raise
-        self._dropped += tokens[dropped]
 
     def _next_logits(self) -> Float32:
-        """Logits after the last token; those of a token that was generated but not yet run are computed now."""
-        if self._logits is None:
+        if self._sequence.logits is None:
             self._check_open()
-            if self._state.position == len(self._tokens):
-                self._state.rewind(self._state.position - 1)
-            self._run(self._pending(), "last")
-        assert self._logits is not None
-        return self._logits
+        return self._sequence.next_logits()
 
-    def _extend(self, new: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
-        """Run new tokens for which there is room, after those that the state has not seen yet."""
-        num_before, before = len(self._tokens), self._logits
-        self._logits = None
-        self._tokens += new
-        try:
-            pending = self._pending()
-            result = self._run(pending, logits)
-        except BaseException:
-            if self._state.position <= num_before:  # else the state has seen them
-                del self._tokens[num_before:]
-                self._logits = before
-            raise
-        if logits == "all" and result.logits is not None and len(pending) > len(new):
-            return PrefillResult(**{**vars(result), "logits": result.logits[-len(new) :]})
-        return result
-
-    def _extend_in_parts(self, new: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
-        """Run new tokens for which there is no room: as many as fit, then a shift, and so on."""
-        tokens, dropped, last_logits = self._tokens.copy(), self._dropped.copy(), self._logits
-        state, results = self._state.snapshot(), list[PrefillResult]()
-        try:
-            while new:
-                if len(self._tokens) == self.context_length:
-                    self._shift()
-                room = self.context_length - len(self._tokens)
-                part, new = new[:room], new[room:]
-                results.append(self._extend(part, "none" if new and logits == "last" else logits))
-        except BaseException:
-            self._tokens, self._dropped, self._logits = tokens, dropped, last_logits
-            self._state.restore(state)
-            raise
-        rows = [result.logits for result in results if result.logits is not None]
-        return PrefillResult(
-            logits=np.concatenate(rows) if logits == "all" else results[-1].logits,
-            num_tokens=sum(result.num_tokens for result in results),
-            num_chunks=sum(result.num_chunks for result in results),
-            seconds=sum(result.seconds for result in results),
-            events=[event for result in results for event in result.events],
-        )
-
-    def _pending(self) -> list[int]:
-        """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
-        rope_offset = self._engine.plan.rope_offset(len(self._tokens))
-        if rope_offset != self._state.rope_offset:
-            self._state.reset(rope_offset)
-        return self._tokens[self._state.position :]
-
-    def _run(self, token_ids: Sequence[int], logits: Literal["last", "all", "none"]) -> PrefillResult:
-        start = time.perf_counter()
-        run = self._engine.run(np.array(token_ids, np.int64), self._state, logits=logits, cancel=self._cancel)
-        seconds = time.perf_counter() - start
-        if self.on_run is not None:
-            self.on_run(run.record)
-        self._logits = run.logits[-1].copy() if run.logits is not None else None
-        wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
-        num_chunks = -(-len(token_ids) // self._engine.chunk_length)
-        return PrefillResult(
-            logits=wanted, num_tokens=len(token_ids), num_chunks=num_chunks, seconds=seconds, events=run.events
-        )
+    def _take(self, token_id: int, text: _Text, *, is_last: bool) -> Piece:
+        """Add a token to the sequence and to the text; whether that ends the generation."""
+        self._follows_text = True
+        reason: FinishReason | None = None
+        if token_id in text.end_ids:
+            self._sequence.append(token_id)
+            return Piece(text=text.rest(), token_id=token_id, finish_reason="stop")
+        new, is_stopped = text.push(token_id)
+        if self._sequence.is_full:
+            reason = "context"
+        else:
+            self._sequence.append(token_id)
+            reason = "length" if is_last else None
+        if is_stopped:
+            return Piece(text=new, token_id=token_id, finish_reason="stop")
+        return Piece(text=new + text.rest() if reason else new, token_id=token_id, finish_reason=reason)
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -353,9 +233,22 @@ class Session:
         self._engine.check_process()
 
 
-def _rest(decoder: IncrementalDecoder | None, stops: StopStrings) -> str:
-    """What was held back, now that nothing follows."""
-    if decoder is None:
-        return ""
-    text, is_stopped = stops.push(decoder.flush())
-    return text if is_stopped else text + stops.flush()
+class _Text:
+    """The text of one generation: of its tokens as far as it is certain, up to a stop string. Empty without a
+    tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
+        self.end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
+        self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
+        self._stops = stops
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """What a token makes certain, and whether a stop string was met."""
+        return self._stops.push(self._decoder.push(token_id)) if self._decoder else ("", False)
+
+    def rest(self) -> str:
+        """What was held back, now that nothing follows."""
+        if self._decoder is None:
+            return ""
+        text, is_stopped = self._stops.push(self._decoder.flush())
+        return text if is_stopped else text + self._stops.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -57,6 +57,10 @@ class Flow:
     def is_chain(self) -> bool:
         """Whether each waits for the one before it, so that no two tasks of a chunk can overlap."""
         return all(waits == (i - 1,) for i, waits in enumerate(self.waits_for) if i > 0)
+
+    def routes(self, num_chunks: int, logit_chunks: Container[int]) -> list[Route]:
+        """What the chunks of a prompt pass through, of which some have rows whose logits are wanted."""
+        return [self.with_logits if chunk in logit_chunks else self.without_logits for chunk in range(num_chunks)]
 
     def _route(self, members: int) -> Route:
         followers: list[list[int]] = [[] for _ in self.waits_for]

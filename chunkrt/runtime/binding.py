@@ -1,4 +1,4 @@
-"""A subgraph's executable bound to the ring of chunk buffers: which rows it sees, and where padding stays.
+"""A subgraph's executable bound to the buffers of chunks: which rows it sees, and where padding stays.
 
 An executable of any length gets views of the rows that hold tokens. One of fixed length gets whole buffers,
 whose padding rows are zeroed at its inputs, every time: an earlier subgraph may have left anything there. Several may
@@ -17,12 +17,12 @@ from chunkrt.runtime.state import State
 
 
 class BoundSubgraph:
-    """One subgraph, ready to run on any ring slot.
+    """One subgraph, ready to run on any chunk slot.
 
     Args:
         subgraph: the subgraph.
         executable: compiled for chunks of `chunk_length` rows.
-        ring: the buffers of every slot.
+        slots: the buffers of each.
         chunk_length: C.
         output: the plan's output, which goes to a run's logits and has no buffer.
 
@@ -36,7 +36,7 @@ class BoundSubgraph:
         subgraph: Subgraph,
         executable: Executable,
         *,
-        ring: Sequence[ChunkBuffers],
+        slots: Sequence[ChunkBuffers],
         chunk_length: int,
         output: str,
     ) -> None:
@@ -44,13 +44,15 @@ class BoundSubgraph:
         self.rows = subgraph.rows
         self._compute = executable.run
         self._fixed_length = executable.fixed_length
-        self._ring = ring
+        self._slots = slots
         self._chunk_length = chunk_length
         self._logits = output if output in subgraph.outputs else None
         self._outputs = tuple(name for name in subgraph.outputs if name != output)
         self._check_length()
         whole = slice(chunk_length)
-        self._whole = [(buffers.views(subgraph.inputs, whole), buffers.views(self._outputs, whole)) for buffers in ring]
+        self._whole = [
+            (buffers.views(subgraph.inputs, whole), buffers.views(self._outputs, whole)) for buffers in slots
+        ]
 
     def _check_length(self) -> None:
         fixed, chunk = self._fixed_length, self._chunk_length
@@ -81,13 +83,13 @@ class BoundSubgraph:
         """Compute one chunk.
 
         Args:
-            slot: ring slot that holds the chunk.
+            slot: chunk slot that holds the chunk.
             num_tokens: rows of the chunk that hold tokens, 1 to C.
             state: its caches are updated in place.
         """
         inputs, outputs = self._whole[slot]
         if num_tokens < self._chunk_length:
-            buffers = self._ring[slot]
+            buffers = self._slots[slot]
             if self._fixed_length is None:
                 valid = slice(num_tokens)
                 inputs, outputs = (
@@ -104,12 +106,12 @@ class BoundSubgraph:
         """Compute the rows of one chunk whose logits are wanted, as many at a time as the executable takes.
 
         Args:
-            slot: ring slot that holds the chunk.
+            slot: chunk slot that holds the chunk.
             num_tokens: rows of the chunk that hold tokens, 1 to C.
             num_rows: rows wanted, 1 to C.
             logits: float32 [num_rows or more, V], written in full: `num_rows` rounded up to `logit_group`.
         """
-        buffers = self._ring[slot]
+        buffers = self._slots[slot]
         step, tokens = num_rows, slice(num_tokens)
         if self._fixed_length is not None:
             step, tokens = self._fixed_length, slice(None)

@@ -1,6 +1,6 @@
 """Memory of the chunks in flight: the values that cross from one subgraph to the next.
 
-Every ring slot holds one chunk's values. Within a slot a value takes over another's memory if the subgraph that writes
+Every chunk slot holds one chunk's values. Within a slot a value takes over another's memory if the subgraph that writes
 it starts only after all that write or read the other have ended, in whatever order tasks run.
 """
 
@@ -115,7 +115,7 @@ class BufferLayout:
 
 
 class ChunkBuffers:
-    """One ring slot: the values of one chunk in flight, by name, each with room for C rows."""
+    """One chunk slot: the values of one chunk in flight, by name, each with room for C rows."""
 
     def __init__(self, layout: BufferLayout) -> None:
         buffers = [aligned_zeros((num_bytes,), np.uint8) for num_bytes in layout.buffer_bytes]

@@ -1,4 +1,4 @@
-"""The ring: how many chunks may be in flight, by the memory that they take."""
+"""Chunk slots: how many chunks may be in flight, by the memory that they take."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.tasks import Processor
 
-DEFAULT_RING_BYTES = 64 * 1024 * 1024
-"""Of the ring's buffers together. Chunks of 32 tokens take 0.3 MB each for SmolLM2-135M, 3 MB for Llama-2-7B."""
+DEFAULT_SLOT_BYTES = 64 * 1024 * 1024
+"""Of the buffers of all together. Chunks of 32 tokens take 0.3 MB each for SmolLM2-135M, 3 MB for Llama-2-7B."""
 
 MOST_CHUNKS_IN_FLIGHT = 32
 """Where memory allows more: a prompt of 1024 tokens in chunks of 32. Slots gain most when they take the whole prompt:
@@ -36,10 +36,10 @@ def check_chunks_in_flight(number: int) -> None:
         raise ConfigError(f"{number} chunks in flight, expected 1 to {MOST_SLOTS}")
 
 
-def ring_slots(
-    plan: Plan, chunk_length: int, processors: Sequence[Processor], *, num_bytes: int = DEFAULT_RING_BYTES
+def chunk_slots(
+    plan: Plan, chunk_length: int, processors: Sequence[Processor], *, num_bytes: int = DEFAULT_SLOT_BYTES
 ) -> int:
-    """Ring slots that an executor gets.
+    """Slots that an executor gets.
 
     One more than there are workers lets all of them be busy; more let a policy keep them busy. Memory comes first:
     there are never more than fit. It is committed as it is used: a short prompt takes less.

@@ -1,7 +1,7 @@
 """Upward ranks: for every task of a run, the longest path from its start to the run's end.
 
 A path follows what waits for what: the tasks of a chunk that read what a task writes; the next chunk's turn at a
-subgraph that owns state; and, when a chunk has ended, the one that takes over its ring slot. Which one that is depends
+subgraph that owns state; and, when a chunk has ended, the one that takes over its chunk slot. Which one that is depends
 on the order in which chunks end; here it is the one that comes as many chunks later as there are slots.
 """
 
@@ -24,7 +24,7 @@ def upward_ranks(
         durations: of every task, [subgraphs][chunks].
         routes: what every chunk passes through, [chunks].
         has_state: whether a subgraph owns state and so takes the chunks in order, [subgraphs].
-        chunks_in_flight: ring slots.
+        chunks_in_flight: chunk slots.
 
     Returns:
         Ranks [chunks][subgraphs]; 0 where a chunk does not pass.

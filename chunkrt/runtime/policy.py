@@ -52,7 +52,7 @@ class ScheduleView(Protocol):
         """How long a task is estimated to take."""
         ...
 
-    def rank(self, task: Task) -> float:
+    def upward_rank(self, task: Task) -> float:
         """The time from a task's start to the run's end if every task after it started at once: the longest path."""
         ...
 
@@ -145,7 +145,7 @@ class CriticalPath:
         """The task of the longest path to the run's end, of several the earliest."""
         if len(ready) == 1:
             return ready[0]
-        return min(ready, key=lambda task: (-schedule.rank(task), task.chunk, task.subgraph))
+        return min(ready, key=lambda task: (-schedule.upward_rank(task), task.chunk, task.subgraph))
 
 
 class LookAhead:

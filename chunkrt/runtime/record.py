@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from chunkrt.graph.flow import Flow
-from chunkrt.graph.plan import Device, Plan
+from chunkrt.graph.plan import EXPERTS_OP, Device, Plan
 from chunkrt.runtime.tasks import Processor, TaskEvent
 
-Work = Literal["linears", "attention", "embedding", "sums"]
-"""What a subgraph does: with state it is attention; on the link a sum over ranks; on the CPU, before or after the
-layers, embedding or head; all else is linears."""
+Work = Literal["linears", "attention", "layers", "embedding", "sums"]
+"""What a subgraph does: with state it is attention, or layers if it has linears as well; on the link a sum over ranks;
+on the CPU, before or after the layers, embedding or head; all else is linears."""
 
 WORKS: tuple[Work, ...] = get_args(Work)
 
@@ -31,14 +31,14 @@ class Stage(NamedTuple):
     @property
     def has_state(self) -> bool:
         """Whether it takes the chunks in order."""
-        return self.work == "attention"
+        return self.work in ("attention", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """What the runs of one executor share.
 
-    `num_slots`: ring slots, so many chunks may be in flight. `slot_bytes`: memory of each. `policy`: its name.
+    `num_slots`: chunk slots, so many chunks may be in flight. `slot_bytes`: memory of each. `policy`: its name.
     """
 
     stages: tuple[Stage, ...]
@@ -95,9 +95,11 @@ def stages_of(plan: Plan) -> tuple[Stage, ...]:
     stages = []
     for subgraph, waits_for in zip(plan.subgraphs, plan.flow.waits_for, strict=True):
         is_outside_layers = subgraph.device == "cpu" and (not waits_for or subgraph.rows == "R")
-        work: Work = "attention" if subgraph.state else "embedding" if is_outside_layers else "linears"
+        work: Work = "embedding" if is_outside_layers else "linears"
         if subgraph.device == "link":
             work = "sums"
+        elif subgraph.state:
+            work = "layers" if any(node.op in ("MatMul", EXPERTS_OP) for node in subgraph.nodes) else "attention"
         stages.append(Stage(subgraph.name, subgraph.device, work, waits_for))
     return tuple(stages)
 

@@ -6,17 +6,18 @@ virtual clock.
 The rules. A task waits for the tasks of its chunk whose values it reads, so several of a chunk may be ready or running
 at once. A subgraph that owns state takes the chunks in order; the turn passes on when a task ends. So attention of a
 chunk waits for what all chunks up to its own give it, and any other task only for its own chunk: others may overtake. A
-chunk enters when a ring slot is free and keeps it until its last task has ended. A chunk whose logits nobody asked for
+chunk enters when a chunk slot is free and keeps it until its last task has ended. A chunk whose logits nobody asked for
 passes only through what state is made of, because nothing reads the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import get_args
 
 from chunkrt.errors import ChunkrtError, ConfigError
+from chunkrt.graph.flow import Route
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.critical_path import upward_ranks
 from chunkrt.runtime.policy import Policy
@@ -29,29 +30,25 @@ class Schedule:
 
     Args:
         plan: the decoder.
-        num_chunks: chunks of the prompt, at least 1.
-        logit_chunks: the chunks that have rows whose logits are wanted.
-        chunks_in_flight: ring slots, at least 1.
+        routes: what every chunk passes through, at least one.
+        chunks_in_flight: chunk slots, at least 1.
         processors: who asks for tasks.
         policy: chooses among ready tasks.
         durations: of every task as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks]. Without them
             it takes every task to last equally long.
-        for_others: the logits are another rank's; here only what its sums need is run.
     """
 
     def __init__(
         self,
         plan: Plan,
         *,
-        num_chunks: int,
-        logit_chunks: Container[int],
+        routes: Sequence[Route],
         chunks_in_flight: int,
         processors: Sequence[Processor],
         policy: Policy,
         durations: Sequence[Sequence[int]] | None = None,
-        for_others: bool = False,
     ) -> None:
-        self.num_chunks = num_chunks
+        self.num_chunks = num_chunks = len(routes)
         self.processors = tuple(processors)
         self.chunks_done = 0
         self.running: list[Task] = []
@@ -59,20 +56,17 @@ class Schedule:
         """The first task that failed, and its error."""
         self.is_cancelled = False
         self._plan = plan
-        self._logit_chunks = logit_chunks
-        self._for_others = for_others
+        self._routes = routes
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
         self._durations = durations or [[1] * num_chunks] * len(plan.subgraphs)
-        self._ranks: list[list[int]] = []
+        self._upward_ranks: list[list[int]] = []
         """Empty until a policy asks for one."""
         self._makespans: dict[Policy, int] = {}
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
         flow = plan.flow
         self._has_state = flow.has_state
-        wanted = flow.with_sums if for_others else flow.with_logits
-        self._routes = [wanted if c in logit_chunks else flow.without_logits for c in range(num_chunks)]
-        self._left = [len(route.subgraphs) for route in self._routes]
+        self._left = [len(route.subgraphs) for route in routes]
         """Tasks of every chunk that have not ended."""
         self.num_tasks = sum(self._left)
         self._waits = [list(flow.num_waits) for _ in range(num_chunks)]
@@ -81,7 +75,7 @@ class Schedule:
         """By device."""
         self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
         self._slots: list[int] = []
-        """The ring slot of every chunk that has entered."""
+        """The chunk slot of every chunk that has entered."""
         self._release((index, 0) for index, owns in enumerate(flow.has_state) if owns)
         for slot in range(min(chunks_in_flight, num_chunks)):
             self._slots.append(slot)
@@ -103,7 +97,7 @@ class Schedule:
         return self.is_cancelled or self.failure is not None
 
     def slot(self, chunk: int) -> int:
-        """The ring slot of a chunk that has entered."""
+        """The chunk slot of a chunk that has entered."""
         return self._slots[chunk]
 
     def device(self, task: Task) -> Device:
@@ -114,24 +108,22 @@ class Schedule:
         """How long a task is estimated to take."""
         return self._durations[task.subgraph][task.chunk]
 
-    def rank(self, task: Task) -> int:
+    def upward_rank(self, task: Task) -> int:
         """The longest path from a task's start to the run's end; see `upward_ranks`."""
-        if not self._ranks:
-            self._ranks = upward_ranks(self._durations, self._routes, self._has_state, self._chunks_in_flight)
-        return self._ranks[task.chunk][task.subgraph]
+        if not self._upward_ranks:
+            self._upward_ranks = upward_ranks(self._durations, self._routes, self._has_state, self._chunks_in_flight)
+        return self._upward_ranks[task.chunk][task.subgraph]
 
     def makespan(self, policy: Policy) -> int:
         """How long the whole run would take under a policy if every task took as long as estimated."""
         if policy not in self._makespans:
             fresh = Schedule(
                 self._plan,
-                num_chunks=self.num_chunks,
-                logit_chunks=self._logit_chunks,
+                routes=self._routes,
                 chunks_in_flight=self._chunks_in_flight,
                 processors=self.processors,
                 policy=policy,
                 durations=self._durations,
-                for_others=self._for_others,
             )
             self._makespans[policy] = run_on_virtual_clock(fresh, fresh.duration)[-1].end_ns
         return self._makespans[policy]

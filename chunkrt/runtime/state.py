@@ -1,9 +1,7 @@
 """State: what a session remembers between chunks.
 
-Three kinds of tensors. A cache [kv_heads, P, head_dim] holds the keys or values of every position. A ring
-[kv_heads, W, head_dim] holds those of the last positions, position p at slot p modulo W. A recurrent tensor of fixed
-shape holds what a layer made of everything so far. A cache can go back to any position, a ring as far as it still holds
-what a window sees, a recurrent tensor only to where a copy of it was kept.
+Of its tensors (`state_tensors.py`) a cache can go back to any position, a ring as far as it still holds what a window
+sees, a recurrent tensor only to where a copy of it was kept.
 
 An interrupt may fall anywhere, so every change is one assignment: it says what the state is from now on, and what has
 to be written for that. Writing it may be broken off; whoever uses the state next writes it again.
@@ -12,22 +10,14 @@ to be written for that. Writing it may be broken off; whoever uses the state nex
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, get_args
 
-import numpy as np
-
-from chunkrt.errors import ConfigError, ModelError
-from chunkrt.graph.plan import Plan, resolve
-from chunkrt.runtime.buffers import Array, aligned_zeros
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.state_file import StateFile
-
-CacheDtype = Literal["float32", "float16", "int8"]
-CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
-SCALE_BYTES = 4
-"""In an int8 cache the float32 scale of each position of a head follows its head_dim values, as bytes."""
+from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors, Write
 
 MOST_KEPT = 2
 """Snapshots that a state keeps to rewind to: the last of them are those that a conversation comes back to."""
@@ -45,10 +35,6 @@ class Snapshot:
     rope_offset: int
     tensors: Mapping[str, Array]
     kept: tuple[Snapshot, ...] = ()
-
-
-Write = tuple[Array, Any, Any]
-"""An array, a key, and what belongs there; made twice it is the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,29 +82,13 @@ class State:
         self.dtype: CacheDtype = dtype
         self.chunk_length = chunk_length or capacity
         self._present = _Present()
-        slots = plan.slots(capacity, self.chunk_length)
-        kinds: dict[str, list[str]] = {"P": [], "W": [], "": []}
-        arrays = {}
-        for tensor in plan.state_tensors:
-            kind = "".join(size for size in tensor.shape if isinstance(size, str))
-            if kind not in kinds or (kind and (len(tensor.shape) != 3 or tensor.shape[1] != kind)):
-                raise ModelError(
-                    f"state {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim] or a fixed one"
-                )
-            if kind == "W" and plan.window is None:
-                raise ModelError(f"state {tensor.name!r} is a ring, but no layer of the plan has a window")
-            kinds[kind].append(tensor.name)
-            shape = resolve(tensor.shape, slots)
-            if kind and dtype == "int8":
-                shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
-            arrays[tensor.name] = aligned_zeros(shape, dtype if kind else np.float32)
-        self.tensors: Mapping[str, Array] = MappingProxyType(arrays)
-        """By tensor name."""
-        self._caches = {name: arrays[name] for name in kinds["P"]}
-        self._rings = {name: arrays[name] for name in kinds["W"]}
-        self._recurrent = {name: arrays[name] for name in kinds[""]}
-        self._ring_slots = slots["W"]
+        self._tensors = StateTensors(plan, capacity, dtype, self.chunk_length)
         self._wait: Callable[[], None] | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, Array]:
+        """By tensor name."""
+        return self._tensors.by_name
 
     @property
     def position(self) -> int:
@@ -147,12 +117,13 @@ class State:
     @property
     def position_bytes(self) -> int:
         """Bytes that grow with every position: those of the caches."""
-        return sum(array.nbytes for array in self._caches.values()) // self.capacity
+        return sum(array.nbytes for array in self._tensors.caches.values()) // self.capacity
 
     def begin(self, num_tokens: int) -> None:
         """Keep what a run of so many tokens will overwrite, until `advance` or `roll_back`; the executor calls it."""
         self._settle()
-        undo = tuple((array, ..., array.copy()) for array in self._overwritten(num_tokens))
+        changed = self._tensors.overwritten(self._first, self.position, num_tokens)
+        undo = tuple((array, ..., array.copy()) for array in changed)
         self._present = replace(self._present, writes=undo)
 
     def advance(self, num_tokens: int) -> None:
@@ -167,7 +138,7 @@ class State:
                 f"{self.capacity} positions; rewind it, or make it larger"
             )
         position = self.position + num_tokens
-        first = max(self._first, position - self._ring_slots)
+        first = max(self._first, position - self._tensors.ring_slots)
         self._present = replace(self._present, position=position, first=first, writes=())
 
     def roll_back(self, wait: Callable[[], None] | None = None) -> None:
@@ -195,7 +166,7 @@ class State:
             raise ConfigError(f"cannot rewind to position {position}; the state holds positions 0 to {self.position}")
         self._settle()
         kept = tuple(snapshot for snapshot in self._kept if snapshot.position <= position)
-        if self._can_rewind(position):
+        if position == self.position or self._tensors.can_rewind(self._first, position):
             self._present = replace(self._present, position=position, kept=kept)
         elif kept:
             self._become(kept[-1], kept)
@@ -206,7 +177,7 @@ class State:
     def reset(self, rope_offset: int = 0) -> None:
         """Forget everything, and take the rotary tables' rows from `rope_offset` on."""
         self._settle()
-        self._present = _Present(rope_offset=rope_offset, writes=self._zeros())
+        self._present = _Present(rope_offset=rope_offset, writes=self._tensors.to_be_empty())
         self._settle()
 
     def keep_snapshot(self) -> None:
@@ -214,15 +185,15 @@ class State:
 
         Costs a copy of the rings and recurrent tensors; without such there is nothing to keep. The last few are kept.
         """
-        if self._rings or self._recurrent:
+        if fixed := self._tensors.rings | self._tensors.recurrent:
             before = [kept for kept in self._kept if kept.position < self.position]
-            copies = {name: array.copy() for name, array in (self._rings | self._recurrent).items()}
+            copies = {name: array.copy() for name, array in fixed.items()}
             self._present = replace(self._present, kept=(*before, self._snapshot(copies))[-MOST_KEPT:])
 
     def snapshot(self) -> Snapshot:
         """A copy of everything that the state holds."""
         self._settle()
-        copies = {name: array.copy() for name, array in self._held(self.position).items()}
+        copies = {name: array.copy() for name, array in self._tensors.held(self.position).items()}
         return self._snapshot(copies, self._kept)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -232,7 +203,7 @@ class State:
             ConfigError: it was taken of a state of another decoder, capacity, dtype or chunk length.
         """
         self._settle()
-        forms = {name: (array.dtype, array.shape) for name, array in self._held(snapshot.position).items()}
+        forms = {name: (array.dtype, array.shape) for name, array in self._tensors.held(snapshot.position).items()}
         if forms != {name: (array.dtype, array.shape) for name, array in snapshot.tensors.items()}:
             raise ConfigError(
                 "the snapshot is of another kind of state; restore it into one made with the same options"
@@ -260,25 +231,17 @@ class State:
         Raises:
             ConfigError: a count is negative, or keys were cached after RoPE.
         """
-        if (self._caches or self._rings) and not self.plan.has_raw_keys:
+        if (self._tensors.caches or self._tensors.rings) and not self.plan.has_raw_keys:
             raise ConfigError("keys are cached after RoPE and cannot move; load the model with context_shift")
         if keep < 0 or drop < 0:
             raise ConfigError(f"cannot keep {keep} positions and drop {drop}; both are counts")
         self._settle()
         position = self.position - drop
         first = max(self._first - drop, keep) if self._first else 0
-        if position < keep or (first and first > self._first_seen(position)):
+        if position < keep or (first and first > self._tensors.first_seen(position)):
             return self.rewind(min(keep, self.position))
-        writes: list[Write] = [
-            (array, np.s_[:, keep:position], array[:, keep + drop : self.position].copy())
-            for array in self._caches.values()
-        ]
-        old = np.arange(self._first, self.position)
-        old = old[(old >= keep + drop) | ((old < keep) & (first == 0))]
-        new = np.where(old < keep, old, old - drop)
-        size = self._ring_slots
-        writes += [(array, np.s_[:, new % size], array[:, old % size]) for array in self._rings.values()]
-        self._present = _Present(position=position, first=first, rope_offset=self.rope_offset, writes=tuple(writes))
+        writes = self._tensors.to_be_shifted(self._first, self.position, keep, drop)
+        self._present = _Present(position=position, first=first, rope_offset=self.rope_offset, writes=writes)
         self._settle()
         return position
 
@@ -289,11 +252,8 @@ class State:
             ConfigError: the file cannot be written.
         """
         self._settle()
-        seen = np.arange(self._first_seen(self.position), self.position) % self._ring_slots
-        arrays = {name: array[:, : self.position] for name, array in self._caches.items()}
-        arrays |= {name: array[:, seen] for name, array in self._rings.items()}
         numbers = {"position": self.position, "rope_offset": self.rope_offset, "raw_keys": int(self.plan.has_raw_keys)}
-        StateFile(path).write(numbers, arrays | self._recurrent)
+        StateFile(path).write(numbers, self._tensors.seen(self.position))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the contents by what `save` wrote for the same decoder and dtype.
@@ -307,14 +267,11 @@ class State:
         self._settle()
         arrays, numbers = StateFile(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
         position = numbers["position"]
-        first = self._first_seen(position)
-        slots = np.arange(first, position) % self._ring_slots
-        writes = list(self._zeros())
-        for name, array in arrays.items():
-            part = slice(position) if name in self._caches else slots if name in self._rings else slice(None)
-            writes.append((self.tensors[name], np.s_[:, part], array))
         self._present = _Present(
-            position=position, first=first, rope_offset=numbers["rope_offset"], writes=tuple(writes)
+            position=position,
+            first=self._tensors.first_seen(position),
+            rope_offset=numbers["rope_offset"],
+            writes=self._tensors.to_be_seen(arrays, position),
         )
         self._settle()
 
@@ -329,43 +286,11 @@ class State:
             )
         if numbers["rope_offset"] not in (0, self.plan.rope_offset(self.plan.context_length)):
             raise ValueError(f"its rotary tables begin at row {numbers['rope_offset']}")
-        num_seen = position - self._first_seen(position)
-        return {
-            **{name: array[:, :position] for name, array in self._caches.items()},
-            **{name: array[:, :num_seen] for name, array in self._rings.items()},
-            **self._recurrent,
-        }
-
-    def _first_seen(self, position: int) -> int:
-        """The first position that a row at `position`, or after it, sees in a ring."""
-        return max(0, position - self.plan.window + 1) if self.plan.window else 0
-
-    def _can_rewind(self, position: int) -> bool:
-        """Whether what rows from `position` on need is in the tensors as they are."""
-        if position == self.position:
-            return True
-        return not self._recurrent and (not self._rings or self._first <= self._first_seen(position))
-
-    def _overwritten(self, num_tokens: int) -> Iterator[Array]:
-        """The parts of the tensors that a run changes, of those that hold anything."""
-        yield from self._recurrent.values()
-        size = self._ring_slots
-        first = max(self._first, self.position - size)
-        count = min(self.position, self.position + num_tokens - size) - first
-        if count > 0:
-            start = first % size
-            for array in self._rings.values():
-                yield array[:, start : start + count]
-                if start + count > size:
-                    yield array[:, : start + count - size]
-
-    def _held(self, position: int) -> dict[str, Array]:
-        """The tensors, of caches the part up to a position."""
-        return {name: array[:, :position] if name in self._caches else array for name, array in self.tensors.items()}
+        return self._tensors.seen(position)
 
     def _copy_to(self, other: State) -> None:
         self._settle()
-        State.restore(other, self._snapshot(self._held(self.position), self._kept))
+        State.restore(other, self._snapshot(self._tensors.held(self.position), self._kept))
 
     def _snapshot(self, tensors: Mapping[str, Array], kept: tuple[Snapshot, ...] = ()) -> Snapshot:
         return Snapshot(
@@ -373,21 +298,14 @@ class State:
         )
 
     def _become(self, snapshot: Snapshot, kept: tuple[Snapshot, ...]) -> None:
-        writes = tuple(
-            (self.tensors[name], np.s_[:, : snapshot.position] if name in self._caches else ..., array)
-            for name, array in snapshot.tensors.items()
-        )
         self._present = _Present(
             position=snapshot.position,
             first=snapshot.first,
             rope_offset=snapshot.rope_offset,
             kept=kept,
-            writes=writes,
+            writes=self._tensors.to_be(snapshot.tensors, snapshot.position),
         )
         self._settle()
-
-    def _zeros(self) -> tuple[Write, ...]:
-        return tuple((array, ..., 0) for array in (*self._rings.values(), *self._recurrent.values()))
 
     def _settle(self) -> None:
         """Make the writes that are due, after what a run that was left still writes."""

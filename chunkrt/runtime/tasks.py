@@ -38,6 +38,16 @@ class Processor:
     workers: int
 
 
+def processors_for(npu_workers: int | None, cpu_workers: int) -> tuple[Processor, ...]:
+    """Who runs tasks: an NPU beside the CPU's threads, or, without one (None), the CPU's threads for both roles."""
+    if npu_workers is None:
+        return (Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=cpu_workers),)
+    return (
+        Processor(name="npu", devices=frozenset(("npu",)), workers=npu_workers),
+        Processor(name="cpu", devices=frozenset(("cpu",)), workers=cpu_workers),
+    )
+
+
 def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int) -> tuple[Processor, ...]:
     """The processors, and before them the link's workers if the plan has sums over ranks.
 

@@ -1,9 +1,12 @@
-"""A schedule on a virtual clock: what a run would look like if its tasks took given times. No threads, no waiting."""
+"""A schedule on a virtual clock: what a run would look like if its tasks took given times. No threads, no waiting.
+
+At any moment each running task proceeds at a speed, which may depend on what else runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from heapq import heappop, heappush
+from collections.abc import Callable, Collection, Sequence
+from operator import truediv
 from typing import TYPE_CHECKING
 
 from chunkrt.runtime.tasks import Task, TaskEvent
@@ -11,8 +14,21 @@ from chunkrt.runtime.tasks import Task, TaskEvent
 if TYPE_CHECKING:  # a schedule looks ahead with this module
     from chunkrt.runtime.schedule import Schedule
 
+NOTHING_LEFT_NS = 1e-3
+"""Work left by rounding alone."""
 
-def run_on_virtual_clock(schedule: Schedule, duration: Callable[[Task], int]) -> list[TaskEvent]:
+Speeds = Callable[[Collection[Task]], Sequence[float]]
+"""Of tasks that run beside each other: above 0 and at most 1."""
+
+
+def at_full_speed(running: Collection[Task]) -> Sequence[float]:
+    """No task slows another down."""
+    return [1.0] * len(running)
+
+
+def run_on_virtual_clock(
+    schedule: Schedule, duration: Callable[[Task], int], speeds: Speeds = at_full_speed
+) -> list[TaskEvent]:
     """Drive a schedule to its end.
 
     At every moment all tasks that end then are completed, in the order in which they started; after that, processors in
@@ -20,26 +36,34 @@ def run_on_virtual_clock(schedule: Schedule, duration: Callable[[Task], int]) ->
 
     Args:
         schedule: a new one.
-        duration: of a task in nanoseconds, at least 0.
+        duration: of a task at full speed, in nanoseconds, at least 0.
+        speeds: of the tasks that run.
 
     Returns:
         Every task in the order in which they ended; the clock starts at 0.
     """
-    now, num_started = 0, 0
+    now = 0.0
     idle = {processor.name: list(reversed(range(processor.workers))) for processor in schedule.processors}
-    ends: list[tuple[int, int, TaskEvent]] = []
+    running: dict[Task, tuple[str, int, float]] = {}
+    """Processor, worker and start of each, in the order in which they started."""
+    left: dict[Task, float] = {}
+    """Work of each."""
     events = []
     while not schedule.is_finished:
         for processor in schedule.processors:
             workers = idle[processor.name]
             while workers and (task := schedule.claim(processor)) is not None:
-                end = now + duration(task)
-                heappush(ends, (end, num_started, TaskEvent(task, processor.name, workers.pop(), now, end)))
-                num_started += 1
-        now = ends[0][0]
-        while ends and ends[0][0] == now:
-            event = heappop(ends)[2]
-            idle[event.processor].append(event.worker)
-            schedule.complete(event.task)
-            events.append(event)
+                running[task] = processor.name, workers.pop(), now
+                left[task] = duration(task)
+        rates = speeds(left)
+        step = min(map(truediv, left.values(), rates))
+        now += step
+        for task, rate in zip(list(left), rates, strict=True):
+            left[task] -= step * rate
+            if left[task] < NOTHING_LEFT_NS:
+                del left[task]
+                name, worker, start = running.pop(task)
+                idle[name].append(worker)
+                schedule.complete(task)
+                events.append(TaskEvent(task, name, worker, round(start), round(now)))
     return events

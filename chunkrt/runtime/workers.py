@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from threading import Condition, Event, Lock, Thread
 from time import perf_counter_ns
 
-from chunkrt.files import Count
 from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
@@ -24,7 +23,6 @@ def run_in_caller(
     execute: Execute,
     *,
     cancel: Event | None = None,
-    progress: Count | None = None,
 ) -> list[TaskEvent]:
     """Drive a schedule to its end in the calling thread, one task at a time.
 
@@ -40,7 +38,6 @@ def run_in_caller(
                 break
         else:
             raise AssertionError("a schedule that is not finished has a ready task when none runs")
-        num_done = schedule.chunks_done
         start_ns = perf_counter_ns()
         try:
             execute(task)
@@ -49,8 +46,6 @@ def run_in_caller(
             break
         events.append(TaskEvent(task, processor.name, 0, start_ns, perf_counter_ns()))
         schedule.complete(task)
-        if progress is not None and schedule.chunks_done > num_done:
-            progress(schedule.chunks_done, schedule.num_chunks)
     return events
 
 
@@ -79,8 +74,6 @@ class Workers:
         self._cpus = cpus
         self._events: list[TaskEvent] = []
         self._policy_error: BaseException | None = None
-        self._chunks_seen = 0
-        """Chunks done when the calling thread last looked."""
         self._lock = Lock()
         self._num_working = 0
         """Threads at work. `Thread.is_alive` cannot tell: in Python 3.11 it says no of a thread that runs, once an
@@ -98,13 +91,10 @@ class Workers:
             for worker in range(processor.workers)
         ]
 
-    def run(self, progress: Count | None = None) -> list[TaskEvent]:
+    def run(self) -> list[TaskEvent]:
         """Drive the schedule to its end.
 
         A task that fails ends up in the schedule's `failure`; the event, once set, in its `is_cancelled`.
-
-        Args:
-            progress: called in this thread with (chunks done, chunks); calls may be skipped, never repeated.
 
         Returns:
             What ended well, in the order in which it ended.
@@ -118,7 +108,8 @@ class Workers:
             with running_on(self._cpus):
                 for thread in self._threads:
                     thread.start()
-            self._wait(progress)
+            with self._lock:
+                self._caller.wait_for(lambda: self._schedule.is_finished)
         finally:
             self.close()
         if self._policy_error is not None:
@@ -138,18 +129,6 @@ class Workers:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
-
-    def _wait(self, progress: Count | None) -> None:
-        schedule, is_finished = self._schedule, False
-        while not is_finished:
-            with self._lock:
-                while schedule.chunks_done == self._chunks_seen and not schedule.is_finished:
-                    self._caller.wait()
-                is_finished = schedule.is_finished
-                has_news = schedule.chunks_done > self._chunks_seen
-                self._chunks_seen = schedule.chunks_done
-            if progress is not None and has_news:
-                progress(self._chunks_seen, schedule.num_chunks)
 
     def _work(self, processor: Processor, idle: Condition, worker: int) -> None:
         with self._lock:
@@ -203,15 +182,13 @@ class Workers:
             self._announce()
 
     def _announce(self) -> None:
-        """Wake an idle worker for every ready task, the caller for every chunk, and everybody at the end."""
+        """Wake an idle worker for every ready task, and everybody at the end."""
         schedule = self._schedule
         if schedule.is_finished:
             self._caller.notify_all()
             for _, idle in self._idle:
                 idle.notify_all()
             return
-        if schedule.chunks_done > self._chunks_seen:
-            self._caller.notify_all()
         for processor, idle in self._idle:
             if num_ready := schedule.num_ready(processor):
                 idle.notify(num_ready)

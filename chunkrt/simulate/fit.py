@@ -21,8 +21,8 @@ from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Plan, Subgraph, linear_weights, resolve
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
-from chunkrt.runtime.chunk_slots import ring_slots
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.chunk_slots import chunk_slots
+from chunkrt.runtime.tasks import processors_for
 
 MOST_SESSIONS = 4
 """Sessions on the NPU that a process is given, by what others report; an emulator has no such limit."""
@@ -76,7 +76,7 @@ class Fit:
     """What a model takes on a device, in bytes, and what there is.
 
     sessions: the NPU subgraphs, by name, that share a session on the NPU. cache_bytes: keys and values of one
-    conversation, in float16. ring_bytes: values of the chunks in flight, in prompts and in decode. cpu_weight_bytes:
+    conversation, in float16. chunk_bytes: values of the chunks in flight, in prompts and in decode. cpu_weight_bytes:
     the mapped file of weights.
     """
 
@@ -87,7 +87,7 @@ class Fit:
     contexts: tuple[ContextFit, ...]
     sessions: tuple[tuple[str, ...], ...]
     cache_bytes: int
-    ring_bytes: int
+    chunk_bytes: int
     cpu_weight_bytes: int
     ram_bytes: int
 
@@ -99,7 +99,7 @@ class Fit:
     @property
     def total_bytes(self) -> int:
         """In RAM, which both processors share."""
-        return self.npu_bytes + self.cache_bytes + self.ring_bytes + self.cpu_weight_bytes
+        return self.npu_bytes + self.cache_bytes + self.chunk_bytes + self.cpu_weight_bytes
 
     @property
     def usable_ram_bytes(self) -> int:
@@ -144,11 +144,8 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         PartitionError: the NPU cannot run one of the NPU's subgraphs.
     """
     contexts = [_context(s, plan, scheme, soc, chunk_length) for s in plan.subgraphs if s.device == "npu"]
-    processors = (
-        Processor(name="npu", devices=frozenset(("npu",)), workers=1),
-        Processor(name="cpu", devices=frozenset(("cpu",)), workers=soc.num_cores),
-    )
-    rings = ((chunk_length, ring_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
+    processors = processors_for(1, soc.num_cores)
+    lengths = ((chunk_length, chunk_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
     slots = plan.slots(context_length, chunk_length)
     cache_shapes = (resolve(tensor.shape, slots) for tensor in plan.state_tensors)
     return Fit(
@@ -159,7 +156,7 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         contexts=tuple(contexts),
         sessions=tuple(_share_sessions(contexts, soc.npu_window_bytes)),
         cache_bytes=FLOAT16_BYTES * sum(prod(shape) for shape in cache_shapes),
-        ring_bytes=sum(BufferLayout(plan, length).num_bytes * num_slots for length, num_slots in rings),
+        chunk_bytes=sum(BufferLayout(plan, length).num_bytes * num_slots for length, num_slots in lengths),
         cpu_weight_bytes=sum(weight_bytes(plan, scheme).values()),
         ram_bytes=ram_bytes,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.tasks import Processor, processors_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,7 @@ class MeasuredProfile:
 
     def processors(self, threads: int) -> tuple[Processor, ...]:
         """Who runs tasks under a thread budget."""
-        if not self.has_npu:
-            return (Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=threads),)
-        return (
-            Processor(name="npu", devices=frozenset(("npu",)), workers=1),
-            Processor(name="cpu", devices=frozenset(("cpu",)), workers=threads),
-        )
+        return processors_for(1 if self.has_npu else None, threads)
 
     def budget(self, threads: int | None) -> ThreadsCost:
         """The measurements of a thread budget, by default of the largest.

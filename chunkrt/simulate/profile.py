@@ -13,7 +13,7 @@ from pathlib import Path
 from chunkrt.backends.qnn.socs import SOCS
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Device, Plan
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.tasks import Processor, processors_for
 from chunkrt.simulate.measured import MeasuredProfile, read_measured
 from chunkrt.simulate.tables import Source, build, read_table
 
@@ -84,16 +84,9 @@ class DeviceProfile:
     cpu: ProcessorCost
     sources: Mapping[str, Source] = field(default_factory=dict)
 
-    @property
-    def processors(self) -> tuple[Processor, ...]:
-        """The NPU beside the CPU, one task at a time on each."""
-        devices: tuple[Device, ...] = ("npu", "cpu")
-        return tuple(Processor(name=name, devices=frozenset((name,)), workers=1) for name in devices)
-
-    def processors_of(self, plan: Plan) -> tuple[Processor, ...]:
-        """Who runs a plan, as an engine has it: without subgraphs of the NPU's the CPU alone."""
-        has_npu = any(subgraph.device == "npu" for subgraph in plan.subgraphs)
-        return self.processors if has_npu else self.processors[-1:]
+    def processors(self, plan: Plan) -> tuple[Processor, ...]:
+        """Who runs a plan, one task at a time each: without subgraphs of the NPU's the CPU alone."""
+        return processors_for(1 if any(s.device == "npu" for s in plan.subgraphs) else None, 1)
 
     def processor_cost(self, device: Device) -> ProcessorCost:
         """Of the processor that plays a role."""

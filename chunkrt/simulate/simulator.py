@@ -12,7 +12,7 @@ from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.graph.ranks import MOST_RANKS
 from chunkrt.quant.scheme import MIXED, Scheme, check_scheme_of_ranks, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
-from chunkrt.runtime.chunk_slots import check_chunks_in_flight, ring_slots
+from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.schedule import Schedule
@@ -20,10 +20,11 @@ from chunkrt.runtime.tasks import Task, TaskEvent, with_link
 from chunkrt.runtime.trace.idle import Cause, where_time_went
 from chunkrt.runtime.trace.link_time import link_time
 from chunkrt.runtime.trace.utilisation import utilisation
+from chunkrt.runtime.virtual_clock import Speeds, run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile
-from chunkrt.simulate.shared_clock import Speeds, crowd_speeds, link_speeds, memory_speeds, run_on_shared_clock, slowest
+from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
 from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work, with_sums
 
 
@@ -116,7 +117,7 @@ def simulate(
         chunk_length: C, tokens, 1 to the plan's context.
         policy: the order of tasks, by name. It goes by the durations that tasks have alone.
         scheme: how linears are quantised; by name, or as a checkpoint lets it be.
-        chunks_in_flight: ring slots, at least 1; by default as many as the executor takes.
+        chunks_in_flight: chunk slots, at least 1; by default as many as the executor takes.
         threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
         ranks: that share the decoder.
         link: what joins them, if there are several.
@@ -142,9 +143,9 @@ def simulate(
     if isinstance(device, DeviceProfile):
         if threads is not None:
             raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
-        processors, prompt_us = device.processors_of(plan), device.prompt_us
+        processors, prompt_us = device.processors(plan), device.prompt_us
         work_of = ModelledWork(plan, found_scheme, device, chunk_length=chunk_length, chunks=chunks)
-        speeds = memory_speeds(device.memory.gb_per_s)
+        speeds = memory_speeds(device.memory.gb_per_s, work_of)
     else:
         budget = device.budget(threads)
         processors, prompt_us = device.processors(budget.threads), budget.prompt_us
@@ -153,8 +154,8 @@ def simulate(
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     if link is not None:
         work_of = with_sums(work_of, plan, chunks, link, ranks)
-        speeds = slowest(speeds, link_speeds(link.gb_per_s))
-    num_slots = chunks_in_flight or ring_slots(plan, chunk_length, processors)
+        speeds = slowest(speeds, link_speeds(link.gb_per_s, work_of))
+    num_slots = chunks_in_flight or chunk_slots(plan, chunk_length, processors)
     record = RunRecord(
         pipeline=Pipeline(
             stages=stages_of(plan),
@@ -185,7 +186,7 @@ def simulate(
         tokens_per_s=1e9 * prompt_length / max(ttft_ns, 1),
         makespan_ms=record.end_ns / 1e6,
         processors=_shares(record),
-        **asdict(utilisation(events, plan)),
+        **asdict(utilisation(events, record.pipeline.stages)),
         link=None if link is None else _link_shares(record, link, ranks, work_of),
         peak_memory_bytes=_memory(plan, found_scheme, record),
         energy_joules=_energy(device, record, work_of, ttft_ns) if isinstance(device, DeviceProfile) else None,
@@ -198,14 +199,13 @@ def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list
     durations = [[work_of(Task(s, c)).ns for c in range(num_chunks)] for s in range(len(plan.subgraphs))]
     schedule = Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),
         chunks_in_flight=record.pipeline.num_slots,
         processors=record.pipeline.processors,
         policy=find_policy(record.pipeline.policy),
         durations=durations,
     )
-    return run_on_shared_clock(schedule, work_of, speeds)
+    return run_on_virtual_clock(schedule, schedule.duration, speeds)
 
 
 def _check_ranks(
@@ -284,12 +284,12 @@ def _memory(plan: Plan, scheme: Scheme, record: RunRecord) -> int:
     weights = sum(stored.values())
     if any(processor.devices == {"npu"} for processor in pipeline.processors):
         weights += sum(stored[name] for s in plan.subgraphs if s.device == "npu" for name in s.weights)
-    ring = min(pipeline.num_slots, record.num_chunks) * pipeline.slot_bytes
+    in_flight = min(pipeline.num_slots, record.num_chunks) * pipeline.slot_bytes
     slots = plan.slots(record.num_tokens, pipeline.chunk_length)
     fixed = sum(
         tensor.num_bytes(**slots) // 4 * FLOAT16_BYTES for tensor in plan.state_tensors if "P" not in tensor.shape
     )
-    return weights + record.num_tokens * record.position_bytes + fixed + ring
+    return weights + record.num_tokens * record.position_bytes + fixed + in_flight
 
 
 def _energy(device: DeviceProfile, record: RunRecord, work_of: WorkOf, ttft_ns: float) -> float | None:

@@ -57,7 +57,7 @@ TIE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Setup:
     """One way to run, and its predicted figures.
 
     partition: its name, placement: what it is. chunks_in_flight: None for as many as the executor takes.
@@ -90,13 +90,13 @@ class Tuned:
     scheme: str
     prompt_lengths: tuple[int, ...]
     memory_bytes: int | None
-    choices: tuple[Choice, ...]
-    best: Choice
-    default: Choice
+    choices: tuple[Setup, ...]
+    best: Setup
+    default: Setup
     num_simulated: int
     left_out: Mapping[str, str]
 
-    def fits(self, choice: Choice) -> bool:
+    def fits(self, choice: Setup) -> bool:
         """Whether a choice stays within the memory limit."""
         return self.memory_bytes is None or choice.peak_memory_bytes <= self.memory_bytes
 
@@ -277,11 +277,11 @@ def _refused(partitions: Iterable[str], plans: Iterable[Plan], scheme: Scheme) -
     return refused
 
 
-def _choice(key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[Row]) -> Choice:
+def _choice(key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[Row]) -> Setup:
     partition, chunk_length, policy, chunks_in_flight = key
     times = tuple(row.time_to_first_token_ms for row in rows)
     joules = [row.energy_joules for row in rows if row.energy_joules is not None]
-    return Choice(
+    return Setup(
         partition=partition,
         placement=partitions[partition],
         chunk_length=chunk_length,
@@ -294,7 +294,7 @@ def _choice(key: tuple[str, int, str, int | None], partitions: Mapping[str, Plac
     )
 
 
-def _best(choices: Sequence[Choice], memory_bytes: int | None) -> Choice:
+def _best(choices: Sequence[Setup], memory_bytes: int | None) -> Setup:
     fitting = [c for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
     if not fitting:
         least = min(choice.peak_memory_bytes for choice in choices)
@@ -306,14 +306,14 @@ def _best(choices: Sequence[Choice], memory_bytes: int | None) -> Choice:
     return min((c for c in fitting if c.time_ms <= fast), key=lambda c: (c.peak_memory_bytes, c.time_ms))
 
 
-def _distinct(choices: Iterable[Choice]) -> list[Choice]:
+def _distinct(choices: Iterable[Setup]) -> list[Setup]:
     """Of choices with the same partition, chunk length and figures the first, which is nearest to the default."""
-    first: dict[Any, Choice] = {}
+    first: dict[Any, Setup] = {}
     for c in choices:
         first.setdefault((c.partition, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules), c)
     return list(first.values())
 
 
-def _figures(choice: Choice) -> str:
+def _figures(choice: Setup) -> str:
     joules = "" if choice.energy_joules is None else f", {choice.energy_joules:.3g} J"
     return f"{choice.time_ms:.1f} ms to the first token, {choice.peak_memory_bytes / 1e6:.0f} MB{joules}"

@@ -15,7 +15,7 @@ from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
 from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Subgraph, linear_nodes
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
-from chunkrt.runtime.state import CACHE_DTYPES
+from chunkrt.runtime.state_tensors import CACHE_DTYPES
 from chunkrt.testing.calls import UNWRITTEN, Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.error import ConformanceError

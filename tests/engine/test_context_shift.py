@@ -76,8 +76,8 @@ def test_after_a_shift_one_layer_sees_what_a_fresh_session_of_the_tokens_left_se
         assert found.logits is not None
         assert len(found.logits) == num_tokens - 40
         expected = fresh.prefill(session.tokens, logits="all").logits
-        for name, array in session._state.tensors.items():
-            cached = fresh._state.tensors[name][:, : fresh.position]
+        for name, array in session._sequence.state.tensors.items():
+            cached = fresh._sequence.state.tensors[name][:, : fresh.position]
             np.testing.assert_allclose(array[:, : session.position], cached, rtol=0, atol=TOLERANCE)
     assert expected is not None
     np.testing.assert_allclose(found.logits[-1], expected[-1], rtol=0, atol=TOLERANCE)
@@ -127,7 +127,7 @@ def test_a_shift_moves_keys_and_values_and_computes_nothing(folders: dict[str, P
     with load(folders["two"], "reference") as engine:
         session = engine.session()
         session.prefill(TOKENS[:CONTEXT])
-        state = session._state
+        state = session._sequence.state
         before = {name: array.copy() for name, array in state.tensors.items()}
         num_dropped = (CONTEXT - KEEP) // 2
         assert state.shift(KEEP, num_dropped) == CONTEXT - num_dropped

@@ -12,10 +12,14 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt.engine import engine, session
-from chunkrt.runtime import executor, state, state_file
+from chunkrt.engine import engine, sequence, session
+from chunkrt.runtime import executor, run, state, state_file, state_tensors, stream
+from chunkrt.runtime.run import Run
 
-FILES = {str(Path(module.__file__)) for module in (engine, session, executor, state, state_file)}
+FILES = {
+    str(Path(module.__file__))
+    for module in (engine, sequence, session, executor, run, state, state_file, state_tensors, stream)
+}
 MODELS = ("llama_gqa", "qwen3_next", "gemma3_window_5")
 CONTEXT, FIRST, SECOND = 24, 9, 5
 NEXT = [7, 11]
@@ -114,7 +118,7 @@ def fork(opened, tokens, path):
 
 
 def save(opened, tokens, path):
-    opened._state.save(path)
+    opened._sequence.state.save(path)
 
 
 def interrupted_at(act, name, at, path):
@@ -147,13 +151,13 @@ def test_a_state_whose_change_was_broken_off_is_the_one_before_or_the_one_after(
     loaded, tokens, path = load(name), np.array(input_ids(name)), tmp_path / "state.npz"
 
     def state_of(count):
-        made = loaded.session()._state
+        made = loaded.session()._sequence.state
         if count:
-            loaded.run(tokens[:count], made, logits="none")
+            loaded.run(Run(tokens[:count], made, logits="none"))
         return made
 
     def logits_of(tried):
-        return loaded.run(tokens[-3:], tried, logits="last").logits
+        return loaded.run(Run(tokens[-3:], tried, logits="last")).logits
 
     other = state_of(4)
     other.save(path)
@@ -205,7 +209,7 @@ def test_an_interrupted_shift_leaves_tokens_that_are_run_again(step):
         opened.prefill(whole[:-1])
         try:
             with InterruptAt(at):
-                opened._shift()
+                opened._sequence.shift()
             is_through = True
         except KeyboardInterrupt:
             at += step
@@ -214,5 +218,5 @@ def test_an_interrupted_shift_leaves_tokens_that_are_run_again(step):
                 found = opened.prefill(whole[-1:]).logits
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
             else:
-                assert opened._state.position == opened.position
+                assert opened._sequence.state.position == opened.position
     assert at > step

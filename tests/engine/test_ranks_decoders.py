@@ -30,6 +30,7 @@ from chunkrt.quant.blocks import settle
 from chunkrt.quant.scheme import SCHEMES, Recipe, find_scheme
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
@@ -178,7 +179,7 @@ def logits_of(source, size, folder, scheme="float", backend="reference"):
 
     def work(communicator):
         executor, settled = executor_of(source, communicator, SCHEMES[scheme], folder, backend)
-        return executor.run(tokens, State(executor.plan, 64), logits="all").logits, settled
+        return executor.run(Run(tokens, State(executor.plan, 64), logits="all")).logits, settled
 
     found = on_ranks(size, work)
     assert all(np.array_equal(logits, found[0][0]) for logits, _ in found)

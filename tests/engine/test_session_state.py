@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import CONTEXT, VOCABULARY, Array, expected_logits, make_executables, make_plan, shared_cpu
+from fake_backend import CONTEXT, VOCABULARY, expected_logits, make_executables, make_plan, shared_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_folders import load_on, write_folder
@@ -18,8 +17,9 @@ from chunkrt.engine.sampling import Sampler
 from chunkrt.engine.session import Session
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.executor import Executor, RunResult
+from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.state import State
 
 ALL_KINDS = ("cache", "ring", "recurrent")
@@ -48,9 +48,9 @@ class ToyEngine(SimpleNamespace):
     def session(self) -> Session:
         return Session(self, State(self.plan, CONTEXT, chunk_length=CHUNK))  # type: ignore[arg-type]
 
-    def run(self, token_ids: Array, state: State, *, logits: Any, cancel: threading.Event) -> RunResult:
-        self.num_run += token_ids.size
-        return self.executor.run(token_ids, state, logits=logits, cancel=cancel)
+    def run(self, run: Run) -> RunResult:
+        self.num_run += run.token_ids.size
+        return self.executor.run(run)
 
     def _after(self, name: str, tag: int, inputs: object) -> None:
         if self.fails and name == "head":
@@ -192,7 +192,7 @@ def test_a_window_sees_the_same_in_chunks_and_at_once(windowed: Any, window: int
     with load_on(npu, windowed(window), chunk_length=8) as engine:
         session = engine.session()
         slots = min(4096, -(-(window + 7) // 64) * 64)
-        assert {array.shape[1] for array in session._state.tensors.values()} == {slots}
+        assert {array.shape[1] for array in session._sequence.state.tensors.values()} == {slots}
         found = [session.prefill(part, logits="all").logits for part in (PROMPT[:70], PROMPT[70:290])]
         found += [session.prefill([token]).logits[None] for token in PROMPT[290:]]
     np.testing.assert_allclose(np.concatenate(found), truth, rtol=0, atol=TOLERANCE)
@@ -214,5 +214,5 @@ def test_the_memory_of_windows_does_not_grow_with_the_context(windowed: Any) -> 
     sizes = set()
     for context in (256, 4096):
         with load_on("reference", windowed(40), chunk_length=8, context_length=context) as engine:
-            sizes.add(engine.session()._state.num_bytes)
+            sizes.add(engine.session()._sequence.state.num_bytes)
     assert sizes == {3 * 2 * 2 * 64 * 10 * 4}

@@ -51,7 +51,7 @@ def test_what_no_option_says_comes_from_the_file_too(write) -> None:
     settings = read_settings(path)
     with chunkrt.load(GGUF, **settings) as engine:
         assert (engine.chunk_length, engine.options.chunks_in_flight, engine.options.htp.vtcm_mb) == (8, 2, 4)
-        assert engine.session()._state.dtype == "float32"
+        assert engine.session()._sequence.state.dtype == "float32"
 
 
 @pytest.mark.parametrize("name", ["run", "chat"])

@@ -205,7 +205,7 @@ def _members(kind: str, name: str) -> dict[str, bytes]:
     if kind == "state":
         with _session(name) as session:
             session.prefill(PROMPT)
-            session._state.save(path)
+            session._sequence.state.save(path)
     else:
         with chunkrt.load(checkpoint(name), scheme="w8a8", npu="reference", threads=1):
             pass  # makes a calibration
@@ -247,7 +247,7 @@ def _archive(kind: str) -> Callable[[Random, str, Path], Path]:
 
 def _use_state(path: Path) -> None:
     with _session(path.stem) as session:
-        state = session._state
+        state = session._sequence.state
         state.load(path)
         state.save(path.with_name("again.npz"))
 

@@ -26,14 +26,15 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.native import backend as native
-from chunkrt.engine.engine import make_processors
 from chunkrt.errors import BackendError, ClosedError
+from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES, find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
-from chunkrt.runtime.tasks import Processor
+from chunkrt.runtime.tasks import Processor, processors_for
 
 CHUNK = 8
 CHECKPOINT = "llama_biased_gguf"
@@ -66,7 +67,7 @@ def test_point_1_tasks_run_once_after_their_predecessor_and_state_takes_its_chun
 ) -> None:
     plan = make_plan(layers=3, shadowed=shadowed)
     executor = make_executor(plan, policy=policy, processors=shared_cpu(4))
-    events = finish(lambda: executor.run(tokens(6 * CHUNK), State(plan, CONTEXT), logits="all")).events
+    events = finish(lambda: executor.run(Run(tokens(6 * CHUNK), State(plan, CONTEXT), logits="all"))).record.events
     assert Counter(e.task for e in events) == {(s, c): 1 for s in range(len(plan.subgraphs)) for c in range(6)}
     spans = {event.task: (event.start_ns, event.end_ns) for event in events}
     for (subgraph, chunk), (start, _) in spans.items():
@@ -94,7 +95,7 @@ def test_point_2_workers_that_have_nothing_to_do_sleep(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Schedule, "claim", count)
     executor = make_executor(plan, before=take_long, processors=shared_cpu(workers), chunks_in_flight=1)
-    num_tasks = len(finish(lambda: executor.run(tokens(3 * CHUNK), State(plan, CONTEXT))).events)
+    num_tasks = len(finish(lambda: executor.run(Run(tokens(3 * CHUNK), State(plan, CONTEXT)))).record.events)
     assert num_claims <= workers + num_tasks * (1 + workers)
 
 
@@ -114,7 +115,7 @@ def test_point_3_a_chunk_keeps_its_buffers_while_later_ones_go_on() -> None:
             others_went_on.set()
 
     executor = make_executor(plan, before=hold, after=release, processors=shared_cpu(2), chunks_in_flight=2)
-    result = finish(lambda: executor.run(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all"))
+    result = finish(lambda: executor.run(Run(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 * CHUNK)))
 
 
@@ -136,7 +137,7 @@ def test_point_3_what_one_side_of_a_fork_reads_stays_while_the_other_goes_on() -
             others_went_on.set()
 
     executor = make_executor(plan, before=hold, after=release, processors=npu_and_cpu(2), chunks_in_flight=3)
-    result = finish(lambda: executor.run(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all"))
+    result = finish(lambda: executor.run(Run(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 * CHUNK)))
 
 
@@ -154,13 +155,13 @@ def test_point_4_a_failed_or_cancelled_run_leaves_the_state_and_the_executor_as_
             cancel.set()
 
     executor, state = make_executor(plan, before=stop, policy=policy), State(plan, CONTEXT)
-    finish(lambda: executor.run(tokens(5), state))
+    finish(lambda: executor.run(Run(tokens(5), state)))
     message = "the run was cancelled" if is_cancelled else r"subgraph dynamic\.1 failed on chunk 1: out of order"
     with pytest.raises(ClosedError if is_cancelled else BackendError, match=message):
-        finish(lambda: executor.run(tokens(6 * CHUNK, CHUNK), state, cancel=cancel))
+        finish(lambda: executor.run(Run(tokens(6 * CHUNK, CHUNK), state, cancel=cancel)))
     assert state.position == 5
     is_broken = False
-    result = finish(lambda: executor.run(tokens(6 * CHUNK, 5), state))
+    result = finish(lambda: executor.run(Run(tokens(6 * CHUNK, 5), state)))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 + 6 * CHUNK))[-1:])
 
 
@@ -170,11 +171,11 @@ def test_point_5_as_many_chunks_as_needed_and_no_padding_in_state_or_logits(num_
     plan = make_plan(shadowed=shadowed)
     fixed = plan.static_subgraphs if shadowed < 3 else [s for s in plan.subgraphs if s.rows == "T" and not s.state]
     executor = make_executor(plan, fixed_lengths={s.name: CHUNK for s in fixed})
-    finish(lambda: executor.run(tokens(3 * CHUNK, 100), State(plan, CONTEXT), logits="all"))  # fills all buffers
+    finish(lambda: executor.run(Run(tokens(3 * CHUNK, 100), State(plan, CONTEXT), logits="all")))  # fills all buffers
     state = State(plan, CONTEXT)
-    result = finish(lambda: executor.run(tokens(num_tokens), state))
+    result = finish(lambda: executor.run(Run(tokens(num_tokens), state)))
     num_chunks = -(-num_tokens // CHUNK)
-    runs = Counter(event.task.subgraph for event in result.events)
+    runs = Counter(event.task.subgraph for event in result.record.events)
     last_state = max(index for index, subgraph in enumerate(plan.subgraphs) if subgraph.state)
     assert runs == {s: num_chunks if s <= last_state else 1 for s in range(len(plan.subgraphs))}
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens))[-1:])
@@ -189,7 +190,7 @@ def test_point_6_results_do_not_depend_on_policy_threads_or_slots(shadowed: int)
         for workers in (1, 2, 4):
             for slots in (1, 3, 8):
                 executor = make_executor(plan, policy=policy, processors=shared_cpu(workers), chunks_in_flight=slots)
-                result = finish(lambda e=executor: e.run(tokens(50), State(plan, CONTEXT), logits="all"))
+                result = finish(lambda e=executor: e.run(Run(tokens(50), State(plan, CONTEXT), logits="all")))
                 np.testing.assert_array_equal(result.logits, truth, err_msg=f"{policy}, {workers}, {slots}")
 
 
@@ -205,7 +206,9 @@ def test_point_7_subgraphs_are_compiled_once_whatever_the_prompts(monkeypatch: p
     with chunkrt.load(checkpoint(CHECKPOINT), npu="native", chunk_length=8) as engine:
         for length in (1, 8, 9, 30):
             engine.session().prefill(input_ids(CHECKPOINT)[:length])
-        assert sorted(compiled) == sorted(subgraph.name for subgraph in engine.plan.subgraphs)
+        parts = {subgraph.name for subgraph in engine.plan.subgraphs}
+        merged = {subgraph.name for subgraph in merged_on_cpu(engine.plan).subgraphs}  # of single tokens
+        assert sorted(compiled) == sorted(parts | merged)
 
 
 def test_point_8_one_thread_budget_covers_workers_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,4 +222,4 @@ def test_point_8_one_thread_budget_covers_workers_and_kernels(monkeypatch: pytes
     monkeypatch.setattr(native, "ThreadPool", note)
     with chunkrt.load(checkpoint(CHECKPOINT), npu="native", threads=3) as engine:
         assert budgets == [3]
-        assert [processor.workers for processor in make_processors(engine.npu_backend, 3)] == [3]
+        assert [processor.workers for processor in processors_for(engine.npu_backend.concurrency, 3)] == [3]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from chunkrt.graph.plan import Node, Plan, Tensor
 from chunkrt.runtime.buffers import BufferLayout
-from chunkrt.runtime.chunk_slots import DEFAULT_RING_BYTES, MOST_CHUNKS_IN_FLIGHT, ring_slots
+from chunkrt.runtime.chunk_slots import DEFAULT_SLOT_BYTES, MOST_CHUNKS_IN_FLIGHT, chunk_slots
 from chunkrt.runtime.costs import FLOPS_PER_NS, Costs
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 
@@ -107,11 +108,11 @@ def test_an_executor_learns_from_prompts_of_several_chunks() -> None:
     )
     flops = executor.costs.flops([8] * 3, [0, 0, 1], position=0)
     guesses = executor.costs.durations(flops)
-    finish(lambda: executor.run(tokens(1), State(plan, CONTEXT)))
+    finish(lambda: executor.run(Run(tokens(1), State(plan, CONTEXT))))
     assert executor.costs.durations(flops) == guesses
-    result = finish(lambda: executor.run(tokens(24), State(plan, CONTEXT)))
+    result = finish(lambda: executor.run(Run(tokens(24), State(plan, CONTEXT))))
     measured = [[] for _ in plan.subgraphs]  # type: list[list[int]]
-    for event in result.events:
+    for event in result.record.events:
         measured[event.task.subgraph].append(event.end_ns - event.start_ns)
     found = executor.costs.durations(flops)
     assert [row[0] for row in found] == [pytest.approx(np.mean(times), abs=1) for times in measured]
@@ -120,17 +121,17 @@ def test_an_executor_learns_from_prompts_of_several_chunks() -> None:
 def test_slots_are_bounded_by_memory_first() -> None:
     plan = make_plan()
     slot = BufferLayout(plan, 8).num_bytes
-    assert ring_slots(plan, 8, npu_and_cpu(1)) == MOST_CHUNKS_IN_FLIGHT
-    assert ring_slots(plan, 8, npu_and_cpu(99)) == 101
+    assert chunk_slots(plan, 8, npu_and_cpu(1)) == MOST_CHUNKS_IN_FLIGHT
+    assert chunk_slots(plan, 8, npu_and_cpu(99)) == 101
     sizes = (0, slot, 5 * slot - 1, 5 * slot)
-    assert [ring_slots(plan, 8, npu_and_cpu(1), num_bytes=b) for b in sizes] == [1, 1, 4, 5]
-    assert ring_slots(plan, 8, npu_and_cpu(99), num_bytes=5 * slot) == 5
+    assert [chunk_slots(plan, 8, npu_and_cpu(1), num_bytes=b) for b in sizes] == [1, 1, 4, 5]
+    assert chunk_slots(plan, 8, npu_and_cpu(99), num_bytes=5 * slot) == 5
 
 
 def test_workers_of_one_processor_share_two_slots_each() -> None:
     plan = make_plan()
-    assert [ring_slots(plan, 8, shared_cpu(workers)) for workers in (1, 2, 4)] == [2, 4, 8]
-    assert ring_slots(plan, 8, shared_cpu(4), num_bytes=3 * BufferLayout(plan, 8).num_bytes) == 3
+    assert [chunk_slots(plan, 8, shared_cpu(workers)) for workers in (1, 2, 4)] == [2, 4, 8]
+    assert chunk_slots(plan, 8, shared_cpu(4), num_bytes=3 * BufferLayout(plan, 8).num_bytes) == 3
 
 
 def test_an_executor_takes_as_many_slots_as_the_memory_has_room_for() -> None:
@@ -138,5 +139,5 @@ def test_an_executor_takes_as_many_slots_as_the_memory_has_room_for() -> None:
     executor = Executor(
         plan, make_executables(plan), chunk_length=8, processors=npu_and_cpu(), policy=find_policy("in_order")
     )
-    assert len(executor.ring) == MOST_CHUNKS_IN_FLIGHT
-    assert executor.num_bytes == MOST_CHUNKS_IN_FLIGHT * BufferLayout(plan, 8).num_bytes <= DEFAULT_RING_BYTES
+    assert len(executor.slots) == MOST_CHUNKS_IN_FLIGHT
+    assert executor.num_bytes == MOST_CHUNKS_IN_FLIGHT * BufferLayout(plan, 8).num_bytes <= DEFAULT_SLOT_BYTES

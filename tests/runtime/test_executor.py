@@ -31,8 +31,9 @@ from hypothesis import strategies as st
 from chunkrt.errors import BackendError, ClosedError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import ChunkBuffers
-from chunkrt.runtime.executor import Executor, Logits
+from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.run import Logits, Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor
 
@@ -55,7 +56,7 @@ def test_chunked_equals_unchunked(num_tokens: int, chunk_length: int, policy: st
     executables = make_executables(plan)
     executor = make_executor(plan, executables, chunk_length=chunk_length, policy=find_policy(policy))
     state = State(plan, CONTEXT)
-    result = finish(lambda: executor.run(tokens(num_tokens), state, logits="all"))
+    result = finish(lambda: executor.run(Run(tokens(num_tokens), state, logits="all")))
     assert result.logits is not None
     assert result.logits.dtype == np.float32
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
@@ -63,7 +64,7 @@ def test_chunked_equals_unchunked(num_tokens: int, chunk_length: int, policy: st
     num_chunks = (num_tokens + chunk_length - 1) // chunk_length
     chunk_starts = [chunk * chunk_length for chunk in range(num_chunks)]
     assert all(sorted(executable.calls) == chunk_starts for executable in executables.values())
-    assert len(result.events) == num_chunks * len(plan.subgraphs)
+    assert len(result.record.events) == num_chunks * len(plan.subgraphs)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])
@@ -72,12 +73,12 @@ def test_the_logits_asked_for_are_the_ones_computed(num_tokens: int) -> None:
     truth = expected_logits(plan, tokens(num_tokens))
     executables = make_executables(plan)
     executor = make_executor(plan, executables)
-    last = finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT)))
+    last = finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT))))
     assert last.logits is not None
     np.testing.assert_array_equal(last.logits, truth[-1:])
     assert executables["head"].calls == [(num_tokens - 1) // 8 * 8]
     assert executables["static.2"].calls == [(num_tokens - 1) // 8 * 8]
-    none = finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT), logits="none"))
+    none = finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT), logits="none")))
     assert none.logits is None
     assert len(executables["head"].calls) == 1
 
@@ -88,11 +89,11 @@ def test_a_prompt_continues_where_the_state_stands() -> None:
     executor, state = make_executor(plan), State(plan, CONTEXT)
     position = 0
     for num_tokens in (13, 1, 1, 25):
-        result = finish(lambda n=num_tokens, p=position: executor.run(tokens(n, p), state, logits="all"))
+        result = finish(lambda n=num_tokens, p=position: executor.run(Run(tokens(n, p), state, logits="all")))
         np.testing.assert_array_equal(result.logits, truth[position : position + num_tokens])
         position += num_tokens
     state.rewind(13)
-    again = finish(lambda: executor.run(tokens(27, 13), state, logits="all"))
+    again = finish(lambda: executor.run(Run(tokens(27, 13), state, logits="all")))
     np.testing.assert_array_equal(again.logits, truth[13:])
 
 
@@ -109,7 +110,7 @@ def test_every_kind_of_state_goes_on_over_chunks_and_runs(kind: str, chunk_lengt
     state = State(plan, CONTEXT, chunk_length=chunk_length)
     position = 0
     for num_tokens in (1, 63, 1, 40, 15):
-        result = finish(lambda n=num_tokens, p=position: executor.run(tokens(n, p), state, logits="all"))
+        result = finish(lambda n=num_tokens, p=position: executor.run(Run(tokens(n, p), state, logits="all")))
         np.testing.assert_array_equal(result.logits, truth[position : position + num_tokens])
         position += num_tokens
 
@@ -140,12 +141,12 @@ def test_after_a_failure_every_kind_of_state_is_what_it_was(
     executor = make_executor(plan, make_executables(plan, after=fail), policy=policy)
     state = State(plan, CONTEXT, chunk_length=8)
     if num_before:
-        finish(lambda: executor.run(tokens(num_before), state))
+        finish(lambda: executor.run(Run(tokens(num_before), state)))
     before = {name: array.copy() for name, array in state.tensors.items()}
     fails = True
     if failing < num_tokens and (subgraph not in ("static.3", "head") or failing >= (num_tokens - 1) // 8 * 8):
         with pytest.raises((BackendError, _Stop)):
-            finish(lambda: executor.run(tokens(num_tokens, num_before), state))
+            finish(lambda: executor.run(Run(tokens(num_tokens, num_before), state)))
         assert state.position == num_before
         for name, array in before.items():
             seen = state.tensors[name]
@@ -153,7 +154,7 @@ def test_after_a_failure_every_kind_of_state_is_what_it_was(
                 seen, array = seen[:, :num_before], array[:, :num_before]  # what lies beyond is never read
             np.testing.assert_array_equal(seen, array)
     fails = False
-    result = finish(lambda: executor.run(tokens(num_tokens, num_before), state, logits="all"))
+    result = finish(lambda: executor.run(Run(tokens(num_tokens, num_before), state, logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_before + num_tokens))[num_before:])
 
 
@@ -166,13 +167,13 @@ def test_a_cancelled_run_leaves_every_kind_of_state_as_it_was() -> None:
 
     executor = make_executor(plan, make_executables(plan, after=stop))
     state = State(plan, CONTEXT, chunk_length=8)
-    finish(lambda: executor.run(tokens(70), state))
+    finish(lambda: executor.run(Run(tokens(70), state)))
     before = {name: array.copy() for name, array in state.tensors.items()}
     with pytest.raises(ClosedError, match="cancelled"):
-        finish(lambda: executor.run(tokens(30, 70), state, cancel=cancel))
+        finish(lambda: executor.run(Run(tokens(30, 70), state, cancel=cancel)))
     np.testing.assert_array_equal(state.tensors["ring.1"], before["ring.1"])
     np.testing.assert_array_equal(state.tensors["recurrent.2"], before["recurrent.2"])
-    result = finish(lambda: executor.run(tokens(30, 70), state))
+    result = finish(lambda: executor.run(Run(tokens(30, 70), state)))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(100))[-1:])
 
 
@@ -182,7 +183,7 @@ def test_the_row_in_the_rotary_tables_is_the_position_and_the_states_offset(num_
     state = State(plan, CONTEXT)
     state.reset(plan.rope_offset(num_tokens))
     assert state.rope_offset == (CONTEXT if num_tokens > 20 else 0)
-    result = finish(lambda: make_executor(plan).run(tokens(num_tokens), state, logits="all"))
+    result = finish(lambda: make_executor(plan).run(Run(tokens(num_tokens), state, logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
 
 
@@ -191,9 +192,9 @@ def test_two_states_share_an_executor() -> None:
     truth = expected_logits(plan, tokens(30))
     executor, states = make_executor(plan), [State(plan, CONTEXT), State(plan, 40)]
     for state in states:
-        finish(lambda state=state: executor.run(tokens(10), state))
+        finish(lambda state=state: executor.run(Run(tokens(10), state)))
     for state in states:
-        result = finish(lambda state=state: executor.run(tokens(20, 10), state))
+        result = finish(lambda state=state: executor.run(Run(tokens(20, 10), state)))
         np.testing.assert_array_equal(result.logits, truth[-1:])
 
 
@@ -223,8 +224,8 @@ def test_padding_reaches_neither_state_nor_logits(num_tokens: int, logits: Logit
         hook = spy_on_padding(num_tokens, 8, seen)
         executables[f"static.{i}"] = FakeExecutable(plan.subgraphs[1 + 2 * i], fixed_length=8, before=hook)
     executor, state = make_executor(plan, executables), State(plan, CONTEXT)
-    finish(lambda: executor.run(tokens(24, 100), State(plan, CONTEXT), logits="all"))
-    result = finish(lambda: executor.run(tokens(num_tokens), state, logits=logits))
+    finish(lambda: executor.run(Run(tokens(24, 100), State(plan, CONTEXT), logits="all")))
+    result = finish(lambda: executor.run(Run(tokens(num_tokens), state, logits=logits)))
     truth = expected_logits(plan, tokens(num_tokens))
     np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
     assert {"static.0", "static.1", "static.2"} == set(seen)
@@ -254,8 +255,8 @@ def test_a_head_of_fixed_length_gets_its_rows_in_groups(
 
     executables["head"].before = check_padding
     executor = make_executor(plan, executables)
-    finish(lambda: executor.run(tokens(24, 100), State(plan, CONTEXT), logits="all"))
-    result = finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT), logits=logits))
+    finish(lambda: executor.run(Run(tokens(24, 100), State(plan, CONTEXT), logits="all")))
+    result = finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT), logits=logits)))
     truth = expected_logits(plan, tokens(num_tokens))
     np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
     rows = [min(8, num_tokens - start) for start in range(0, num_tokens, 8)] if logits == "all" else [1]
@@ -295,9 +296,9 @@ def test_results_do_not_depend_on_threads_ring_or_policy(
             chunks_in_flight=chunks_in_flight,
         )
         state = State(plan, CONTEXT)
-        result = finish(lambda e=executor, s=state: e.run(tokens(num_tokens), s, logits=logits))
+        result = finish(lambda e=executor, s=state: e.run(Run(tokens(num_tokens), s, logits=logits)))
         outcomes.append((result.logits, *(array.copy() for array in state.tensors.values())))
-        tasks = Counter(event.task for event in result.events)
+        tasks = Counter(event.task for event in result.record.events)
         assert set(tasks.values()) == {1}
         chunks = -(-num_tokens // chunk_length)
         with_logits = {"last": 1, "all": chunks, "none": 0}[logits]
@@ -315,11 +316,11 @@ def test_one_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.Monke
     pipelined, alone = make_executor(plan), make_executor(plan, processors=shared_cpu(1))
     sequential = make_executor(plan, policy=find_policy("sequential"))
     monkeypatch.setattr("threading.Thread.start", refuse)
-    pipelined.run(tokens(8), State(plan, CONTEXT))
-    sequential.run(tokens(30), State(plan, CONTEXT))
-    alone.run(tokens(30), State(plan, CONTEXT))
+    pipelined.run(Run(tokens(8), State(plan, CONTEXT)))
+    sequential.run(Run(tokens(30), State(plan, CONTEXT)))
+    alone.run(Run(tokens(30), State(plan, CONTEXT)))
     with pytest.raises(AssertionError, match="a thread was started"):
-        pipelined.run(tokens(9), State(plan, CONTEXT))
+        pipelined.run(Run(tokens(9), State(plan, CONTEXT)))
 
 
 def test_a_lone_chunk_whose_tasks_suit_one_processor_or_a_lone_token_starts_no_thread(
@@ -330,11 +331,11 @@ def test_a_lone_chunk_whose_tasks_suit_one_processor_or_a_lone_token_starts_no_t
 
     plan = make_plan(shadowed=1)
     monkeypatch.setattr("threading.Thread.start", refuse)
-    make_executor(plan, processors=shared_cpu(4)).run(tokens(8), State(plan, CONTEXT))
-    make_executor(plan).run(tokens(1), State(plan, CONTEXT))
-    make_executor(plan, policy=find_policy("sequential")).run(tokens(8), State(plan, CONTEXT))
+    make_executor(plan, processors=shared_cpu(4)).run(Run(tokens(8), State(plan, CONTEXT)))
+    make_executor(plan).run(Run(tokens(1), State(plan, CONTEXT)))
+    make_executor(plan, policy=find_policy("sequential")).run(Run(tokens(8), State(plan, CONTEXT)))
     with pytest.raises(AssertionError, match="a thread was started"):
-        make_executor(plan).run(tokens(2), State(plan, CONTEXT))
+        make_executor(plan).run(Run(tokens(2), State(plan, CONTEXT)))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -353,7 +354,7 @@ def test_of_several_subgraphs_that_wait_for_nothing_the_first_fills_the_inputs(
     executables = make_executables(plan)
     executor = make_executor(plan, executables, policy=find_policy(policy), chunks_in_flight=2)
     for _ in range(2):
-        result = finish(lambda: executor.run(tokens(30), State(plan, CONTEXT), logits=logits))
+        result = finish(lambda: executor.run(Run(tokens(30), State(plan, CONTEXT), logits=logits)))
         truth = expected_logits(plan, tokens(30))
         if result.logits is not None:
             np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
@@ -362,25 +363,14 @@ def test_of_several_subgraphs_that_wait_for_nothing_the_first_fills_the_inputs(
     assert sorted(executables["embedding.again"].calls) == sorted(2 * starts)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_progress_counts_chunks_up_to_the_last(policy: str) -> None:
-    plan = make_plan()
-    executor = make_executor(plan, policy=find_policy(policy))
-    calls: list[tuple[int, int]] = []
-    finish(lambda: executor.run(tokens(30), State(plan, CONTEXT), progress=lambda *c: calls.append(c)))
-    assert calls == sorted(set(calls))
-    assert calls[-1] == (4, 4)
-    assert {total for _, total in calls} == {4}
-
-
 def test_events_say_who_ran_what_and_when() -> None:
     plan = make_plan()
-    result = finish(lambda: make_executor(plan).run(tokens(30), State(plan, CONTEXT)))
-    for event in result.events:
+    result = finish(lambda: make_executor(plan).run(Run(tokens(30), State(plan, CONTEXT))))
+    for event in result.record.events:
         assert event.processor == plan.subgraphs[event.task.subgraph].device
         assert event.worker == 0
         assert event.start_ns <= event.end_ns
-    ends = [e.end_ns for e in result.events if e.processor == "npu"]
+    ends = [e.end_ns for e in result.record.events if e.processor == "npu"]
     assert ends == sorted(ends)
 
 
@@ -398,16 +388,16 @@ def test_events_say_who_ran_what_and_when() -> None:
 def test_bad_runs_are_refused(token_ids: Array, options: dict[str, Any], message: str) -> None:
     plan = make_plan()
     with pytest.raises(ConfigError, match=message):
-        make_executor(plan).run(token_ids, State(plan, CONTEXT), **options)
+        make_executor(plan).run(Run(token_ids, State(plan, CONTEXT), **options))
 
 
 def test_a_prompt_longer_than_what_is_left_is_refused_with_the_counts() -> None:
     plan = make_plan()
     executor, state = make_executor(plan), State(plan, 32)
-    finish(lambda: executor.run(tokens(20), state))
+    finish(lambda: executor.run(Run(tokens(20), state)))
     with pytest.raises(ConfigError, match="13 tokens do not fit at position 20 of a state of 32"):
-        executor.run(tokens(13), state)
-    finish(lambda: executor.run(tokens(12, 20), state))
+        executor.run(Run(tokens(13), state))
+    finish(lambda: executor.run(Run(tokens(12, 20), state)))
     assert state.position == 32
 
 
@@ -415,15 +405,15 @@ def test_a_state_that_does_not_go_with_the_executor_is_refused() -> None:
     plan = make_plan(2)
     executor = make_executor(plan)
     with pytest.raises(ConfigError, match="the state belongs to another decoder"):
-        executor.run(tokens(4), State(make_plan(3), CONTEXT))
+        executor.run(Run(tokens(4), State(make_plan(3), CONTEXT)))
     with pytest.raises(ConfigError, match=r"chunk length 8 is outside 1\.\.4, the state's capacity"):
-        executor.run(tokens(4), State(plan, 4))
+        executor.run(Run(tokens(4), State(plan, 4)))
     windowed = make_plan(2, kinds=("ring",))
     with pytest.raises(ConfigError, match="the state belongs to another decoder"):
-        make_executor(windowed.with_raw_keys()).run(tokens(4), State(windowed, CONTEXT))
+        make_executor(windowed.with_raw_keys()).run(Run(tokens(4), State(windowed, CONTEXT)))
     with pytest.raises(ConfigError, match="chunks of 8 do not fit a state made for 4"):
-        make_executor(windowed).run(tokens(4), State(windowed, CONTEXT, chunk_length=4))
-    finish(lambda: executor.run(tokens(4), State(make_plan(2), CONTEXT)))
+        make_executor(windowed).run(Run(tokens(4), State(windowed, CONTEXT, chunk_length=4)))
+    finish(lambda: executor.run(Run(tokens(4), State(make_plan(2), CONTEXT))))
 
 
 NPU = Processor(name="npu", devices=frozenset({"npu"}), workers=1)

@@ -15,6 +15,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
@@ -262,8 +263,7 @@ def virtual_record(
 ) -> RunRecord:
     schedule = Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),
         chunks_in_flight=slots,
         processors=processors,
         policy=find_policy(policy),
@@ -341,7 +341,7 @@ def test_real_runs_are_explained_to_the_last_nanosecond(policy: str, num_tokens:
     )
     state = State(plan, CONTEXT)
     for position in (0, num_tokens):
-        record = executor.run(tokens(num_tokens), state).record
+        record = executor.run(Run(tokens(num_tokens), state)).record
         assert (record.position, record.num_tokens) == (position, num_tokens)
         assert record.position_bytes == 2 * 3 * 4  # two caches, three columns of float32
         check_cover(record)
@@ -354,7 +354,7 @@ def test_runs_without_threads_have_one_worker() -> None:
         plan, make_executables(plan), chunk_length=8, processors=shared_cpu(4), policy=find_policy("in_order")
     )
     state = State(plan, CONTEXT)
-    alone, together = executor.run(tokens(8), state).record, executor.run(tokens(9), state).record
+    alone, together = executor.run(Run(tokens(8), state)).record, executor.run(Run(tokens(9), state)).record
     assert [processor.workers for processor in alone.pipeline.processors] == [1]
     assert [processor.workers for processor in together.pipeline.processors] == [4]
 

@@ -38,10 +38,10 @@ class Instance:
         return len(self.lengths)
 
     def makespan(self, policy: str) -> int:
+        logit_chunks = [c for c, length in enumerate(self.lengths) if length == len(self.plan.subgraphs)]
         schedule = Schedule(
             self.plan,
-            num_chunks=self.num_chunks,
-            logit_chunks=[c for c, length in enumerate(self.lengths) if length == len(self.plan.subgraphs)],
+            routes=self.plan.flow.routes(self.num_chunks, logit_chunks),
             chunks_in_flight=self.chunks_in_flight,
             processors=self.processors,
             policy=find_policy(policy),

@@ -39,8 +39,7 @@ def make_schedule(
     num_chunks = len(table[0])
     return Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(0 if all_logits else num_chunks - 1, num_chunks)),
         chunks_in_flight=in_flight,
         processors=processors or npu_and_cpu(),
         policy=find_policy(policy),
@@ -125,10 +124,10 @@ def test_out_of_order_counts_what_the_npu_unlocks_for_itself_against_it() -> Non
         subgraph("second", "npu", ["hidden.0"], ["hidden.1"]),
         subgraph("dynamic.0", "cpu", ["hidden.1"], ["attention.0"], state=["cache.0"]),
     ]
+    plan = replace(plan, subgraphs=tuple(row))
     schedule = Schedule(
-        replace(plan, subgraphs=tuple(row)),
-        num_chunks=2,
-        logit_chunks=(),
+        plan,
+        routes=plan.flow.routes(2, ()),
         chunks_in_flight=2,
         processors=npu_and_cpu(),
         policy=find_policy("out_of_order"),

@@ -26,6 +26,7 @@ from fake_backend import (
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 
@@ -67,9 +68,9 @@ def check_graph(seed: int) -> None:
         )
         executor.costs.learn(executor.costs.flops([1], [1], position=0), estimates)
         state = State(plan, CONTEXT)
-        result = finish(lambda e=executor, s=state: e.run(prompt, s, logits="all"))
+        result = finish(lambda e=executor, s=state: e.run(Run(prompt, s, logits="all")))
         np.testing.assert_array_equal(result.logits, truth, err_msg=f"seed {seed}, {policy}")
-        assert set(Counter(event.task for event in result.events).values()) == {1}
+        assert set(Counter(event.task for event in result.record.events).values()) == {1}
         caches.append([array.tobytes() for array in state.tensors.values()])
     assert all(cache == caches[0] for cache in caches), f"seed {seed}"
 

@@ -34,11 +34,12 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, ConfigError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.runtime.chunk_slots import ring_slots
+from chunkrt.runtime.chunk_slots import chunk_slots
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.ranks.local import local_communicators
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor, TaskEvent, with_link
@@ -167,8 +168,11 @@ def test_ranks_that_take_tasks_in_different_orders_agree(policy: str, num_tokens
             chunks_in_flight=slots[communicator.rank],
         )
         state = State(PLAN, CONTEXT)
-        runs = [executor.run(tokens(num_tokens), state, logits="all"), executor.run(tokens(1, num_tokens), state)]
-        assert len(runs[0].events) == -(-num_tokens // 8) * len(PLAN.subgraphs)
+        runs = [
+            executor.run(Run(tokens(num_tokens), state, logits="all")),
+            executor.run(Run(tokens(1, num_tokens), state)),
+        ]
+        assert len(runs[0].record.events) == -(-num_tokens // 8) * len(PLAN.subgraphs)
         return [run.logits for run in runs if run.logits is not None]
 
     expected = expected_logits(PLAN, tokens(num_tokens + 1))
@@ -196,17 +200,16 @@ def test_while_one_chunk_waits_for_its_sum_the_next_is_computed() -> None:
             has_gone_on.set()
 
     executor = make_executor(Slow(), before=before, chunks_in_flight=2)
-    result = finish(lambda: executor.run(tokens(16), State(PLAN, CONTEXT), logits="all"))
+    result = finish(lambda: executor.run(Run(tokens(16), State(PLAN, CONTEXT), logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(PLAN, tokens(16)))
-    assert {event.processor for event in result.events} == {"link", "cpu"}
+    assert {event.processor for event in result.record.events} == {"link", "cpu"}
 
 
 def run_virtually(plan: Plan, slots: int, policy: str = "in_order") -> tuple[Schedule, list[TaskEvent]]:
     """Two chunks on one worker and the link."""
     schedule = Schedule(
         plan,
-        num_chunks=2,
-        logit_chunks=range(2),
+        routes=plan.flow.routes(2, range(2)),
         chunks_in_flight=slots,
         processors=with_link(shared_cpu(1), plan, slots),
         policy=find_policy(policy),
@@ -286,11 +289,11 @@ def test_a_lost_rank_fails_the_run_and_leaves_the_state_as_it_was() -> None:
 
         executor = make_executor(communicator, before=before, chunks_in_flight=3)
         state = State(PLAN, CONTEXT)
-        executor.run(tokens(11), state)
+        executor.run(Run(tokens(11), state))
         kept = {name: array.copy() for name, array in state.tensors.items()}
         together.wait(60)
         with pytest.raises(DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 left; ") as caught:
-            executor.run(tokens(95, 11), state)
+            executor.run(Run(tokens(95, 11), state))
         for name, array in state.tensors.items():
             np.testing.assert_array_equal(array[:, : state.position], kept[name][:, : state.position])
         return str(caught.value), state.position, kept["cache.0"]
@@ -326,5 +329,5 @@ def test_a_record_tells_how_long_the_cpu_waited_for_sums(slots: int, waited: int
 
 
 def test_ranks_have_as_many_chunks_in_flight_whatever_their_workers() -> None:
-    assert {ring_slots(PLAN, 8, shared_cpu(workers)) for workers in (1, 4, 64)} == {16}
-    assert ring_slots(make_plan(), 8, shared_cpu(4)) == 8
+    assert {chunk_slots(PLAN, 8, shared_cpu(workers)) for workers in (1, 4, 64)} == {16}
+    assert chunk_slots(make_plan(), 8, shared_cpu(4)) == 8

@@ -33,8 +33,7 @@ def make_schedule(
 ) -> Schedule:
     return Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(0 if all_logits else num_chunks - 1, num_chunks)),
         chunks_in_flight=in_flight,
         processors=processors or npu_and_cpu(),
         policy=find_policy(policy),
@@ -128,10 +127,10 @@ def test_a_chunk_that_overtakes_frees_its_own_slot() -> None:
 def test_a_decoder_that_is_one_subgraph_takes_chunk_after_chunk(in_flight: int) -> None:
     whole = subgraph("whole", "cpu", ["input_ids"], ["hidden"], state=["cache"])
     head = subgraph("head", "cpu", ["hidden", "logit_rows"], ["logits"], rows="R")
+    plan = replace(make_plan(), subgraphs=(whole, head))
     schedule = Schedule(
-        replace(make_plan(), subgraphs=(whole, head)),
-        num_chunks=3,
-        logit_chunks=(2,),
+        plan,
+        routes=plan.flow.routes(3, (2,)),
         chunks_in_flight=in_flight,
         processors=shared_cpu(2),
         policy=find_policy("in_order"),
@@ -183,8 +182,7 @@ class _Refusing:
 def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> None:
     schedule = Schedule(
         make_plan(),
-        num_chunks=1,
-        logit_chunks=(),
+        routes=make_plan().flow.routes(1, ()),
         chunks_in_flight=1,
         processors=npu_and_cpu(),
         policy=_Refusing(),
@@ -215,8 +213,7 @@ class _Choosing:
 def test_what_a_policy_does_wrong_is_told_by_its_name(choose: Callable[[], object], message: str) -> None:
     schedule = Schedule(
         make_plan(),
-        num_chunks=1,
-        logit_chunks=(),
+        routes=make_plan().flow.routes(1, ()),
         chunks_in_flight=1,
         processors=npu_and_cpu(),
         policy=_Choosing(choose),
@@ -268,8 +265,7 @@ def test_every_task_runs_once_and_the_rules_hold(
     plan = make_plan(layers, shadowed=shadowed)
     schedule = Schedule(
         plan,
-        num_chunks=num_chunks,
-        logit_chunks=range(0 if all_logits else num_chunks - 1, num_chunks),
+        routes=plan.flow.routes(num_chunks, range(0 if all_logits else num_chunks - 1, num_chunks)),
         chunks_in_flight=in_flight,
         processors=shared_cpu(workers) if is_shared else npu_and_cpu(workers),
         policy=policy,
@@ -311,8 +307,7 @@ def test_what_a_task_unlocks_is_what_its_end_adds(
         plan = replace(plan, subgraphs=(first, second))
     schedule = Schedule(
         plan,
-        num_chunks=4,
-        logit_chunks=range(4) if all_logits else (),
+        routes=plan.flow.routes(4, range(4) if all_logits else ()),
         chunks_in_flight=in_flight,
         processors=shared_cpu(1),
         policy=_Adversary(choices),

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Tensor
-from chunkrt.runtime.state import CacheDtype, State
+from chunkrt.runtime.state import State
+from chunkrt.runtime.state_tensors import CacheDtype
 
 PLAN = make_plan()
 

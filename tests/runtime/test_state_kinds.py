@@ -16,6 +16,7 @@ from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, Tensor
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import MOST_KEPT, State
 
 ALL_KINDS = ("cache", "ring", "recurrent")
@@ -35,13 +36,13 @@ def make_state(plan: Plan = PLAN, num_tokens: int = 0) -> State:
     """A state that has seen so many tokens."""
     state = State(plan, CONTEXT, chunk_length=CHUNK)
     if num_tokens:
-        make_executor(plan).run(tokens(num_tokens), state)
+        make_executor(plan).run(Run(tokens(num_tokens), state))
     return state
 
 
 def logits_after(state: State, prefix: Sequence[int], new: Sequence[int]) -> np.ndarray:
     """What a state that has seen the prefix says of new tokens, checked against all run at once."""
-    result = make_executor(state.plan).run(np.array(new, np.int64), state, logits="all")
+    result = make_executor(state.plan).run(Run(np.array(new, np.int64), state, logits="all"))
     truth = expected_logits(state.plan, np.array([*prefix, *new], np.int64))
     assert result.logits is not None
     np.testing.assert_array_equal(result.logits, truth[len(prefix) :])
@@ -119,7 +120,7 @@ def test_recurrent_tensors_go_back_to_what_was_kept_or_to_the_beginning() -> Non
     state = make_state(PLAN)
     executor = make_executor(PLAN)
     for position in range(0, 100, 20):
-        executor.run(tokens(20, position), state)
+        executor.run(Run(tokens(20, position), state))
         state.keep_snapshot()
     assert MOST_KEPT == 2
     assert state.rewind(100) == 100
@@ -200,7 +201,7 @@ def test_a_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> No
     saved.save(tmp_path / "state")
     for chunk_length in (CHUNK, 60, None):
         state = State(PLAN, CONTEXT, chunk_length=chunk_length)
-        make_executor(PLAN).run(tokens(13, 100), state)
+        make_executor(PLAN).run(Run(tokens(13, 100), state))
         state.load(tmp_path / "state")
         assert state.position == num_tokens
         np.testing.assert_array_equal(state.tensors["recurrent.2"], saved.tensors["recurrent.2"])
@@ -257,7 +258,7 @@ def test_recurrent_tensors_do_not_notice_a_shift() -> None:
     plan = PLAN.with_raw_keys()
     state = make_state(plan, 20)
     state.keep_snapshot()
-    make_executor(plan).run(tokens(20, 20), state)
+    make_executor(plan).run(Run(tokens(20, 20), state))
     before = state.tensors["recurrent.2"].copy()
     assert state.shift(4, 10) == state.position == 30
     np.testing.assert_array_equal(state.tensors["recurrent.2"], before)
@@ -304,7 +305,7 @@ def test_whatever_a_state_goes_through_it_says_what_its_tokens_say(
         elif name == "fork":
             other = state.fork()
             if size:
-                executor.run(random.integers(0, VOCABULARY, size), state)  # the fork does not notice
+                executor.run(Run(random.integers(0, VOCABULARY, size), state))  # the fork does not notice
             state = other
         elif name == "snapshot":
             snapshot, in_snapshot = state.snapshot(), seen.copy()

@@ -13,6 +13,7 @@ from virtual_record import PLAN, virtual_record
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.runtime.trace.file import check_trace_path, read_trace, write_trace
@@ -93,13 +94,13 @@ def test_counters(tmp_path):
     assert set(counters) == {
         "busy % NPU",
         "busy % CPU",
-        "ring slots in use",
-        "memory ring bytes",
+        "chunk slots in use",
+        "memory chunk bytes",
         "memory KV cache bytes",
     }
-    in_use = [value for _, value in counters["ring slots in use"]]
+    in_use = [value for _, value in counters["chunk slots in use"]]
     assert (in_use[0], max(in_use), in_use[-1]) == (0, 2, 0)
-    assert [500 * value for value in in_use] == [value for _, value in counters["memory ring bytes"]]
+    assert [500 * value for value in in_use] == [value for _, value in counters["memory chunk bytes"]]
     cache = [value for _, value in counters["memory KV cache bytes"]]
     assert cache == sorted(cache)
     assert (cache[0], cache[-1]) == (5 * 24, (5 + 29) * 24)
@@ -139,7 +140,7 @@ def test_real_runs_come_back_as_they_were(tmp_path):
         PLAN, make_executables(PLAN), chunk_length=8, processors=npu_and_cpu(2), policy=find_policy("look_ahead")
     )
     state = State(PLAN, CONTEXT)
-    records = [executor.run(tokens(count), state).record for count in (29, 1, 1)]
+    records = [executor.run(Run(tokens(count), state)).record for count in (29, 1, 1)]
     write_trace(tmp_path / "out.json", records, "toy")
     trace = CheckedTrace(tmp_path / "out.json")
     assert [s[2] for s in trace.slices["runs"]] == ["prefill 29 tokens", "decode at 29", "decode at 30"]

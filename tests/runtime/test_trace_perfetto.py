@@ -88,9 +88,9 @@ def test_perfetto_reads_what_was_written(tmp_path, plan):
     assert [name for (name,) in counters] == [
         "busy % CPU",
         "busy % NPU",
+        "chunk slots in use",
         "memory KV cache bytes",
-        "memory ring bytes",
-        "ring slots in use",
+        "memory chunk bytes",
     ]
     instants = {e.task for e in record.events if e.start_ns == e.end_ns}  # Perfetto binds no arrow to these
     arrows = [

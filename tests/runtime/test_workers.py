@@ -26,8 +26,9 @@ from fake_backend import (
 
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.executor import Executor, RunResult
+from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
+from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.workers import Workers
@@ -82,7 +83,7 @@ def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
             wait_for(npu_started)
 
     executor = make_executor(plan, before=meet)
-    check_result(plan, finish(lambda: executor.run(tokens(16), State(plan, CONTEXT))), 16)
+    check_result(plan, finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT)))), 16)
 
 
 @pytest.mark.parametrize("num_tokens", [2, CHUNK, 2 * CHUNK])
@@ -95,7 +96,7 @@ def test_two_tasks_of_one_chunk_run_at_the_same_time(num_tokens: int) -> None:
             both_run.wait(60)
 
     executor = make_executor(plan, before=meet)
-    check_result(plan, finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT))), num_tokens)
+    check_result(plan, finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT)))), num_tokens)
 
 
 def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
@@ -107,7 +108,7 @@ def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
             arrived.wait(60)
 
     executor = make_executor(plan, before=meet, processors=shared_cpu(2))
-    check_result(plan, finish(lambda: executor.run(tokens(16), State(plan, CONTEXT))), 16)
+    check_result(plan, finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT)))), 16)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -126,7 +127,7 @@ def test_dynamic_subgraphs_take_the_chunks_in_order_one_at_a_time(workers: int) 
     executor = make_executor(
         plan, before=note("start"), after=note("end"), processors=shared_cpu(workers), chunks_in_flight=4
     )
-    check_result(plan, finish(lambda: executor.run(tokens(48), State(plan, CONTEXT))), 48)
+    check_result(plan, finish(lambda: executor.run(Run(tokens(48), State(plan, CONTEXT)))), 48)
     for layer in range(3):
         own = [(chunk, what) for name, chunk, what in log if name == f"dynamic.{layer}"]
         assert own == [(chunk, what) for chunk in range(6) for what in ("start", "end")]
@@ -150,7 +151,7 @@ def test_a_slow_reader_keeps_its_buffers() -> None:
                 others_went_on.set()
 
     executor = make_executor(plan, before=hold, after=release, chunks_in_flight=3, processors=shared_cpu(3))
-    check_result(plan, finish(lambda: executor.run(tokens(40), State(plan, CONTEXT))), 40)
+    check_result(plan, finish(lambda: executor.run(Run(tokens(40), State(plan, CONTEXT)))), 40)
     assert went_on == [CHUNK, 2 * CHUNK, *went_on[2:]]
 
 
@@ -171,15 +172,15 @@ def test_a_failure_is_raised_once_with_its_task_and_the_executor_lives_on(failin
 
     executor = make_executor(plan, before=fail, policy=find_policy(policy), processors=npu_and_cpu(2))
     state = State(plan, CONTEXT)
-    finish(lambda: executor.run(tokens(CHUNK), state))
+    finish(lambda: executor.run(Run(tokens(CHUNK), state)))
     state.rewind(0)
     message = f"subgraph {failing} failed on chunk {chunk_start // CHUNK}: the device is on fire"
     with pytest.raises(BackendError, match=message) as caught:
-        finish(lambda: executor.run(tokens(last + 1), state))
+        finish(lambda: executor.run(Run(tokens(last + 1), state)))
     assert isinstance(caught.value.__cause__, ValueError)
     assert state.position == 0
     is_broken = False
-    check_result(plan, finish(lambda: executor.run(tokens(last + 1), state)), last + 1)
+    check_result(plan, finish(lambda: executor.run(Run(tokens(last + 1), state))), last + 1)
     assert state.position == last + 1
 
 
@@ -191,11 +192,11 @@ def test_a_failure_keeps_the_position_that_the_run_began_at() -> None:
             raise ValueError("no further")
 
     executor, state = make_executor(plan, before=fail), State(plan, CONTEXT)
-    finish(lambda: executor.run(tokens(20), state))
+    finish(lambda: executor.run(Run(tokens(20), state)))
     with pytest.raises(BackendError):
-        finish(lambda: executor.run(tokens(40, 20), state))
+        finish(lambda: executor.run(Run(tokens(40, 20), state)))
     assert state.position == 20
-    result = finish(lambda: executor.run(tokens(10, 20), state))
+    result = finish(lambda: executor.run(Run(tokens(10, 20), state)))
     check_result(plan, result, 30)
 
 
@@ -215,7 +216,7 @@ def test_a_failure_wakes_those_that_wait_and_waits_for_those_that_run() -> None:
 
     executor = make_executor(plan, before=before, processors=npu_and_cpu(4))
     with pytest.raises(BackendError, match=r"subgraph dynamic\.0 failed on chunk 0: first"):
-        finish(lambda: executor.run(tokens(40), State(plan, CONTEXT)))
+        finish(lambda: executor.run(Run(tokens(40), State(plan, CONTEXT))))
     assert finished == ["static.0"]
 
 
@@ -230,7 +231,7 @@ def test_of_two_failures_the_first_is_raised() -> None:
 
     executor = make_executor(plan, before=before, processors=shared_cpu(2))
     with pytest.raises(BackendError, match=r"on chunk (\d): failure of chunk \1$"):
-        finish(lambda: executor.run(tokens(16), State(plan, CONTEXT)))
+        finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT))))
 
 
 def test_a_lost_device_stays_a_lost_device() -> None:
@@ -240,7 +241,7 @@ def test_a_lost_device_stays_a_lost_device() -> None:
         raise DeviceLostError("the NPU does not answer")
 
     with pytest.raises(DeviceLostError, match="subgraph embedding failed on chunk 0: the NPU does not answer"):
-        make_executor(plan, before=lose).run(tokens(1), State(plan, CONTEXT))
+        make_executor(plan, before=lose).run(Run(tokens(1), State(plan, CONTEXT)))
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
@@ -262,10 +263,10 @@ def test_cancelling_from_another_thread(policy: str) -> None:
     other = threading.Thread(target=cancel_it)
     other.start()
     with pytest.raises(ClosedError, match=r"the run was cancelled after [12] of 5 chunks"):
-        finish(lambda: executor.run(tokens(40), state, cancel=cancel))
+        finish(lambda: executor.run(Run(tokens(40), state, cancel=cancel)))
     other.join(60)
     assert state.position == 0
-    check_result(plan, finish(lambda: executor.run(tokens(40), state, cancel=Event())), 40)
+    check_result(plan, finish(lambda: executor.run(Run(tokens(40), state, cancel=Event()))), 40)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
@@ -276,7 +277,7 @@ def test_a_run_that_is_cancelled_before_it_starts_runs_nothing(num_tokens: int) 
     cancel.set()
     executor = make_executor(plan, before=lambda name, tag, inputs: started.append(name))
     with pytest.raises(ClosedError):
-        finish(lambda: executor.run(tokens(num_tokens), State(plan, CONTEXT), cancel=cancel))
+        finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT), cancel=cancel)))
     assert not started
 
 
@@ -325,10 +326,10 @@ def test_an_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, i
 
     executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
     with pytest.raises(KeyboardInterrupt):
-        executor.run(tokens(num_tokens), state)
+        executor.run(Run(tokens(num_tokens), state))
     assert [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt")] == []
     assert state.position == 0
-    check_result(plan, executor.run(tokens(num_tokens), state), num_tokens)
+    check_result(plan, executor.run(Run(tokens(num_tokens), state)), num_tokens)
 
 
 def test_after_a_second_interrupt_the_next_run_waits_for_what_still_runs(
@@ -349,7 +350,7 @@ def test_after_a_second_interrupt_the_next_run_waits_for_what_still_runs(
 
     executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
     with pytest.raises(KeyboardInterrupt):
-        executor.run(tokens(40), state)
+        executor.run(Run(tokens(40), state))
     assert log == ["first run started"]
     close = Workers.close
 
@@ -358,34 +359,8 @@ def test_after_a_second_interrupt_the_next_run_waits_for_what_still_runs(
         close(workers)
 
     monkeypatch.setattr(Workers, "close", let_go_and_close)
-    check_result(plan, executor.run(tokens(40), state), 40)
+    check_result(plan, executor.run(Run(tokens(40), state)), 40)
     assert log == ["first run started", "first run ended", "second run started"]
-
-
-def test_progress_is_told_while_the_run_goes_on() -> None:
-    plan = make_plan()
-    told = Event()
-
-    def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if (name, tag) == ("dynamic.1", CHUNK):
-            wait_for(told)
-
-    executor = make_executor(plan, before=hold)
-    finish(lambda: executor.run(tokens(16), State(plan, CONTEXT), progress=lambda done, total: told.set()))
-
-
-@pytest.mark.parametrize("policy", ["sequential", "in_order"])
-def test_an_error_in_the_progress_callback_ends_the_run(policy: str) -> None:
-    plan = make_plan()
-    executor, state = make_executor(plan, policy=find_policy(policy)), State(plan, CONTEXT)
-
-    def complain(done: int, total: int) -> None:
-        raise LookupError("no terminal")
-
-    with pytest.raises(LookupError, match="no terminal"):
-        finish(lambda: executor.run(tokens(40), state, progress=complain))
-    assert state.position == 0
-    check_result(plan, finish(lambda: executor.run(tokens(40), state)), 40)
 
 
 class _Stubborn:
@@ -402,7 +377,7 @@ def test_a_policy_that_would_deadlock_is_an_error() -> None:
     plan = make_plan()
     executor, state = make_executor(plan, policy=_Stubborn()), State(plan, CONTEXT)
     with pytest.raises(ConfigError, match="policy 'stubborn' chose none"):
-        finish(lambda: executor.run(tokens(40), state))
+        finish(lambda: executor.run(Run(tokens(40), state)))
     assert state.position == 0
 
 
@@ -422,7 +397,7 @@ def test_runs_from_two_threads_follow_one_another() -> None:
     results: list[RunResult] = []
 
     def call() -> None:
-        results.append(executor.run(tokens(40), State(plan, CONTEXT)))
+        results.append(executor.run(Run(tokens(40), State(plan, CONTEXT))))
 
     callers = [threading.Thread(target=call, daemon=True) for _ in range(2)]
     callers[0].start()

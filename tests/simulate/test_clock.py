@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -10,9 +11,9 @@ from fake_backend import make_plan, npu_and_cpu, shared_cpu
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.schedule import Schedule
-from chunkrt.runtime.tasks import Processor, Task
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
-from chunkrt.simulate.shared_clock import Running, crowd_speeds, memory_speeds, run_on_shared_clock
+from chunkrt.simulate.speeds import crowd_speeds, memory_speeds
 from chunkrt.simulate.work import Work, cut
 
 ROUNDING_NS = 1
@@ -21,42 +22,42 @@ ROUNDING_NS = 1
 def make_schedule(plan: Plan, chunks: int, processors: tuple[Processor, ...], policy: str = "in_order") -> Schedule:
     return Schedule(
         plan,
-        num_chunks=chunks,
-        logit_chunks=range(chunks - 1, chunks),
+        routes=plan.flow.routes(chunks, range(chunks - 1, chunks)),
         chunks_in_flight=chunks,
         processors=processors,
         policy=find_policy(policy),
     )
 
 
-def running(num_bytes: float, ns: int = 100) -> Running:
-    return Running(
-        task=Task(0, 0), processor="cpu", worker=0, start_ns=0.0, work=Work(ns, num_bytes), left_ns=float(ns)
-    )
+def run(schedule: Schedule, work_of: Callable[[Task], Work], gb_per_s: float) -> list[TaskEvent]:
+    return run_on_virtual_clock(schedule, lambda task: work_of(task).ns, memory_speeds(gb_per_s, work_of))
+
+
+def speeds_of(*num_bytes: float) -> Sequence[float]:
+    """Of tasks that take 100 ns alone and share 10 GB/s."""
+    tasks = [Task(0, chunk) for chunk in range(len(num_bytes))]
+    return memory_speeds(10.0, lambda task: Work(100, num_bytes[task.chunk]))(tasks)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(20))
-def test_tasks_that_share_nothing_take_the_times_of_the_plain_virtual_clock(policy: str, seed: int) -> None:
+def test_at_full_speed_every_task_takes_its_time_and_starts_when_something_ends(policy: str, seed: int) -> None:
     random = Random(seed)
     plan, chunks = make_plan(random.randint(1, 4)), random.randint(1, 6)
     processors = random.choice((npu_and_cpu, shared_cpu))(random.randint(1, 3))
-    durations = {Task(s, c): random.randint(1, 50) for s in range(len(plan.subgraphs)) for c in range(chunks)}
-    expected = run_on_virtual_clock(make_schedule(plan, chunks, processors, policy), durations.__getitem__)
-    found = run_on_shared_clock(
-        make_schedule(plan, chunks, processors, policy),
-        lambda task: Work(durations[task], 1e9),
-        lambda running: [1.0] * len(running),
-    )
-    assert found == expected
+    durations = {Task(s, c): random.randint(0, 50) for s in range(len(plan.subgraphs)) for c in range(chunks)}
+    schedule = make_schedule(plan, chunks, processors, policy)
+    events = run_on_virtual_clock(schedule, durations.__getitem__)
+    assert len(events) == schedule.num_tasks
+    assert all(event.end_ns - event.start_ns == durations[event.task] for event in events)
+    assert [event.end_ns for event in events] == sorted(event.end_ns for event in events)
+    assert {event.start_ns for event in events} <= {0, *(event.end_ns for event in events)}
 
 
 def test_two_tasks_that_both_stream_all_the_time_take_twice_as_long() -> None:
     plan = make_plan(1)  # embedding, static.0, dynamic.0, static.1, head
     work = {0: Work(0, 0.0), 1: Work(100, 1000.0), 2: Work(100, 1000.0), 3: Work(50, 0.0), 4: Work(10, 0.0)}
-    events = run_on_shared_clock(
-        make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], memory_speeds(10.0)
-    )
+    events = run(make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], 10.0)
     spans = {event.task: (event.start_ns, event.end_ns) for event in events}
     assert spans[Task(1, 0)] == (0, 100)
     assert spans[Task(1, 1)] == (100, 300)
@@ -70,26 +71,23 @@ def test_two_tasks_that_both_stream_all_the_time_take_twice_as_long() -> None:
 def test_a_task_speeds_up_again_when_the_other_ends() -> None:
     plan = make_plan(1)
     work = {0: Work(0, 0.0), 1: Work(100, 1000.0), 2: Work(30, 300.0), 3: Work(1, 0.0), 4: Work(1, 0.0)}
-    events = run_on_shared_clock(
-        make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], memory_speeds(10.0)
-    )
+    events = run(make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], 10.0)
     spans = {event.task: (event.start_ns, event.end_ns) for event in events}
     assert spans[Task(2, 0)] == (100, 160)  # 30 ns of work at half speed
     assert spans[Task(1, 1)] == (100, 230)  # 30 ns of its 100 at half speed
 
 
 def test_memory_goes_first_to_who_wants_little() -> None:
-    speeds = memory_speeds(10.0)([running(1000.0), running(200.0), running(0.0)])
-    assert speeds == [0.8, 1.0, 1.0]
-    assert memory_speeds(10.0)([running(600.0), running(400.0)]) == [1.0, 1.0]
-    assert memory_speeds(10.0)([running(1000.0), running(1000.0)]) == [0.5, 0.5]
+    assert speeds_of(1000.0, 200.0, 0.0) == [0.8, 1.0, 1.0]
+    assert speeds_of(600.0, 400.0) == [1.0, 1.0]
+    assert speeds_of(1000.0, 1000.0) == [0.5, 0.5]
 
 
 def test_a_crowd_runs_at_the_speed_that_was_measured_for_its_number() -> None:
     speeds = crowd_speeds(lambda task: [1.0, 0.6])
-    assert speeds([running(0.0)]) == [1.0]
-    assert speeds([running(0.0)] * 2) == [0.6, 0.6]
-    assert speeds([running(0.0)] * 3) == [0.6, 0.6, 0.6]
+    assert speeds([Task(0, 0)]) == [1.0]
+    assert speeds([Task(0, 0)] * 2) == [0.6, 0.6]
+    assert speeds([Task(0, 0)] * 3) == [0.6, 0.6, 0.6]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -101,9 +99,7 @@ def test_every_task_runs_once_and_none_overlaps_another_on_its_worker(policy: st
         for s in range(len(plan.subgraphs))
         for c in range(chunks)
     }
-    events = run_on_shared_clock(
-        make_schedule(plan, chunks, npu_and_cpu(2), policy), work.__getitem__, memory_speeds(8.0)
-    )
+    events = run(make_schedule(plan, chunks, npu_and_cpu(2), policy), work.__getitem__, 8.0)
     assert len({event.task for event in events}) == len(events)
     by_worker: dict[tuple[str, int], int] = {}
     for event in sorted(events, key=lambda event: event.start_ns):

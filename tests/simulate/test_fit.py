@@ -72,15 +72,15 @@ def test_a_tiny_model_by_hand():
     others = 4 * (3 * 32 + 2 * 100 * 4) + 2 * 50 * 32  # norms, rope, embedding
     assert found.cpu_weight_bytes == linears + scales + grids + others
     assert found.npu_bytes == sum(c.context_bytes + c.spill_bytes + c.edge_bytes for c in found.contexts)
-    assert found.total_bytes == found.npu_bytes + found.cache_bytes + found.ring_bytes + found.cpu_weight_bytes
+    assert found.total_bytes == found.npu_bytes + found.cache_bytes + found.chunk_bytes + found.cpu_weight_bytes
     assert found.problems == []
 
 
 def test_chunks_in_flight_are_the_executors():
     slot, decode_slot = (BufferLayout(TINY, length).num_bytes for length in (8, 1))
-    assert fit(TINY, "w8a16", chunk=8).ring_bytes == slot * 32 + decode_slot
+    assert fit(TINY, "w8a16", chunk=8).chunk_bytes == slot * 32 + decode_slot
     forty_cores = dataclasses.replace(SM8650, num_cores=40)
-    assert fit(TINY, "w8a16", forty_cores, chunk=8).ring_bytes == slot * (1 + 1 + 40) + decode_slot
+    assert fit(TINY, "w8a16", forty_cores, chunk=8).chunk_bytes == slot * (1 + 1 + 40) + decode_slot
 
 
 def test_four_bits_take_half_a_byte_and_one_a_block():

@@ -37,7 +37,7 @@ from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, MeasuredProfile,
 from chunkrt.simulate.experiments import plans_of
 from chunkrt.simulate.link import read_link
 from chunkrt.simulate.measured import ThreadsCost
-from chunkrt.simulate.shared_clock import link_speeds, run_on_shared_clock
+from chunkrt.simulate.speeds import link_speeds
 from chunkrt.simulate.work import Work
 
 SHAPE = replace(SMALL_SHAPE, num_heads=8, num_kv_heads=4, head_dim=8)
@@ -151,8 +151,7 @@ def two_chunks(run: Callable[[Schedule], list[TaskEvent]]) -> RunRecord:
     processors = with_link([cpu], PLAN, 2)
     schedule = Schedule(
         PLAN,
-        num_chunks=2,
-        logit_chunks=[1],
+        routes=PLAN.flow.routes(2, [1]),
         chunks_in_flight=2,
         processors=processors,
         policy=find_policy("in_order"),
@@ -209,7 +208,9 @@ def test_sums_that_share_a_link_take_twice_as_long() -> None:
         ns = DURATIONS[task.subgraph]
         return Work(ns, 0.0, float(ns) if task.subgraph == 1 else 0.0)
 
-    record = two_chunks(lambda schedule: run_on_shared_clock(schedule, work, link_speeds(1.0)))
+    record = two_chunks(
+        lambda schedule: run_on_virtual_clock(schedule, lambda task: work(task).ns, link_speeds(1.0, work))
+    )
     # alone until 20; half of the link each until 60; the second one's last third alone
     assert {task: span for task, span in spans(record).items() if task.subgraph == 1} == {
         Task(1, 0): (10, 60),

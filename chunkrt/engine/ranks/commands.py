@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from chunkrt import errors
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import BackendError, ChunkrtError
+from chunkrt.runtime.run import Logits
 
 
 class Reference(NamedTuple):
@@ -56,20 +57,20 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TakePart:
     """Take part in a run; `position` is where the leader's state stands."""
 
     engine: int
     state: int
     position: int
     token_ids: NDArray[np.int64]
-    logits: Literal["last", "all", "none"]
+    logits: Logits
 
 
 class Message(NamedTuple):
     """A command, and the objects that nobody needs any more."""
 
-    command: Open | Call | Run
+    command: Open | Call | TakePart
     forgotten: tuple[int, ...]
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.ranks.commands import Call, Message, Open, RankPath, Reference, Run, reply
+from chunkrt.engine.ranks.commands import Call, Message, Open, RankPath, Reference, TakePart, reply
 from chunkrt.errors import BackendError, ClosedError, DeviceLostError
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
+from chunkrt.runtime.run import Run
 
-if TYPE_CHECKING:
-    from chunkrt.engine.engine import Engine
+
+class RankEngine(Protocol):
+    """What a follower takes of an engine; its other methods are called by name."""
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """What is the same for the engines of all ranks."""
+        ...
 
 
 class Follower:
@@ -25,7 +32,7 @@ class Follower:
     """
 
     def __init__(
-        self, communicator: MpiCommunicator, load: Callable[[str, EngineOptions, MpiCommunicator], Engine]
+        self, communicator: MpiCommunicator, load: Callable[[str, EngineOptions, MpiCommunicator], RankEngine]
     ) -> None:
         self._communicator = communicator
         self._load = load
@@ -50,8 +57,8 @@ class Follower:
             self._communicator.leave(f"rank {self._communicator.rank} failed: {type(error).__name__}: {error}")
             return 1
 
-    def _obey(self, number: int, command: Open | Call | Run) -> None:
-        if isinstance(command, Run):
+    def _obey(self, number: int, command: Open | Call | TakePart) -> None:
+        if isinstance(command, TakePart):
             self._run(number, command)
         elif isinstance(command, Open):
             self._reply(number, lambda: self._open(command))
@@ -84,7 +91,7 @@ class Follower:
             return self._objects[argument.number]
         return argument.of(self._communicator.rank) if isinstance(argument, RankPath) else argument
 
-    def _run(self, number: int, command: Run) -> None:
+    def _run(self, number: int, command: TakePart) -> None:
         """Compute this rank's part; the state advances if the leader says so."""
         communicator, state = self._communicator, self._objects[command.state]
         communicator.begin(number, num_tokens=command.token_ids.size)
@@ -92,7 +99,13 @@ class Follower:
             raise BackendError(f"its state is at position {state.position}, that of rank 0 at {command.position}")
         try:
             self._objects[command.engine].run(
-                command.token_ids, state, logits=command.logits, agree=lambda: self._agree(number), for_others=True
+                Run(
+                    command.token_ids,
+                    state,
+                    logits=command.logits,
+                    agree=lambda: self._agree(number),
+                    is_for_others=True,
+                )
             )
         except DeviceLostError:
             raise

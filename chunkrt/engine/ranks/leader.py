@@ -8,26 +8,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Literal, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.ranks.commands import Call, Message, Open, RankPath, Reference, Run, read_reply
+from chunkrt.engine.ranks.commands import Call, Message, Open, RankPath, Reference, TakePart, read_reply
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
-from chunkrt.runtime.state import CacheDtype, Snapshot, State
-
-Result = TypeVar("Result")
-Agree = Callable[[], object]
-"""Called when this rank's part of a run is computed; returns when everybody's is, and raises if somebody failed."""
+from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.state import Snapshot, State
+from chunkrt.runtime.state_tensors import CacheDtype
 
 
 class Leader:
@@ -53,7 +47,7 @@ class Leader:
             self._num_objects += 1
             return self._num_objects
 
-    def tell(self, command: Open | Call | Run) -> int:
+    def tell(self, command: Open | Call | TakePart) -> int:
         """Send a command to all followers, without waiting for anything. Returns its number."""
         with self.communicator.interrupts, self._lock:
             forgotten = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
@@ -115,27 +109,23 @@ class EngineMirror:
         self._leader.call(self._number, "make_state", result=number)
         return MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
 
-    def run(
-        self,
-        execute: Callable[[Agree], Result],
-        token_ids: NDArray[np.int64],
-        state: State,
-        logits: Literal["last", "all", "none"],
-    ) -> Result:
-        """Have the followers run tokens while `execute` does here; on all ranks the state advances, or on none."""
+    def run(self, execute: Callable[[Run], RunResult], run: Run) -> RunResult:
+        """Have the followers do a run while `execute` does it here; on all ranks the state advances, or on none."""
+        state, token_ids = run.state, run.token_ids
         if not isinstance(state, MirroredState):
             raise ConfigError("the state is this rank's alone; take that of a session")
         communicator, number = self._leader.communicator, 0
         with self._leader.one_run:
             position = state.position
-            command = Run(
-                engine=self._number, state=state.number, position=position, token_ids=token_ids, logits=logits
+            command = TakePart(
+                engine=self._number, state=state.number, position=position, token_ids=token_ids, logits=run.logits
             )
             try:
                 with communicator.interrupts:
                     number = self._leader.tell(command)
                     communicator.begin(number, num_tokens=token_ids.size)
-                return execute(partial(communicator.take, Envelope(Channel.DONE, number), communicator.others))
+                all_done = partial(communicator.take, Envelope(Channel.DONE, number), communicator.others)
+                return execute(replace(run, agree=all_done))
             finally:
                 with communicator.interrupts:
                     if state.position != position:

@@ -2,8 +2,8 @@
 
 One track a worker, one for copies where there are any, and one with the runs. A task is a complete event ("X") named by
 its subgraph and chunk; flow events ("s", "t", "f") lead along every chunk, and where tasks fork a second one along the
-other way until it joins; counters ("C") hold the busy share of each processor and the memory of ring and caches. Times
-are microseconds since the first run's start, with three decimals.
+other way until it joins; counters ("C") hold the busy share of each processor and the memory of chunks and caches.
+Times are microseconds since the first run's start, with three decimals.
 
 Source: Trace Event Format, Google, the Chromium project.
 """
@@ -169,7 +169,7 @@ class _Run:
             yield self._counter("busy %", record.end_ns, {name: 0})
 
     def _memory(self) -> Iterator[Event]:
-        """Ring slots from the first to the last task of their chunk, and the caches' filled bytes."""
+        """Chunk slots from the first to the last task of their chunk, and the caches' filled bytes."""
         record = self._record
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -184,8 +184,8 @@ class _Run:
             in_use += change
             if change < 0:
                 filled += min(length, record.num_tokens - chunk * length)
-            memory = {"ring bytes": in_use * slot_bytes, "KV cache bytes": filled * record.position_bytes}
-            yield self._counter("ring", time, {"slots in use": in_use})
+            memory = {"chunk bytes": in_use * slot_bytes, "KV cache bytes": filled * record.position_bytes}
+            yield self._counter("chunk", time, {"slots in use": in_use})
             yield self._counter("memory", time, memory)
 
     def _counter(self, name: str, time_ns: int, values: Mapping[str, float]) -> Event:

@@ -17,12 +17,15 @@ from chunkrt.runtime.record import RunRecord, Work
 from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.runtime.trace.replay import Replay, Worker
 
-Cause = Literal["start", "attention", "linears", "embedding", "sums", "order", "buffer", "copy", "drain", "overhead"]
+Cause = Literal[
+    "start", "attention", "linears", "layers", "embedding", "sums", "order", "buffer", "copy", "drain", "overhead"
+]
 
 CAUSES: Mapping[Cause, str] = {
     "start": "start of the pipeline",
     "attention": "waiting for attention",
     "linears": "waiting for linears",
+    "layers": "waiting for whole layers",
     "embedding": "waiting for embedding or head",
     "sums": "waiting for other ranks",
     "order": "waiting for the order of chunks",
@@ -33,10 +36,11 @@ CAUSES: Mapping[Cause, str] = {
 }
 """What each cause means.
 
-start, drain: before a worker's first task and after its last. attention, linears, embedding, sums: the next task waits
-for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk comes first.
+start, drain: before a worker's first task and after its last. attention, linears, layers, embedding, sums: the next
+task waits for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk
+comes first.
 Of several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer:
-its chunk has no ring slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did
+its chunk has no chunk slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did
 not: the policy's choice, waking up, bookkeeping.
 """
 

@@ -1,7 +1,7 @@
 """A finished run, replayed by the schedule's rules: when every task became ready, and what it waited for before.
 
 The rules are those of `Schedule`: a task waits for the tasks of its chunk whose values it reads; with state also for
-the chunk before it; every chunk for a ring slot; and any task for what is copied for it.
+the chunk before it; every chunk for a chunk slot; and any task for what is copied for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Replay:
         for task, event in self.event_of.items():
             ends[task.chunk] = max(ends[task.chunk], event.end_ns)
         self._entries = [record.start_ns] * record.pipeline.num_slots + sorted(ends)
-        """When every chunk got its ring slot, and more."""
+        """When every chunk got its chunk slot, and more."""
         self._copied: dict[Task, int] = defaultdict(lambda: record.start_ns)
         for copy in record.copies:
             self._copied[copy.task] = max(self._copied[copy.task], copy.end_ns)
@@ -70,7 +70,7 @@ class Replay:
         return self.event_of[Task(task.subgraph, task.chunk - 1)].end_ns
 
     def entry(self, task: Task) -> int:
-        """When the chunk got its ring slot."""
+        """When the chunk got its chunk slot."""
         return self._entries[task.chunk]
 
     def _ready(self, task: Task) -> int:

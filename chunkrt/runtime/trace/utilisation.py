@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chunkrt.graph.plan import Plan
+from chunkrt.runtime.record import Stage
 from chunkrt.runtime.tasks import TaskEvent
 
 
@@ -21,8 +21,8 @@ class Utilisation:
     overlap: float
 
 
-def utilisation(events: Sequence[TaskEvent], plan: Plan) -> Utilisation:
-    """How busy the roles were during one run; all zero if nothing ran or no time passed."""
+def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> Utilisation:
+    """How busy the roles were during runs of one pipeline; all zero if nothing ran or no time passed."""
     spans = [(event.start_ns, event.end_ns) for event in events]
     wall_ns = max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
 
@@ -31,7 +31,7 @@ def utilisation(events: Sequence[TaskEvent], plan: Plan) -> Utilisation:
         return covered_ns(own, depth=1) / wall_ns
 
     def device_of(event: TaskEvent) -> str:
-        return plan.subgraphs[event.task.subgraph].device
+        return stages[event.task.subgraph].device
 
     if wall_ns == 0:
         return Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)

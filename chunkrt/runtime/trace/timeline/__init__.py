@@ -8,8 +8,9 @@ from pathlib import Path
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.timeline.picture import make_picture
+from chunkrt.runtime.trace.timeline.vector import to_html, to_svg
 
-FORMATS = (".png", ".svg", ".html")
+FORMATS = (".svg", ".html")
 
 __all__ = ["FORMATS", "draw"]
 
@@ -19,11 +20,10 @@ def draw(record: RunRecord, path: Path) -> None:
 
     Args:
         record: the run; a real one, or a simulator's.
-        path: its ending is the format: .png (which needs matplotlib), .svg or .html.
+        path: its ending is the format: .svg or .html.
 
     Raises:
-        ConfigError: an unknown format, matplotlib is missing, the file cannot be written, or the events contradict the
-            schedule's rules.
+        ConfigError: an unknown format, the file cannot be written, or the events contradict the schedule's rules.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot draw {path}: its name ends in none of {', '.join(FORMATS)}")
@@ -33,15 +33,7 @@ def draw(record: RunRecord, path: Path) -> None:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         try:
-            if path.suffix.lower() == ".png":
-                from chunkrt.runtime.trace.timeline.raster import write_png
-
-                write_png(picture, aside)
-            else:
-                from chunkrt.runtime.trace.timeline.vector import to_html, to_svg
-
-                text = to_svg(picture) if path.suffix.lower() == ".svg" else to_html(picture)
-                aside.write_text(text, "utf-8")
+            aside.write_text(to_svg(picture) if path.suffix.lower() == ".svg" else to_html(picture), "utf-8")
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)

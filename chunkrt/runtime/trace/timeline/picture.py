@@ -21,6 +21,7 @@ IDLE = "idle: "
 COLOURS: Mapping[str, str] = {
     "linears": "#0072b2",
     "attention": "#e69f00",
+    "layers": "#8c6bb1",
     "embedding": "#009e73",
     "sums": "#56b4e9",
     "bare sums": "#882255",
@@ -28,6 +29,7 @@ COLOURS: Mapping[str, str] = {
     "idle: start": "#d9d9d9",
     "idle: attention": "#ffe2a8",
     "idle: linears": "#b9dcf2",
+    "idle: layers": "#d4c6e3",
     "idle: embedding": "#b8e6d5",
     "idle: sums": "#d6d2f0",
     "idle: order": "#cc79a7",
@@ -41,6 +43,7 @@ COLOURS: Mapping[str, str] = {
 LABELS: Mapping[str, str] = {
     "linears": "linears",
     "attention": "attention",
+    "layers": "linears and attention as one",
     "embedding": "embedding, head",
     "sums": "sums over ranks",
     "bare sums": "sums with nothing beside them",

@@ -1,0 +1,236 @@
+"""A sequence: a state, the tokens it has seen, and those that wait to be run.
+
+The state may lag behind the tokens: after a generation, whose last token was not run, or where it could not go back as
+far as was asked and no further. The tokens between are run with whatever comes next. Tokens are taken before they are
+run, so that an interrupt leaves a sequence whose state is at most behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.engine.options import EngineOptions
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.run import Logits, Run, RunResult
+from chunkrt.runtime.state import State
+from chunkrt.runtime.tasks import TaskEvent
+
+Float32 = NDArray[np.float32]
+
+
+class Runner(Protocol):
+    """What a sequence takes of an engine."""
+
+    plan: Plan
+    options: EngineOptions
+    context_length: int
+    chunk_length: int
+
+    def run(self, run: Run) -> RunResult:
+        """Run tokens through the decoder."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillResult:
+    """What a prefill gave.
+
+    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `num_tokens`: that
+    were run, earlier ones that the state had lost among them. `seconds`: wall time. `events`: one record a task, for
+    figures and traces.
+    """
+
+    logits: Float32 | None
+    num_tokens: int
+    num_chunks: int
+    seconds: float
+    events: Sequence[TaskEvent]
+
+
+class TokenSequence:
+    """Tokens, and the state that follows them.
+
+    Args:
+        runner: runs them.
+        state: empty, or of the first of `tokens`.
+        tokens: those there are already.
+    """
+
+    def __init__(self, runner: Runner, state: State, tokens: Iterable[int] = ()) -> None:
+        self._runner = runner
+        self.state = state
+        self.tokens = list(tokens)
+        """Those in the context: all so far, unless it has been shifted."""
+        self.logits: Float32 | None = None
+        """After the last token, if that has been run."""
+        self.cancel = threading.Event()
+        self.on_run: Callable[[RunRecord], None] | None = None
+        self._dropped: list[int] = []
+        """What shifts of the context took away, from behind the tokens that stay for good."""
+        self._after_prompt: tuple[int, Float32] | None = None
+        """Where the last prompt ended, and the logits there: a state that cannot go back by a token need not."""
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Every token so far, with those that shifts of the context have dropped."""
+        keep = self._num_kept
+        return (*self.tokens[:keep], *self._dropped, *self.tokens[keep:])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it takes no further token: the context is full and does not shift."""
+        return not self._room and not self._shifts
+
+    def extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+        """Take the tokens of a prompt, and run them after those that the state has not seen yet.
+
+        Raises:
+            ConfigError: they do not fit. Whatever is raised, the sequence is as it was.
+        """
+        if len(new) <= self._room:
+            result = self._extend(new, logits)
+        elif self._shifts:
+            result = self._extend_in_parts(new, logits)
+        else:
+            raise ConfigError(
+                f"the prompt has {len(new)} tokens, but the context of {self._runner.context_length} has room for "
+                f"{self._room}; shorten the prompt, load the model with a longer context, or let the context shift"
+            )
+        self.state.keep_snapshot()
+        self._after_prompt = None if self.logits is None else (len(self.tokens), self.logits)
+        return result
+
+    def append(self, token_id: int) -> None:
+        """Take a token that was generated; it is run when the next is wanted. None is taken if there is no room."""
+        if not self._room and self._shifts:
+            self.shift()
+        if self._room:
+            self.logits = None
+            self.tokens.append(token_id)
+
+    def next_logits(self) -> Float32:
+        """Logits after the last token; if that was not run yet, it is now."""
+        if self.logits is None:
+            if self.state.position == len(self.tokens):
+                self.state.rewind(self.state.position - 1)
+            self._run(self._pending(), "last")
+        assert self.logits is not None
+        return self.logits
+
+    def rewind(self, position: int) -> None:
+        """Forget every token from `position` on; see `Session.rewind`."""
+        self.state.rewind(min(position, self.state.position))
+        kept = self._after_prompt
+        if kept is not None and position < kept[0]:
+            kept = self._after_prompt = None
+        if position <= self._num_kept:
+            self._dropped.clear()
+        if position < len(self.tokens):
+            self.logits = None  # before the tokens go: an interrupt may fall between
+            del self.tokens[position:]
+            self.logits = kept[1] if kept is not None and position == kept[0] else None
+
+    def fork(self) -> TokenSequence:
+        """One of its own that has seen the same tokens."""
+        copy = TokenSequence(self._runner, self.state.fork(), self.tokens)
+        copy._dropped = self._dropped.copy()
+        copy.logits, copy._after_prompt = self.logits, self._after_prompt
+        return copy
+
+    def shift(self) -> None:
+        """Drop the oldest half of the tokens, except for the first few. Broken off, all are run again."""
+        keep, tokens = self._num_kept, self.tokens
+        dropped = slice(keep, keep + (len(tokens) - keep) // 2)
+        self.logits = self._after_prompt = None
+        try:
+            self.state.shift(keep, dropped.stop - keep)
+            self.tokens = tokens[: dropped.start] + tokens[dropped.stop :]
+        except BaseException:
+            self.tokens = tokens
+            self.state.reset(self.state.rope_offset)
+            raise
+        self._dropped += tokens[dropped]
+
+    @property
+    def _room(self) -> int:
+        return self._runner.context_length - len(self.tokens)
+
+    @property
+    def _shifts(self) -> bool:
+        return self._runner.options.context_shift
+
+    @property
+    def _num_kept(self) -> int:
+        return self._runner.options.context_keep
+
+    def _extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+        """Take and run tokens for which there is room."""
+        num_before, before = len(self.tokens), self.logits
+        self.logits = None
+        self.tokens += new
+        try:
+            pending = self._pending()
+            result = self._run(pending, logits)
+        except BaseException:
+            if self.state.position <= num_before:  # else the state has seen them
+                del self.tokens[num_before:]
+                self.logits = before
+            raise
+        if logits == "all" and result.logits is not None and len(pending) > len(new):
+            return replace(result, logits=result.logits[-len(new) :])
+        return result
+
+    def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+        """Take and run tokens for which there is no room: as many as fit, then a shift, and so on."""
+        tokens, dropped, last_logits = self.tokens.copy(), self._dropped.copy(), self.logits
+        state, results = self.state.snapshot(), list[PrefillResult]()
+        try:
+            while new:
+                if not self._room:
+                    self.shift()
+                part, new = new[: self._room], new[self._room :]
+                results.append(self._extend(part, "none" if new and logits == "last" else logits))
+        except BaseException:
+            self.tokens, self._dropped, self.logits = tokens, dropped, last_logits
+            self.state.restore(state)
+            raise
+        rows = [result.logits for result in results if result.logits is not None]
+        return PrefillResult(
+            logits=np.concatenate(rows) if logits == "all" else results[-1].logits,
+            num_tokens=sum(result.num_tokens for result in results),
+            num_chunks=sum(result.num_chunks for result in results),
+            seconds=sum(result.seconds for result in results),
+            events=[event for result in results for event in result.events],
+        )
+
+    def _pending(self) -> list[int]:
+        """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
+        rope_offset = self._runner.plan.rope_offset(len(self.tokens))
+        if rope_offset != self.state.rope_offset:
+            self.state.reset(rope_offset)
+        return self.tokens[self.state.position :]
+
+    def _run(self, token_ids: Sequence[int], logits: Logits) -> PrefillResult:
+        start = time.perf_counter()
+        run = self._runner.run(Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel))
+        seconds = time.perf_counter() - start
+        if self.on_run is not None:
+            self.on_run(run.record)
+        self.logits = run.logits[-1].copy() if run.logits is not None else None
+        wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
+        return PrefillResult(
+            logits=wanted,
+            num_tokens=len(token_ids),
+            num_chunks=-(-len(token_ids) // self._runner.chunk_length),
+            seconds=seconds,
+            events=run.record.events,
+        )

@@ -1,0 +1,42 @@
+"""Plans with fewer subgraphs: neighbours that one processor runs are one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from chunkrt.graph.plan import Plan, Subgraph
+
+
+def merged_on_cpu(plan: Plan) -> Plan:
+    """The same decoder for the CPU alone: subgraphs are one up to a sum over ranks, or to the rows of logits.
+
+    It has the same state, and gives the same bits.
+    """
+    plan = plan.on_cpu()
+    groups = [list(group) for _, group in groupby(plan.subgraphs, key=lambda s: (s.device, s.rows))]
+    return replace(plan, subgraphs=tuple(_merged(group, plan) for group in groups))
+
+
+def _merged(subgraphs: Sequence[Subgraph], plan: Plan) -> Subgraph:
+    """Subgraphs that follow each other, as one."""
+    if len(subgraphs) == 1:
+        return subgraphs[0]
+    inside = {name for subgraph in subgraphs for name in subgraph.outputs}
+    read_outside = {name for s in plan.subgraphs if s not in subgraphs for name in s.inputs} | {plan.output}
+
+    def names(kind: str) -> list[str]:
+        return list(dict.fromkeys(name for subgraph in subgraphs for name in getattr(subgraph, kind)))
+
+    return Subgraph(
+        name=f"{subgraphs[0].name}..{subgraphs[-1].name}",
+        device=subgraphs[0].device,
+        is_static=False,
+        rows=subgraphs[0].rows,
+        nodes=tuple(node for subgraph in subgraphs for node in subgraph.nodes),
+        inputs=tuple(name for name in names("inputs") if name not in inside),
+        outputs=tuple(name for name in names("outputs") if name in read_outside),
+        weights=tuple(names("weights")),
+        state=tuple(names("state")),
+    )

@@ -1,0 +1,122 @@
+"""The tensors of a state: their memory, and where in them a position lies.
+
+Three kinds. A cache [kv_heads, P, head_dim] holds the keys or values of every position. A window's ring
+[kv_heads, W, head_dim] holds those of the last positions, position p at slot p modulo W. A recurrent tensor of fixed
+shape holds what a layer made of everything so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from chunkrt.errors import ModelError
+from chunkrt.graph.plan import Plan, resolve
+from chunkrt.runtime.buffers import Array, aligned_zeros
+
+CacheDtype = Literal["float32", "float16", "int8"]
+CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
+SCALE_BYTES = 4
+"""In an int8 cache the float32 scale of each position of a head follows its head_dim values, as bytes."""
+
+Write = tuple[Array, Any, Any]
+"""An array, a key, and what belongs there; made twice it is the same."""
+
+
+class StateTensors:
+    """The tensors of one state, zero at first.
+
+    Args:
+        plan: the decoder.
+        capacity: positions to hold.
+        dtype: of caches and rings.
+        chunk_length: tokens of a chunk at most; rings are sized by it.
+
+    Raises:
+        ModelError: a tensor of the plan is of none of the three kinds.
+    """
+
+    def __init__(self, plan: Plan, capacity: int, dtype: CacheDtype, chunk_length: int) -> None:
+        slots = plan.slots(capacity, chunk_length)
+        kinds: dict[str, dict[str, Array]] = {"P": {}, "W": {}, "": {}}
+        for tensor in plan.state_tensors:
+            kind = "".join(size for size in tensor.shape if isinstance(size, str))
+            if kind not in kinds or (kind and (len(tensor.shape) != 3 or tensor.shape[1] != kind)):
+                raise ModelError(
+                    f"state {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim] or a fixed one"
+                )
+            if kind == "W" and plan.window is None:
+                raise ModelError(f"state {tensor.name!r} is a ring, but no layer of the plan has a window")
+            shape = resolve(tensor.shape, slots)
+            if kind and dtype == "int8":
+                shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
+            kinds[kind][tensor.name] = aligned_zeros(shape, dtype if kind else np.float32)
+        self.caches, self.rings, self.recurrent = kinds["P"], kinds["W"], kinds[""]
+        by_name = self.caches | self.rings | self.recurrent
+        self.by_name: Mapping[str, Array] = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
+        self.ring_slots = slots["W"]
+        self._window = plan.window
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a row at `position`, or after it, sees in a ring."""
+        return max(0, position - self._window + 1) if self._window else 0
+
+    def can_rewind(self, first: int, position: int) -> bool:
+        """Whether all that rows from `position` on need is here, if rings hold what comes after `first`."""
+        return not self.recurrent and (not self.rings or first <= self.first_seen(position))
+
+    def overwritten(self, first: int, position: int, num_tokens: int) -> Iterator[Array]:
+        """The parts that a run changes, of those that hold anything: rings hold positions `first` to `position`."""
+        yield from self.recurrent.values()
+        size = self.ring_slots
+        first = max(first, position - size)
+        count = min(position, position + num_tokens - size) - first
+        if count > 0:
+            start = first % size
+            for array in self.rings.values():
+                yield array[:, start : start + count]
+                if start + count > size:
+                    yield array[:, : start + count - size]
+
+    def held(self, position: int) -> dict[str, Array]:
+        """All, of caches the part up to a position."""
+        return {name: array[:, :position] if name in self.caches else array for name, array in self.by_name.items()}
+
+    def seen(self, position: int) -> dict[str, Array]:
+        """What rows from `position` on see; of rings, a copy in the order of positions."""
+        slots = np.arange(self.first_seen(position), position) % self.ring_slots
+        caches = {name: array[:, :position] for name, array in self.caches.items()}
+        return caches | {name: array[:, slots] for name, array in self.rings.items()} | self.recurrent
+
+    def to_be(self, held: Mapping[str, Array], position: int) -> tuple[Write, ...]:
+        """What to write so that `held` gives this again."""
+        keys = dict.fromkeys(self.caches, np.s_[:, :position])
+        return tuple((self.by_name[name], keys.get(name, ...), array) for name, array in held.items())
+
+    def to_be_seen(self, seen: Mapping[str, Array], position: int) -> tuple[Write, ...]:
+        """What to write so that `seen` gives this again, and rings hold nothing else."""
+        slots = np.arange(self.first_seen(position), position) % self.ring_slots
+        keys: dict[str, Any] = dict.fromkeys(self.caches, slice(position)) | dict.fromkeys(self.rings, slots)
+        writes = [(self.by_name[name], np.s_[:, keys.get(name, slice(None))], array) for name, array in seen.items()]
+        return (*self.to_be_empty(), *writes)
+
+    def to_be_empty(self) -> tuple[Write, ...]:
+        """What to write at position 0."""
+        return tuple((array, ..., 0) for array in (*self.rings.values(), *self.recurrent.values()))
+
+    def to_be_shifted(self, first: int, position: int, keep: int, drop: int) -> tuple[Write, ...]:
+        """What to write so that positions from `keep + drop` move down by `drop`; rings hold those from `first` on.
+
+        Of kept positions rings take along only those from 0 on, if they hold them all.
+        """
+        writes: list[Write] = [
+            (array, np.s_[:, keep : position - drop], array[:, keep + drop : position].copy())
+            for array in self.caches.values()
+        ]
+        old = np.arange(first, position)
+        old = old[(old >= keep + drop) | ((old < keep) & (first == 0))]
+        new, size = np.where(old < keep, old, old - drop), self.ring_slots
+        return (*writes, *((array, np.s_[:, new % size], array[:, old % size]) for array in self.rings.values()))

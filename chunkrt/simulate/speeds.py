@@ -1,0 +1,55 @@
+"""How tasks that run beside each other slow each other down: see `runtime/virtual_clock.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from chunkrt.runtime.tasks import Task
+from chunkrt.runtime.virtual_clock import Speeds
+from chunkrt.simulate.work import WorkOf
+
+
+def memory_speeds(gb_per_s: float, work_of: WorkOf) -> Speeds:
+    """Speeds of tasks that share a memory."""
+    return _shared(gb_per_s, lambda task: (work_of(task).num_bytes, work_of(task).ns))
+
+
+def link_speeds(gb_per_s: float, work_of: WorkOf) -> Speeds:
+    """Speeds of tasks that share a link; those that send nothing over it have 1."""
+    return _shared(gb_per_s, lambda task: (work_of(task).sent_bytes, work_of(task).ns))
+
+
+def crowd_speeds(speeds_of: Callable[[Task], Sequence[float]]) -> Speeds:
+    """Speeds by how many tasks run, as a measured profile gives them for each; entry k-1 for k tasks."""
+
+    def speeds(running: Collection[Task]) -> list[float]:
+        by_number = [speeds_of(task) for task in running]
+        return [numbers[min(len(running), len(numbers)) - 1] for numbers in by_number]
+
+    return speeds
+
+
+def slowest(*parts: Speeds) -> Speeds:
+    """Each task's least speed."""
+    return lambda running: [min(speeds) for speeds in zip(*(part(running) for part in parts), strict=True)]
+
+
+def _shared(gb_per_s: float, streamed_by: Callable[[Task], tuple[float, int]]) -> Speeds:
+    """Each task gets what it asks for, or an equal share of what others leave.
+
+    Max-min fairness. A task's progress is as its share of what it would stream alone: so many bytes in so many
+    nanoseconds.
+    """
+
+    def speeds(running: Collection[Task]) -> list[float]:
+        wanted = [num_bytes / ns if ns else 0.0 for num_bytes, ns in map(streamed_by, running)]
+        if sum(wanted) <= gb_per_s:
+            return [1.0] * len(running)
+        left, granted = gb_per_s, [0.0] * len(running)
+        by_need = sorted(range(len(running)), key=wanted.__getitem__)
+        for num_served, index in enumerate(by_need):
+            granted[index] = min(wanted[index], left / (len(running) - num_served))
+            left -= granted[index]
+        return [share / need if need else 1.0 for share, need in zip(granted, wanted, strict=True)]
+
+    return speeds

@@ -1,0 +1,69 @@
+"""The executor of single tokens: it runs fewer subgraphs than that of prompts, and changes no bit."""
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt.runtime.run import Run
+
+NAMES = ("llama_gqa", "llama_biased_gguf", "gemma3_window_5", "qwen3_next_experts", "lfm2", "phi3_longrope_short")
+CASES = [
+    *((name, {"scheme": scheme}) for name in NAMES for scheme in ("w8a8-dynamic", "w4a8-dynamic")),
+    ("llama_biased_gguf", {"scheme": "w8a16"}),
+    ("llama_biased_gguf", {"scheme": "w8a8", "shadow": "all"}),
+    ("gemma3_gguf", {"scheme": "w8a16"}),
+    ("gemma3_gguf", {"scheme": "w8a8"}),
+    ("llama_gqa", {"cache_dtype": "int8", "context_shift": True}),
+]
+
+
+def load(name, **options):
+    return chunkrt.load(checkpoint(name), npu="native", chunk_length=8, threads=2, **options)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_merged_subgraphs_change_no_bit_of_logits_or_state(name, options):
+    with load(name, **options) as engine:
+        assert len(engine._decoder.plan.subgraphs) == 2 < len(engine._executor.plan.subgraphs)
+        merged, parts = engine.make_state(), engine.make_state()
+        for token in input_ids(name)[:12]:
+            ids = np.array([token], np.int64)
+            found, expected = engine.run(Run(ids, merged)), engine._executor.run(Run(ids, parts))
+            np.testing.assert_array_equal(found.logits, expected.logits)
+            assert len(found.record.events) == 2 < len(expected.record.events)
+        for tensor, array in merged.tensors.items():
+            np.testing.assert_array_equal(array, parts.tensors[tensor], err_msg=tensor)
+
+
+def test_a_state_goes_from_one_executor_to_the_other_and_back():
+    tokens = input_ids("qwen3_next")
+    with load("qwen3_next") as engine:
+        whole, mixed = engine.session(), engine.session()
+        expected = whole.prefill(tokens[:30], logits="all").logits
+        rows = [mixed.prefill(tokens[:9], logits="all").logits]
+        rows += [mixed.prefill([token]).logits[None] for token in tokens[9:14]]
+        mixed.prefill([1, 2, 3])
+        mixed.rewind(14)  # to where a token's step ended, which the state kept
+        rows += [mixed.prefill(tokens[14:30], logits="all").logits]
+        np.testing.assert_allclose(np.concatenate(rows), expected, rtol=0, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("options", [{"ops": "-rms_norm"}, {"npu": "reference"}, {"npu": "onnxrt"}])
+def test_what_is_not_compiled_as_one_runs_in_the_executor_of_prompts(options):
+    with chunkrt.load(checkpoint("llama_gqa"), **{"npu": "native", **options}) as engine:
+        assert engine._decoder is engine._executor
+
+
+def test_a_trace_calls_merged_subgraphs_layers():
+    records = []
+    with load("llama_gqa") as engine:
+        session = engine.session()
+        session.on_run = records.append
+        session.prefill([1, 2, 3])
+        session.prefill([4])
+    prompt, token = (record.pipeline for record in records)
+    assert {stage.work for stage in prompt.stages} == {"embedding", "linears", "attention"}
+    assert [stage.work for stage in token.stages] == ["layers", "embedding"]
+    assert [stage.has_state for stage in token.stages] == [True, False]
