@@ -34,7 +34,7 @@ def test_a_fixed_window_comes_back_as_the_plan_that_it_was(tmp_path, name):
     for tensor in expected.plan.tensors.values():
         if tensor.kind == "weight":
             np.testing.assert_array_equal(found.load(tensor.name), expected.load(tensor.name), err_msg=tensor.name)
-    assert verify(path, found.plan, found.load) < 1e-4
+    assert verify(found.source, found.plan, found.load) < 1e-4
 
 
 @pytest.mark.parametrize("placement", [{"": "cpu"}, {"model.layers.*.mlp.down_proj": "cpu", "lm_head": "npu"}])

@@ -82,7 +82,7 @@ def assert_agrees(folder):
 def attributes(folder):
     """Those of the first recurrence, after the import was compared with the original."""
     planned = plan_checkpoint(folder, {})
-    assert verify(folder, planned.plan, planned.load) < TOLERANCE
+    assert verify(planned.source, planned.plan, planned.load) < TOLERANCE
     return next(n for s in planned.plan.subgraphs for n in s.nodes if n.op == "LinearAttention").attributes
 
 

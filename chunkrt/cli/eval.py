@@ -228,7 +228,7 @@ def _evaluate_layers(
     ranges = None
     if engine.scheme.is_static:
         recipe = Recipe(scheme=engine.scheme)
-        _, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
+        _, ranges = prepare(planned, checkpoint, recipe, calibration, model=model, progress=progress)
     folding = ranges.folding if ranges else Folding.none()
     return evaluate_layers(
         planned.plan,

@@ -98,16 +98,18 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         compiled_for = compiled_chunk_length(manifest)
     else:
         from chunkrt.compile.compiler import prepare
-        from chunkrt.compile.planned import plan_checkpoint
+        from chunkrt.compile.planned import open_decoder, plan_decoder
 
         with progress_bar() as progress:
             checkpoint, default_scheme = find_checkpoint(model, progress)
             recipe = choose_recipe(options, default_scheme)
             scheme = recipe.scheme
             check_scheme_of_ranks(scheme, ranks.size)
+            source, decoder = open_decoder(checkpoint, ranks)
             if recipe.search:
-                scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
-        planned = plan_checkpoint(checkpoint, options_placement(options), scheme, ranks=ranks)
+                plain = plan_decoder(source, decoder, {}, None)
+                scheme, _ = prepare(plain, checkpoint, recipe, options.calibration, model=model, progress=progress)
+        planned = plan_decoder(source, decoder, options_placement(options), scheme)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)
         compiled_for = DEFAULT_CHUNK_LENGTH

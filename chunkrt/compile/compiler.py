@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 
 from chunkrt.compile.calibrate import cached_calibration
-from chunkrt.compile.planned import open_decoder, plan_checkpoint, plan_decoder
+from chunkrt.compile.planned import open_decoder, plan_decoder
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, sampled_digest, write_manifest
@@ -20,8 +20,9 @@ from chunkrt.errors import ModelError
 from chunkrt.files import Progress, written_aside
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.planned import Planned
 from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.onnx.importing import is_onnx, verify
+from chunkrt.onnx.importing import OnnxSource, verify
 from chunkrt.quant.blocks import settle
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
@@ -59,11 +60,12 @@ def compile_checkpoint(
     scheme, ranges = recipe.scheme, None
     check_scheme_of_ranks(scheme, ranks.size)
     source, decoder = open_decoder(checkpoint, ranks)
-    if is_onnx(checkpoint):
-        imported = plan_decoder(source, decoder, {}, None)
-        verify(checkpoint, imported.plan, imported.load)
-    if scheme.is_static:
-        scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
+    if isinstance(source, OnnxSource) or scheme.is_static:
+        plain = plan_decoder(source, decoder, {}, None)
+        if isinstance(source, OnnxSource):
+            verify(source, plain.plan, plain.load)
+        if scheme.is_static:
+            scheme, ranges = prepare(plain, checkpoint, recipe, calibration, model=model, progress=progress)
     planned = plan_decoder(source, decoder, placement, scheme)
     scheme = settle(planned, scheme)
     folding = ranges.folding if ranges else Folding.none()
@@ -101,6 +103,7 @@ def compile_checkpoint(
 
 
 def prepare(
+    planned: Planned,
     checkpoint: Path,
     recipe: Recipe,
     calibration: Path | None,
@@ -110,11 +113,13 @@ def prepare(
 ) -> tuple[Scheme, Calibration]:
     """The scheme that a static recipe comes to for a checkpoint, and its calibration; from the cache if they can be.
 
+    Args:
+        planned: the checkpoint with nothing placed and nothing shadowed.
+
     Raises:
         ConfigError, ModelError, QuantizationError: see `compile_checkpoint`; a shadow is asked for a linear that is not
             there; nothing is within the budget.
     """
-    planned = plan_checkpoint(checkpoint, {})
     scheme = recipe.scheme
     check_shadowed(planned.plan, scheme)
     ranges = Calibration.load(calibration) if calibration else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo
@@ -17,15 +18,17 @@ from chunkrt.onnx.importing.tensors import StoredTensor
 class OnnxSource:
     """Tensors by the names of the initializers that they come from; linears are [out_features, in_features].
 
-    `path`: the folder, where tokenizer files are looked for. `file`: the model's.
+    `path`: the folder, where tokenizer files are looked for. `file`: the model's. `original`: the model as it was read;
+    `verify` lets go of it.
     """
 
     path: Path
     architecture: str
     config: Mapping[str, Any]
 
-    def __init__(self, file: Path, architecture: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, file: Path, architecture: str, config: Mapping[str, Any], original: onnx.ModelProto) -> None:
         self.file, self.path = file, file.parent
+        self.original: onnx.ModelProto | None = original
         self.architecture, self.config = architecture, config
         self._tensors: dict[str, StoredTensor] = {}
 
