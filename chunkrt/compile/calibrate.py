@@ -22,7 +22,7 @@ from chunkrt.checkpoints import catalogue
 from chunkrt.compile.float_run import Values, first_values, run_node, run_subgraph
 from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Count, only_writer
+from chunkrt.files import Count, made_once
 from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
@@ -76,9 +76,7 @@ def cached_calibration(
     settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
     key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
-    if found := _load_cached(path, model):
-        return found, path
-    folding = Folding.none()
+    before = None
     if equalisation is not None:
         before, _ = cached_calibration(
             planned,
@@ -89,45 +87,36 @@ def cached_calibration(
             is_rotated=is_rotated,
             progress=progress,
         )
-        folding = before.folding
 
-    def load(name: str) -> Float32:
-        return folding.apply(name, planned.load(name))
+    def made() -> Calibration:
+        folding = before.folding if before else Folding.none()
+
+        def load(name: str) -> Float32:
+            return folding.apply(name, planned.load(name))
+
+        if before and equalisation is not None:
+            head = [name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights]
+            factors = equalise(
+                planned.plan,
+                load,
+                before.channel_peaks,
+                equalisation,
+                most_for_products=MOST_FOR_PRODUCTS,
+                left_alone=head,
+            )
+            folding = folding.then(factors)
+        elif is_rotated:
+            folding = rotation(planned.plan, load)
+        calibration = calibrate(planned.plan, load, token_ids, model=model, method=method, progress=progress)
+        calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
+        calibration.save(path)
+        return calibration
 
     try:
-        with only_writer(path.parent, "calibrating"):
-            if found := _load_cached(path, model):  # made by another process meanwhile
-                return found, path
-            if path.exists():
-                log.warning("%s is damaged; calibrating again", path)
-            if equalisation is not None:
-                factors = equalise(
-                    planned.plan,
-                    load,
-                    before.channel_peaks,
-                    equalisation,
-                    most_for_products=MOST_FOR_PRODUCTS,
-                    left_alone=[
-                        name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights
-                    ],  # the head
-                )
-                folding = folding.then(factors)
-            elif is_rotated:
-                folding = rotation(planned.plan, load)
-            calibration = calibrate(planned.plan, load, token_ids, model=model, method=method, progress=progress)
-            calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
-            calibration.save(path)
-            return calibration, path
+        found = made_once(path, "calibrating", lambda: Calibration.load(path), made)
     except OSError as error:
         raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
-
-
-def _load_cached(path: Path, model: str) -> Calibration | None:
-    """A calibration of the cache; None if it is not there or damaged."""
-    try:
-        return replace(Calibration.load(path), model=model)
-    except ModelError:
-        return None
+    return replace(found, model=model), path
 
 
 def shipped_text() -> str:

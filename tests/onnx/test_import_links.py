@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.compile.planned import plan_checkpoint
@@ -52,6 +53,16 @@ def test_a_written_out_decoder_in_a_cache(tmp_path, link):
     onnx.save(model, source / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0)
     snapshot = cached(source, tmp_path, link, below="onnx")
     found = plan_checkpoint(snapshot / "model.onnx", {})
+    assert verify(found.source, found.plan, found.load) < 1e-4
+
+
+@pytest.mark.parametrize("link", [symbolic, os.link], ids=["symbolic", "hard"])
+def test_an_exported_window_in_a_cache(tmp_path, command, link):
+    """It is compared with itself as it is meant to be run."""
+    path = tmp_path / "source" / "decoder.onnx"
+    done = command("export", checkpoint("qwen2"), "-o", path, "--dtype", "fp32", "--external-data")
+    assert done.status == 0, done.err
+    found = plan_checkpoint(cached(path.parent, tmp_path, link), {})
     assert verify(found.source, found.plan, found.load) < 1e-4
 
 

@@ -251,23 +251,25 @@ def reason_of(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def open_session(model: onnx.ModelProto | Path) -> Any:
-    """An inference session of a model whose external data are as `read_proto` has it, or of a file without such.
+def open_session(
+    model: onnx.ModelProto | Path, options: Any = None, providers: Sequence[str] = ("CPUExecutionProvider",)
+) -> Any:
+    """An inference session of a model whose external data are as `read_proto` has it, or of a file.
 
     ONNX Runtime takes no absolute locations. So they are made relative to the root of the file system, in place: the
     model must be the caller's own copy.
     """
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
+    options = options or ort.SessionOptions()
+    options.log_severity_level = 4  # what fails is raised
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32, not int8, activations
     if isinstance(model, Path):
-        return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(str(model), options, providers=list(providers))
     entries = (entry for tensor in tensors_of(model.graph) for entry in tensor.external_data)
     root = ""
     for location in (entry for entry in entries if entry.key == "location"):
         root = Path(location.value).anchor
         location.value = Path(location.value).relative_to(root).as_posix()
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", root)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model.SerializeToString(), options, providers=list(providers))
