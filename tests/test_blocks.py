@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import chunkrt
-from chunkrt.backends.operands import BlockWeight, quantize_rows
 from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo
 from chunkrt.compile.planned import plan_checkpoint
@@ -24,6 +23,7 @@ from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import linear_weights
 from chunkrt.graph.planned import Planned
 from chunkrt.graph.tracing import trace
+from chunkrt.quant.arithmetic import BlockWeight, quantize_rows
 from chunkrt.quant.blocks import quantize_to_blocks, settle
 from chunkrt.quant.scheme import SCHEMES, Scheme
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint

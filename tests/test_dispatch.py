@@ -14,7 +14,6 @@ from chunkrt.backends import dispatch, make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.functions import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.operands import quantize_rows
 from chunkrt.backends.reference import rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.segments import SegmentedExecutable
@@ -22,6 +21,7 @@ from chunkrt.backends.switches import Switches
 from chunkrt.engine.sampling import Sampler
 from chunkrt.errors import BackendError, ConfigError, PartitionError
 from chunkrt.graph.operators import uses
+from chunkrt.quant.arithmetic import quantize_rows
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.decoder import random_decoder
 from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid

@@ -8,16 +8,21 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends.operands import BlockWeight, DynamicWeight, StaticWeight
 from chunkrt.backends.reference import run_operator
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.planned import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY
-from chunkrt.engine_directory.weights import quantize_weight, quantize_weight_in_blocks
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, NUM_SHOWN, evaluate_layers
 from chunkrt.evaluation.layers_picture import draw_layers
 from chunkrt.graph.plan import linear_nodes, resolve
+from chunkrt.quant.arithmetic import (
+    BlockWeight,
+    DynamicWeight,
+    StaticWeight,
+    quantize_weight,
+    quantize_weight_in_blocks,
+)
 from chunkrt.quant.blocks import quantize_to_blocks
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.grid import grids_of

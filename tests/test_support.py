@@ -289,7 +289,7 @@ def test_a_backend_that_is_not_here_is_held_against_nobody(monkeypatch, command)
             raise BackendUnavailableError("not built")
         return make_backend(name, threads=threads)
 
-    monkeypatch.setattr("chunkrt.compile.support.make_backend", make)
+    monkeypatch.setattr("chunkrt.backends.coverage.make_backend", make)
     report = check_support(checkpoint("llama_gqa"))
     assert (report.unavailable, report.gaps) == ({"native": "not built"}, [])
     assert "native was not asked: not built" in command("support", checkpoint("llama_gqa")).out

@@ -21,6 +21,11 @@ LEVELS = {8: 127, 16: 127 * 257}
 base 256; a 16-bit integer product can therefore be had from two of 8 bits."""
 
 
+Storage = Literal["float32", "int8", "int4", "blocks"]
+"""How a linear's weight is stored: as it is; as integers for each output channel, of 8 bits, or of 4 that are kept as
+products with the multipliers of their blocks; in a checkpoint's blocks of 4 bits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """One named way to quantise the linears. Patterns match the names of their weights.
@@ -83,9 +88,16 @@ class Scheme:
         """Bits of one linear's weight."""
         return 8 if self.weight_bits == 4 and _matches(weight, self.weights_of_8_bits) else self.weight_bits
 
+    def storage_of(self, weight: str) -> Storage:
+        """How a linear's weight is stored."""
+        bits = self.weight_bits_of(weight)
+        if bits == 4:
+            return "blocks" if self.activations == "dynamic" else "int4"
+        return "int8" if bits == 8 else "float32"
+
     def has_blocks(self, weight: str) -> bool:
         """Whether a linear's weight is stored in blocks of 4 bits, each with a scale and a minimum."""
-        return self.activations == "dynamic" and self.weight_bits_of(weight) == 4
+        return self.storage_of(weight) == "blocks"
 
     def has_column_grids(self, weight: str) -> bool:
         """Whether the columns of a linear's output have grids of their own."""

@@ -90,7 +90,9 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     """
     file = find_model(path)
     try:
-        return _import(file)
+        source, decoder = _import(file)
+        source.keep({name for parameter in decoder.parameters() for name in parameter.checkpoint_tensors})
+        return source, decoder
     except MALFORMED as error:
         raise ModelError(
             f"{file} is damaged: it has a node that lacks what its operator needs "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,10 @@ class OnnxSource:
             unique, number = f"{name}.{number}", number + 1
         self._tensors[unique] = tensor
         return unique
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget all tensors but these."""
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     def names(self) -> Sequence[str]:
         """Every tensor that the decoder reads."""
