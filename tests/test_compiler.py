@@ -101,7 +101,7 @@ def test_a_weight_that_cannot_be_quantised_leaves_nothing(tmp_path, monkeypatch)
     def refuse(*_, name):
         raise QuantizationError(f"{name} is not finite")
 
-    monkeypatch.setattr("chunkrt.engine_directory.weights.quantize_weight", refuse)
+    monkeypatch.setattr("chunkrt.quant.arithmetic.quantize_weight", refuse)
     with pytest.raises(QuantizationError, match="is not finite"):
         compile_into(tmp_path / "engine")
     assert not any(tmp_path.iterdir())
