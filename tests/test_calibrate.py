@@ -25,7 +25,7 @@ from chunkrt.compile.calibrate import (
     shipped_text,
     text_digest,
 )
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.calibration import SHADOW_SHARE, Calibration, num_hot_channels

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from chunkrt.compile import search as choose_module
 from chunkrt.compile.calibrate import WINDOW_LENGTH, cached_calibration
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.search import (
     NEGLIGIBLE,
     NUM_WINDOWS,

@@ -29,7 +29,7 @@ from chunkrt.engine_directory.manifest import (
     sampled_digest,
     write_manifest,
 )
-from chunkrt.engine_directory.store import WeightWriter
+from chunkrt.engine_directory.weights import WeightWriter
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.quant.scheme import SCHEMES, Recipe
 

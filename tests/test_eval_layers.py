@@ -10,7 +10,7 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 from chunkrt.backends.reference import run_operator
 from chunkrt.compile.calibrate import cached_calibration
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, NUM_SHOWN, evaluate_layers
@@ -20,10 +20,10 @@ from chunkrt.quant.arithmetic import (
     BlockWeight,
     DynamicWeight,
     StaticWeight,
+    quantize_to_blocks,
     quantize_weight,
     quantize_weight_in_blocks,
 )
-from chunkrt.quant.blocks import quantize_to_blocks
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.grid import grids_of
 

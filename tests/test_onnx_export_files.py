@@ -12,10 +12,10 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from onnx_models import FAMILIES, open_model, planned
 from random_folders import write_folder
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, QuantizationError, UnsupportedModelError
+from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Plan
-from chunkrt.graph.planned import Planned
 from chunkrt.onnx.exporting import (
     DynamicSettings,
     SubgraphSettings,

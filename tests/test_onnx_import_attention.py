@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small_onnx import CONTRIB, HEADS, HIDDEN, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx.importing import import_decoder, verify
 

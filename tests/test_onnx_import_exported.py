@@ -10,7 +10,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.cli import cli
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.onnx.importing import import_decoder, verify
 from chunkrt.onnx.session import OnnxSession

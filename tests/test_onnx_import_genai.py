@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import chunkrt
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import make_decoder
 from chunkrt.graph.partition import partition

@@ -17,7 +17,7 @@ from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES
 from chunkrt.checkpoints.safetensors import SafetensorsSource
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.support import check_support
 from chunkrt.errors import BackendUnavailableError, ModelError
 from chunkrt.graph.decoders import FAMILIES

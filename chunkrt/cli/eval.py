@@ -220,8 +220,7 @@ def _bos_id(engine: Engine) -> int | None:
 def _evaluate_layers(
     engine: Engine, model: str, calibration: Path | None, windows: list[list[int]], progress: Progress
 ) -> LayersRun:
-    from chunkrt.compile.compiler import prepare
-    from chunkrt.compile.planned import plan_checkpoint
+    from chunkrt.compile.compiler import plan_checkpoint, prepare
 
     checkpoint, _ = find_checkpoint(model, progress)
     planned = plan_checkpoint(checkpoint, {})

@@ -32,7 +32,7 @@ from chunkrt.quant.rotation import rotation
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from chunkrt.graph.planned import Planned
+    from chunkrt.graph.partition import Planned
 
 Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]

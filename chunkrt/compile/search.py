@@ -30,7 +30,7 @@ from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot
 from chunkrt.quant.scheme import BLOCK_LENGTH, CHOICE_FORMAT, Recipe, Scheme, Search
 
 if TYPE_CHECKING:
-    from chunkrt.graph.planned import Planned
+    from chunkrt.graph.partition import Planned
 
 Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]

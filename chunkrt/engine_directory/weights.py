@@ -1,40 +1,67 @@
-"""Preparing weights: from checkpoint tensors to what an engine stores under a scheme, one tensor at a time."""
+"""Preparing weights: from checkpoint tensors to what an engine stores under a scheme, one tensor at a time.
+
+W [K, N] (as in `X @ W`) is stored as int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, W[k, n] at
+[n // 16, k // 4, n % 16, k % 4]. Four k of one column are adjacent because every int8 dot-product instruction (VNNI
+vpdpbusd, NEON sdot) consumes four; sixteen columns fill one cache line and one 512-bit register; the eight-k operands
+of NEON smmla come from two neighbouring k-groups by one zip.
+
+One of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16, k // 32,
+k % 32 // 8, n % 16, k % 4], in the low half of the byte where k % 8 < 4, else in the high half: a mask or a shift makes
+groups of four k as above. Beside it, float16 [ceil(N/16), K/32, 2, 16], are the scales of 16 columns and then their
+minima. Both are zero past N.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.engine_directory.layout import pack, pack_blocks, packed_blocks_shapes, packed_shape
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, FLOAT_TYPES, BlockTensor
 from chunkrt.engine_directory.store import (
     BLOCK_SCALE_SUFFIX,
+    CODES,
+    COLUMNS_PER_BLOCK,
+    DEPTH_PER_GROUP,
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
     SCALE_SUFFIX,
     Entry,
-    WeightWriter,
 )
 from chunkrt.errors import QuantizationError, unknown_name
-from chunkrt.graph.plan import MAIN_SUFFIX, Node, Plan, Tensor, embedding_tables, expert_weights, linear_nodes, resolve
+from chunkrt.graph.plan import (
+    MAIN_SUFFIX,
+    Node,
+    Plan,
+    Tensor,
+    embedding_tables,
+    expert_weights,
+    linear_nodes,
+    linear_weights,
+    resolve,
+)
 from chunkrt.quant.arithmetic import quantize_linear, quantize_weight
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, Storage
 
+if TYPE_CHECKING:
+    from chunkrt.graph.partition import Planned
+
 Float32 = NDArray[np.float32]
 LoadBlocks = Callable[[str], BlockTensor | None]
 """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name, if it has them."""
 
+ALIGNMENT_BYTES = 64
 ORDER = {"int8": 0, "uint8": 0, "float32": 1, "float16": 2}
 
 
@@ -60,6 +87,59 @@ def check_shadowed(plan: Plan, scheme: Scheme) -> None:
             )
 
 
+class WeightWriter:
+    """Writes a store front to back, one array at a time, in the order of its entries."""
+
+    def __init__(self, file: IO[bytes], entries: Sequence[Entry]) -> None:
+        self._file = file
+        self._entries: Iterator[Entry] = iter(entries)
+        header: dict[str, Any] = {
+            "__metadata__": {e.name: json.dumps(e.logical_shape) for e in entries if e.logical_shape != e.shape}
+        }
+        offset = 0
+        for entry in entries:
+            end = offset + entry.num_bytes
+            header[entry.name] = {
+                "dtype": CODES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
+        file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, array: NDArray[Any]) -> None:
+        """Append the next entry's array; its shape and dtype must be the announced ones."""
+        entry = next(self._entries)
+        assert (array.shape, array.dtype) == (entry.shape, np.dtype(entry.dtype)), entry.name
+        self._file.write(np.ascontiguousarray(array).data)
+
+
+def settle(planned: Planned, scheme: Scheme) -> Scheme:
+    """A scheme as the checkpoint lets it be: `weights_of_8_bits` names every linear that is not in blocks.
+
+    In blocks are linears all of whose tensors the checkpoint has so, unless a rank's share would cut a block; and
+    those whose tensors are floats, if the scheme does not keep them in 8 bits and blocks divide their depth. A scheme
+    without blocks comes back as it is.
+
+    Raises:
+        ModelError: the checkpoint lacks a tensor.
+    """
+    if scheme.weight_bits != 4 or scheme.is_static:
+        return scheme
+
+    def is_in_blocks(name: str) -> bool:
+        parameter = planned.parameters[name]
+        types = parameter.stored_as(planned.source)
+        depth, _ = resolve(planned.plan.tensors[name].shape, {})
+        is_made_here = types <= FLOAT_TYPES and scheme.has_blocks(name) and depth % BLOCK_DEPTH == 0
+        return (types <= BLOCK_TYPES and parameter.keeps_blocks) or is_made_here
+
+    others = sorted(name for name in linear_weights(planned.plan) if not is_in_blocks(name))
+    return replace(scheme, weights_of_8_bits=tuple(others))
+
+
 def write_weights(
     plan: Plan,
     scheme: Scheme,
@@ -73,7 +153,7 @@ def write_weights(
     """Load every weight of the plan, quantise what the scheme says, and write the store.
 
     Args:
-        scheme: as `Planned.settle` gives it, if it has linears in blocks.
+        scheme: as `settle` gives it, if it has linears in blocks.
         load: a weight's values by its plan name; called at most once a weight, results are dropped at once.
         load_blocks: asked first for linears in blocks; without an answer their values are quantised.
         path: written in full or not at all is the caller's business (write aside, rename).
@@ -206,3 +286,40 @@ def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
         for name, tensor in plan.tensors.items()
         if tensor.kind == "weight"
     }
+
+
+def packed_shape(depth: int, columns: int) -> tuple[int, int, int, int]:
+    """Shape of the packed form of a weight [depth, columns]."""
+    blocks, groups = -(-columns // COLUMNS_PER_BLOCK), -(-depth // DEPTH_PER_GROUP)
+    return blocks, groups, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP
+
+
+def pack(weight: NDArray[np.int8]) -> NDArray[np.int8]:
+    """int8 [K, N] to the packed layout."""
+    depth, columns = weight.shape
+    blocks, groups, _, _ = packed_shape(depth, columns)
+    padded = np.zeros((groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK), np.int8)
+    padded[:depth, :columns] = weight
+    tiles = padded.reshape(groups, DEPTH_PER_GROUP, blocks, COLUMNS_PER_BLOCK)
+    return np.ascontiguousarray(tiles.transpose(2, 0, 3, 1))
+
+
+def packed_blocks_shapes(depth: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the packed form of a weight [depth, columns] in blocks: its bytes, and its scales and minima."""
+    tiles, blocks = -(-columns // COLUMNS_PER_BLOCK), -(-depth // BLOCK_DEPTH)
+    pairs = BLOCK_DEPTH // (2 * DEPTH_PER_GROUP)
+    return (tiles, blocks, pairs, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP), (tiles, blocks, 2, COLUMNS_PER_BLOCK)
+
+
+def pack_blocks(weight: BlockTensor) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """A tensor [N, K] in blocks to the packed layout: bytes, and scales with minima."""
+    columns, depth = weight.integers.shape
+    (tiles, blocks, pairs, *_), scales_shape = packed_blocks_shapes(depth, columns)
+    padded = np.zeros((tiles * COLUMNS_PER_BLOCK, depth), np.uint8)
+    padded[:columns] = weight.integers
+    halves = padded.reshape(tiles, COLUMNS_PER_BLOCK, blocks, pairs, 2, DEPTH_PER_GROUP).transpose(4, 0, 2, 3, 1, 5)
+    scales = np.zeros((tiles * COLUMNS_PER_BLOCK, blocks, 2), np.float16)
+    scales[:columns] = np.stack([weight.scales, weight.minima], axis=-1)
+    by_tile = scales.reshape(tiles, COLUMNS_PER_BLOCK, blocks, 2).transpose(0, 2, 3, 1)
+    assert by_tile.shape == scales_shape
+    return np.ascontiguousarray(halves[0] | halves[1] << 4), np.ascontiguousarray(by_tile)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
 from chunkrt.errors import QuantizationError
-from chunkrt.quant.blocks import COLUMNS_AT_ONCE, quantize_to_blocks
 from chunkrt.quant.grid import LinearGrids, excess_over_grid, round_to_grid
 from chunkrt.quant.outliers import take_outliers
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, Storage
@@ -25,6 +24,12 @@ Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]
 """x float32 [T, K] to integers of the same shape and the scale of each row [T, 1]; `quantize_rows` is ours."""
 
 MOST_4_BIT, MOST_MULTIPLIER = 7, 16
+
+COLUMNS_AT_ONCE = 1024
+"""Output channels quantised together: bounds the temporary copies of a large linear."""
+
+MOST = 15
+"""The largest integer of 4 bits without a sign."""
 
 
 class Integers(NamedTuple):
@@ -116,6 +121,40 @@ def quantize_weight_in_blocks(
             multipliers[:, part][better] = multiplier
             products[:, :, part] = np.where(better[:, None], rounded, products[:, :, part])
     return products.reshape(-1, columns)[:depth], scale, multipliers
+
+
+def quantize_to_blocks(weight: NDArray[np.float32], *, name: str = "weight") -> BlockTensor:
+    """Blocks as Q4_1 has them, each from its smallest weight to its largest.
+
+    Args:
+        weight: float32 [K, N], as in `X @ W`; any strides; K a multiple of BLOCK_DEPTH.
+
+    Returns:
+        A tensor [N, K]: minimum = min(block) and scale = (max(block) - minimum) / 15, both rounded to float16, then
+        integer = round((w - minimum) / scale), ties to even. A block of equal weights has scale 0.
+
+    Raises:
+        QuantizationError: a weight is not finite, or a block's minimum or scale is too large for float16.
+    """
+    depth, columns = weight.shape
+    integers = np.empty((columns, depth), np.uint8)
+    scales, minima = (np.empty((columns, depth // BLOCK_DEPTH), np.float16) for _ in range(2))
+    for begin in range(0, columns, COLUMNS_AT_ONCE):
+        part = slice(begin, begin + COLUMNS_AT_ONCE)
+        blocks = weight[:, part].T.reshape(-1, depth // BLOCK_DEPTH, BLOCK_DEPTH)
+        with np.errstate(over="ignore", invalid="ignore"):
+            minima[part] = blocks.min(axis=-1)
+            minimum = minima[part].astype(np.float32)
+            scales[part] = (blocks.max(axis=-1) - minimum) / np.float32(MOST)
+        if not (np.isfinite(minima[part]).all() and np.isfinite(scales[part]).all()):
+            raise QuantizationError(
+                f"{name} holds values that are not finite, or too large for blocks of 4 bits with float16 scales; "
+                "use the scheme 'w8a8-dynamic' if the checkpoint is not damaged"
+            )
+        scale = scales[part].astype(np.float32)
+        steps = (blocks - minimum[..., None]) / np.where(scale > 0, scale, np.float32(np.inf))[..., None]
+        integers[part] = np.rint(steps).clip(0, MOST).reshape(-1, depth)
+    return BlockTensor(integers=integers, scales=scales, minima=minima)
 
 
 def _column_limits(weight: Float32, name: str) -> Float32:

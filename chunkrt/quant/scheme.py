@@ -47,7 +47,7 @@ class Scheme:
     shadowed: static only: linears whose 8-bit input grid holds most values, but not the few largest; what these exceed
         it by is multiplied in float beside, by a `chunkrt::ShadowLinear` on the CPU.
     weights_of_8_bits: linears that keep 8-bit weights where others have 4. With dynamic activations that is up to the
-        checkpoint as well: what an engine is compiled under names them all (`quant/blocks.py`).
+        checkpoint as well: what an engine is compiled under names them all (`engine_directory/weights.py`).
     equalisation: static only: how much of the unevenness between the channels of an input is moved into the weights
         beforehand, 0 to 1; None: nothing is. See `quant/folding.py`.
     is_rotated: whether the residual stream is rotated beforehand, so that no channel stands out.

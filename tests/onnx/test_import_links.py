@@ -11,7 +11,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.onnx.importing import verify
 
 FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
