@@ -41,7 +41,7 @@ class Tiny:
         with chunkrt.load(GGUF, npu="reference", **options) as engine:
             self.scheme = engine.scheme
         planned = plan_checkpoint(GGUF, {})
-        self.plan, self.calibration, folding = planned.plan, None, Folding.none()
+        self.plan, self.calibration, folding = planned.plan, None, Folding()
         if self.scheme.is_static:
             equalisation = self.scheme.equalisation
             self.calibration, _ = cached_calibration(planned, GGUF, model="tiny", equalisation=equalisation)

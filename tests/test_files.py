@@ -114,7 +114,7 @@ def save_a_calibration(path):
         method="mse",
         equalisation=None,
         is_rotated=False,
-        folding=Folding.none(),
+        folding=Folding(),
         hot_channels={},
         **arrays,
     ).save(path)

@@ -218,7 +218,7 @@ def test_static_subgraphs_are_written_all_or_none(tmp_path):
 
 def reference(decoder, subgraph, inputs):
     """Its outputs by the operators of the reference backend."""
-    from chunkrt.compile.float_run import run_node
+    from chunkrt.compile.calibrate import run_node
 
     values = {"": None, **inputs, **{name: decoder.load(name) for name in subgraph.weights}}
     for node in subgraph.nodes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from chunkrt.backends import BACKENDS, Backend, make_backend
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.errors import BackendUnavailableError
-from chunkrt.graph.plan import Node, Plan, Subgraph
+from chunkrt.graph.plan import Node, Plan
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
 
 NPU = "npu"
@@ -55,7 +55,7 @@ def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
             alone, name = replace(subgraph, nodes=(node,)), _operator_name(node)
             counts[name] += 1
             verdicts = {backend.name: backend.supports(alone, plan, scheme).reason for backend in backends}
-            if _is_for_npu(subgraph):
+            if subgraph.is_static and subgraph.device == NPU:
                 verdicts[NPU] = npu_support(alone, plan, npu_scheme).reason
             known = refusals.setdefault(name, {})
             known.update({backend: known.get(backend) or reason for backend, reason in verdicts.items()})
@@ -67,12 +67,8 @@ def _operator_name(node: Node) -> str:
     return f"{node.op}[{kind}]" if kind else node.op
 
 
-def _is_for_npu(subgraph: Subgraph) -> bool:
-    return subgraph.is_static and subgraph.device == "npu"
-
-
 def refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
     """Those that are placed on the NPU, under its default scheme."""
     scheme = find_scheme(DEFAULT_NPU_SCHEME)
-    verdicts = {s.name: npu_support(s, plan, scheme) for s in plan.subgraphs if _is_for_npu(s)}
+    verdicts = {s.name: npu_support(s, plan, scheme) for s in plan.subgraphs if s.is_static and s.device == NPU}
     return [RefusedSubgraph(name=name, node=v.node, reason=v.reason) for name, v in verdicts.items() if not v]

@@ -11,18 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from chunkrt.checkpoints import gguf_keys
 from chunkrt.checkpoints.gguf_header import GgufTensor
-from chunkrt.checkpoints.gguf_keys import (
-    LONG_FACTORS,
-    SHORT_FACTORS,
-    Config,
-    Keys,
-    common_config,
-    gemma3_config,
-    lfm2_config,
-    phi3_config,
-    qwen3_next_config,
-)
+from chunkrt.checkpoints.gguf_keys import Config, Keys, common_config
 from chunkrt.checkpoints.gguf_layout import (
     AS_IT_IS,
     DEPTHWISE,
@@ -167,7 +158,7 @@ ARCHITECTURES = {
         layer=_LFM2_LAYER,
         layouts=lambda config: {"shortconv.conv": DEPTHWISE},
         refused=SCALINGS | WINDOWS,
-        config=lfm2_config,
+        config=gguf_keys.lfm2_config,
         is_hybrid=True,
     ),
     "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS | WINDOWS),
@@ -176,15 +167,15 @@ ARCHITECTURES = {
         model=MODEL,
         layer=LAYER | HEAD_NORMS | SANDWICH_NORMS,
         refused=SCALINGS - {"final_logit_softcapping"},
-        config=gemma3_config,
+        config=gguf_keys.gemma3_config,
     ),
     "phi3": Architecture(
         model_type="phi3",
         model=MODEL,
         layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        in_config=(LONG_FACTORS, SHORT_FACTORS),
+        in_config=(gguf_keys.LONG_FACTORS, gguf_keys.SHORT_FACTORS),
         refused=SCALINGS,
-        config=phi3_config,
+        config=gguf_keys.phi3_config,
     ),
     "qwen3": Architecture(model_type="qwen3", model=MODEL, layer=LAYER | HEAD_NORMS, refused=SCALINGS | WINDOWS),
     "qwen35": Architecture(
@@ -193,7 +184,7 @@ ARCHITECTURES = {
         layer=_QWEN3_NEXT_LAYER,
         layouts=tiled_value_heads,
         refused=SCALINGS | WINDOWS | {"nextn_predict_layers"},
-        config=qwen3_next_config,
+        config=gguf_keys.qwen3_next_config,
     ),
     "qwen3next": Architecture(
         model_type="qwen3_next",
@@ -201,7 +192,7 @@ ARCHITECTURES = {
         layer=_QWEN3_NEXT_LAYER | _EXPERTS,
         layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM, "ffn_gate_inp_shexp": SINGLE_ROW},
         refused=(SCALINGS | WINDOWS) - {"expert_count"},
-        config=qwen3_next_config,
+        config=gguf_keys.qwen3_next_config,
     ),
 }
 

@@ -228,7 +228,7 @@ def _evaluate_layers(
     if engine.scheme.is_static:
         recipe = Recipe(scheme=engine.scheme)
         _, ranges = prepare(planned, checkpoint, recipe, calibration, model=model, progress=progress)
-    folding = ranges.folding if ranges else Folding.none()
+    folding = ranges.folding if ranges else Folding()
     return evaluate_layers(
         planned.plan,
         lambda name: folding.apply(name, planned.load(name)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.backends.reference import run_operator
 from chunkrt.checkpoints import catalogue
-from chunkrt.compile.float_run import Values, first_values, run_node, run_subgraph
 from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Count, made_once
-from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes
+from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes, resolve
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
 from chunkrt.quant.folding import Folding
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
+Values = Mapping[str, Any]
+RunNode = Callable[[Node, Values], Any]
+"""One operator, given all values known by then: its output, or a tuple of them."""
+
 log = logging.getLogger(__name__)
 
 WINDOW_LENGTH = 512
@@ -89,7 +93,7 @@ def cached_calibration(
         )
 
     def made() -> Calibration:
-        folding = before.folding if before else Folding.none()
+        folding = before.folding if before else Folding()
 
         def load(name: str) -> Float32:
             return folding.apply(name, planned.load(name))
@@ -206,7 +210,7 @@ def calibrate(
         method=method,
         equalisation=None,
         is_rotated=False,
-        folding=Folding.none(),
+        folding=Folding(),
         peaks=observer.peaks,
         limits=observer.limits,
         shadow_limits=observer.shadow_limits,
@@ -215,6 +219,37 @@ def calibrate(
         shadowed_column_peaks=observer.shadowed_column_peaks,
         hot_channels=observer.hot_channels,
     )
+
+
+def first_values(token_ids: TokenIds, logit_rows: NDArray[np.int64]) -> dict[str, Any]:
+    """What a decoder is given for tokens that start at position 0."""
+    return {"input_ids": token_ids, "position": np.zeros(1, np.int64), "logit_rows": logit_rows}
+
+
+def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Float32], run: RunNode) -> dict[str, Any]:
+    """Run one subgraph of a plan on a window: from the values that live before it to those that live after it."""
+    subgraph = plan.subgraphs[index]
+    num_tokens = len(live["input_ids"])
+    symbols = {"P": num_tokens, "W": num_tokens}
+    caches = {name: np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32) for name in subgraph.state}
+    table_row = {"rope_position": np.array([plan.rope_offset(num_tokens)])}
+    values: dict[str, Any] = {
+        "": None,
+        **live,
+        **table_row,
+        **{name: weights[name] for name in subgraph.weights},
+        **caches,
+    }
+    for node in subgraph.nodes:
+        results = run(node, values)
+        values.update(zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True))
+    later = {name for s in plan.subgraphs[index + 1 :] for name in s.inputs} | {plan.output, "input_ids"}
+    return {name: values[name] for name in (*live, *subgraph.outputs) if name in later}
+
+
+def run_node(node: Node, values: Values) -> Any:
+    """One operator in float."""
+    return run_operator(node, [values[name] for name in node.inputs])
 
 
 class _Observer:

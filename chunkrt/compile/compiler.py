@@ -103,7 +103,7 @@ def compile_checkpoint(
             scheme, ranges = prepare(plain, checkpoint, recipe, calibration, model=model, progress=progress)
     planned = plan_decoder(source, decoder, placement, scheme.is_shadowed)
     scheme = settle(planned, scheme)
-    folding = ranges.folding if ranges else Folding.none()
+    folding = ranges.folding if ranges else Folding()
     try:
         with written_aside(folder) as aside:
             aside.mkdir()

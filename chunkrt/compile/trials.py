@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.compile.float_run import RunNode, Values, first_values, run_node, run_subgraph
+from chunkrt.compile.calibrate import RunNode, Values, first_values, run_node, run_subgraph
 from chunkrt.engine_directory.weights import LoadBlocks
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import Node, Plan, linear_nodes, resolve

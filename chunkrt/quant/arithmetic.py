@@ -171,12 +171,21 @@ def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
     return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
 
 
-class DynamicWeight:
-    """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left one is measured row by row."""
+class IntegerWeight:
+    """An int8 weight [K, N] with its scales [N]."""
 
     def __init__(self, integers: NDArray[Any], scale: Float32, dtype: Dtype = np.float64) -> None:
-        self._integers = integers.astype(dtype, copy=False)  # products of int8 sum exactly in float64, and by BLAS
+        self._integers = integers.astype(dtype, copy=False)  # in float64: by BLAS, and exact up to a depth of 2^29
         self._scale = scale
+
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        values: Float32 = np.multiply(self._integers, self._scale).astype(np.float32)
+        return values
+
+
+class DynamicWeight(IntegerWeight):
+    """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left one is measured row by row."""
 
     def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]; what is left of rows without their outliers is quantised."""
@@ -185,11 +194,6 @@ class DynamicWeight:
         result = _product(quantized, self._integers).astype(np.float32, copy=False) * row_scale * self._scale
         taken: Float32 = (_product(outliers, self._integers) * self._scale).astype(np.float32, copy=False)
         return result + taken
-
-    def dequantise(self) -> Float32:
-        """The weight in float32 [K, N]."""
-        values: Float32 = np.multiply(self._integers, self._scale).astype(np.float32)
-        return values
 
 
 class BlockWeight:
@@ -221,7 +225,7 @@ class BlockWeight:
         return np.concatenate([i * scale + minimum for i, scale, minimum in self._blocks]).astype(np.float32)
 
 
-class StaticWeight:
+class StaticWeight(IntegerWeight):
     """An int8 weight [K, N] with its scales [N], the grid of the left operand, and that of the result if it has one."""
 
     def __init__(
@@ -234,11 +238,8 @@ class StaticWeight:
         output_step: Float32 | None,
         dtype: Dtype = np.float64,
     ) -> None:
-        self._integers = integers.astype(dtype, copy=False)  # float64: exact up to a depth of 2^29
-        self._scale = scale
-        self._bits = bits
-        self._input_step = input_step
-        self._output_step = output_step
+        super().__init__(integers, scale, dtype)
+        self._bits, self._input_step, self._output_step = bits, input_step, output_step
 
     def multiply(self, left: Float32) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]."""
@@ -253,11 +254,6 @@ class StaticWeight:
         excess = _product(excess_over_grid(left, self._input_step), self._integers)
         result: Float32 = (excess * self._scale).astype(np.float32, copy=False)
         return result
-
-    def dequantise(self) -> Float32:
-        """The weight in float32 [K, N]."""
-        values: Float32 = np.multiply(self._integers, self._scale).astype(np.float32)
-        return values
 
 
 QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
