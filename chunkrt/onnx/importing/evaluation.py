@@ -261,9 +261,10 @@ def open_session(
     """
     import onnxruntime as ort
 
-    options = options or ort.SessionOptions()
+    if options is None:
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # activations in float32
     options.log_severity_level = 4  # what fails is raised
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32, not int8, activations
     if isinstance(model, Path):
         return ort.InferenceSession(str(model), options, providers=list(providers))
     entries = (entry for tensor in tensors_of(model.graph) for entry in tensor.external_data)
