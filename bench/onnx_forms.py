@@ -19,9 +19,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import chunkrt
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.resolve import find_checkpoint
-from chunkrt.graph.planned import Planned
+from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting import (
     DynamicSettings,
     WindowSettings,

@@ -1,12 +1,12 @@
-"""Folders that several processes write into: an entry is there whole or not at all, and nothing is left by the dead.
+"""Files and folders that several processes write: each is there whole or not at all, and nothing is left by the dead.
 
-An entry is written under a hidden name beside its own, then renamed. Only one process at a time writes into a folder of
-the cache, so whatever is hidden there was left by one that died, and the next writer removes it.
+An entry is written under a hidden name beside its own, the same for every attempt, then renamed: what was left by a
+process that was killed is replaced by the next one. Only one process at a time writes into a folder of the cache, so
+whatever is hidden there was left by one that died, and the next writer removes it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -16,15 +16,16 @@ import shutil
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import ZipFile
 
 from filelock import FileLock, Timeout
 
 log = logging.getLogger(__name__)
+Entry = TypeVar("Entry")
 
 Count = Callable[[int, int], None]
 """Told how much of something is done, and of how much."""
@@ -66,24 +67,55 @@ def only_writer(folder: Path, doing: str) -> Iterator[None]:
         yield
 
 
+def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[[], Entry]) -> Entry:
+    """An entry of a cache: read, or made by one process while the others wait, then to read it.
+
+    Args:
+        path: the entry, in a folder of chunkrt's own.
+        doing: what makes it, for warnings: "compiling a model".
+        read: only called if something is there; whatever it raises is damage, which is warned of and made anew.
+        make: writes it, by `written_aside`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with suppress(Exception):  # a damaged entry raises whatever its bytes lead to
+        if path.exists():
+            return read()
+    with only_writer(path.parent, doing):
+        try:
+            if path.exists():  # made by another process meanwhile
+                return read()
+        except Exception as error:
+            log.warning("%s is damaged (%s); %s again", path, str(error) or type(error).__name__, doing)
+            remove(path)
+        return make()
+
+
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """A path to write a file or a folder to, which becomes `path` when the block ends well, and else is removed.
 
-    It is the same for every attempt, so an attempt that was killed leaves nothing after the next; attempts must not
-    overlap. A folder does not replace another.
+    It is on the disk before it is renamed. Of several attempts at once each waits for the one before it. A file
+    replaces another, a folder does not.
 
     Raises:
         OSError: the folder around it cannot be made, or it cannot be renamed.
     """
-    aside = path.with_name(f".{path.name}.part")
-    remove(aside)
+    aside, lock = (path.parent / f".{path.name}{suffix}" for suffix in (".part", ".lock"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield aside
-        aside.rename(path)
-    finally:
+    with locked(lock, f"writing {path}"):
         remove(aside)
+        try:
+            yield aside
+            for file in (aside, *aside.rglob("*")):
+                if file.is_file():
+                    with file.open("rb+") as written:
+                        os.fsync(written.fileno())
+            aside.replace(path)
+        finally:
+            remove(aside)
+            remove(lock)  # while it is held: whoever waits for it tells that it is gone, and makes another
 
 
 def read_text(path: Path) -> str:
@@ -152,7 +184,7 @@ def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
 
 def remove(path: Path) -> None:
     """Delete a file or a folder, as far as that can be done."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

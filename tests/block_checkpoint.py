@@ -2,10 +2,9 @@
 
 from chunkrt.checkpoints.source import TensorInfo
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.partition import partition
-from chunkrt.graph.planned import Planned
+from chunkrt.graph.partition import Planned, partition
 from chunkrt.graph.tracing import trace
-from chunkrt.quant.blocks import quantize_to_blocks
+from chunkrt.quant.arithmetic import quantize_to_blocks
 from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, RandomCheckpoint
 
 

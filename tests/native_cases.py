@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from chunkrt.engine_directory.layout import pack
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.weights import pack
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import LEVELS, Scheme, find_scheme
 

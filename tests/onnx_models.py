@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 from fixture_checkpoints import checkpoint
 
-from chunkrt.compile.planned import plan_checkpoint
-from chunkrt.graph.planned import Planned
+from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting import WindowSettings, window_model
 
 FAMILIES = ("llama_gqa", "qwen3", "gemma3_window_5", "lfm2", "qwen3_next")

@@ -1,85 +1,165 @@
-"""Files that are read whole: regular ones, of bounded depth, and archives of bounded size."""
+"""Files that processes share: whole or not at all, one writer at a time, nothing of the dead stays."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
-import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
-from fixture_checkpoints import checkpoint
-from random_folders import write_folder
+from fake_backend import make_plan
+from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt.checkpoints.catalogue.entry import read_entry
-from chunkrt.engine.settings import read_settings
-from chunkrt.errors import ChunkrtError, ConfigError, ModelError
-from chunkrt.files import check_archive, parse_json, read_toml
-from chunkrt.graph.placement import read_placement
-from chunkrt.simulate.profile import read_profile
-from chunkrt.simulate.shape import read_shape
-
-DEEP = "x = " + "[" * 100_000 + "]" * 100_000
+from chunkrt import files
+from chunkrt.files import made_once, written_aside
+from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.folding import Folding
+from chunkrt.runtime.state import State
+from chunkrt.runtime.trace.file import write_trace
+from chunkrt.runtime.trace.timeline import draw
 
 
-@pytest.mark.parametrize("read", [read_entry, read_settings, read_placement, read_profile, read_shape])
-def test_toml_that_is_nested_deeply_is_refused(read, tmp_path):
-    (tmp_path / "file.toml").write_text(DEEP)
-    with pytest.raises(ConfigError, match=r"file\.toml.*nested too deeply"):
-        read(tmp_path / "file.toml")
+def test_attempts_at_one_path_take_turns(tmp_path, monkeypatch):
+    """Before, the second deleted what the first was writing."""
+    writing, waiting = threading.Event(), threading.Event()
+    monkeypatch.setattr(files, "_tell_of_waiting", lambda doing: waiting.set())
+
+    def first():
+        with written_aside(tmp_path / "out") as aside:
+            aside.write_text("first")
+            writing.set()
+            assert waiting.wait(60)
+
+    def second():
+        assert writing.wait(60)
+        with written_aside(tmp_path / "out") as aside:
+            assert (tmp_path / "out").read_text() == "first"
+            aside.write_text("second")
+
+    with ThreadPoolExecutor(2) as threads:
+        for attempt in [threads.submit(first), threads.submit(second)]:
+            attempt.result()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"out": "second"}
 
 
-def test_json_has_neither_depth_without_end_nor_numbers_that_are_none():
-    assert parse_json('{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
-    for text in ("[" * 100_000, "NaN", "[Infinity]", '{"a": -Infinity}'):
-        with pytest.raises(ValueError, match=r"nested too deeply|is not JSON"):
-            parse_json(text)
+def test_a_lock_that_its_holder_removed_is_taken_anew(tmp_path):
+    """Each of many attempts finds what the one before left, whoever waits for whom."""
+    (tmp_path / "count").write_text("0")
+
+    def add(_):
+        with written_aside(tmp_path / "count") as aside:
+            aside.write_text(str(int((tmp_path / "count").read_text()) + 1))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(add, range(40)))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"count": "40"}
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path):
-    folder = write_folder(tmp_path / "model")
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    found = []
-
-    def load():
-        try:
-            chunkrt.load(folder)
-        except ChunkrtError as error:
-            found.append(str(error))
-
-    thread = threading.Thread(target=load, daemon=True)  # it would never end
-    thread.start()
-    thread.join(60)
-    assert found
-    assert "expected a regular file" in found[0]
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    steps, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.fstat(file).st_ino) or fsync(file))
+    monkeypatch.setattr(Path, "replace", lambda path, target: steps.append(target) or replace(path, target))
+    with written_aside(tmp_path / "engine") as aside:
+        (aside / "npu").mkdir(parents=True)
+        for name in ("plan.json", "npu/context.bin"):
+            (aside / name).write_text("{}")
+    written = {path.stat().st_ino for path in (tmp_path / "engine").rglob("*") if path.is_file()}
+    assert (set(steps[:2]), steps[2:]) == (written, [tmp_path / "engine"])
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_in_place_of_toml_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "file.toml")
-    with pytest.raises(OSError, match="expected a regular file"):
-        read_toml(tmp_path / "file.toml")
+DIE = """
+import os, sys
+from pathlib import Path
+from chunkrt.files import written_aside
+with written_aside(Path(sys.argv[1])) as aside:
+    aside.mkdir()
+    (aside / "weights").write_text("half")
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
 
 
-def test_an_archive_may_not_grow_beyond_its_ratio(tmp_path):
-    path = tmp_path / "file.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("zeros", bytes(10**6))
-    with zipfile.ZipFile(path) as archive:
-        with pytest.raises(ValueError, match="inflate to more than 16 times"):
-            check_archive(archive, ratio=16)
-        check_archive(archive, ratio=2000)
+@pytest.mark.skipif(sys.platform == "win32", reason="signals end no process by themselves on Windows")
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGHUP"])
+def test_what_a_signal_leaves_goes_with_the_next_attempt(tmp_path, number):
+    died = subprocess.run([sys.executable, "-P", "-c", DIE, tmp_path / "out", str(int(signal.Signals[number]))])
+    assert died.returncode == -signal.Signals[number]
+    assert (tmp_path / ".out.part" / "weights").exists()
+    with written_aside(tmp_path / "out") as aside:
+        aside.mkdir()
+        assert not any(aside.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("value", ["false", "true", 0, 1, [], {}])
-@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
-def test_a_switch_of_a_config_is_true_or_false(key, value, tmp_path):
-    with pytest.raises(ModelError, match=f"{key} is .*expected true or false"):
-        chunkrt.load(write_folder(tmp_path / "model", **{key: value}))
+def a_record():
+    records = []
+    with chunkrt.load(checkpoint("llama_mha"), npu="off") as engine:
+        session = engine.session()
+        session.on_run = records.append
+        session.prefill(input_ids("llama_mha")[:3])
+    return records[0]
 
 
-def test_chunks_in_flight_have_a_limit():
-    for number in (0, 257, 10**9):
-        with pytest.raises(ConfigError, match=r"chunks_in_flight is 0|chunks in flight, expected 1 to 256"):
-            chunkrt.load(checkpoint("llama_gqa"), chunks_in_flight=number)
+def save_a_calibration(path):
+    arrays = {
+        name: {}
+        for name in ("peaks", "limits", "shadow_limits", "column_peaks", "channel_peaks", "shadowed_column_peaks")
+    }
+    Calibration(
+        model="toy",
+        token_ids=np.arange(3),
+        method="mse",
+        equalisation=None,
+        is_rotated=False,
+        folding=Folding(),
+        hot_channels={},
+        **arrays,
+    ).save(path)
+
+
+SAVERS = {
+    "state.npz": State(make_plan(), 8).save,
+    "calibration.npz": save_a_calibration,
+    "trace.json": lambda path: write_trace(path, [a_record()], "toy"),
+    "picture.svg": lambda path: draw(a_record(), path),
+}
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path, name):
+    path = tmp_path / name
+    SAVERS[name](path)
+    path.unlink()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:  # as after kill -9, nothing is tidied up
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+        with pytest.raises(KeyboardInterrupt):
+            SAVERS[name](path)
+    assert any(left.name.startswith(f".{name}") for left in tmp_path.iterdir())
+    SAVERS[name](path)
+    assert [left.name for left in tmp_path.iterdir()] == [name]
+
+
+def test_an_entry_is_made_once_and_made_anew_if_it_is_damaged(tmp_path, caplog):
+    path, made = tmp_path / "cache" / "entry", []
+
+    def make():
+        with written_aside(path) as aside:
+            aside.write_text("17")
+        made.append(path)
+        return 17
+
+    for _ in range(2):
+        assert made_once(path, "counting", lambda: int(path.read_text()), make) == 17
+    assert (len(made), caplog.messages) == (1, [])
+    path.write_text("x")
+    assert made_once(path, "counting", lambda: int(path.read_text()), make) == 17
+    assert caplog.messages == [f"{path} is damaged (invalid literal for int() with base 10: 'x'); counting again"]
+    assert (len(made), path.read_text()) == (2, "17")

@@ -19,7 +19,7 @@ import chunkrt
 from chunkrt import plugins
 from chunkrt.backends import Support
 from chunkrt.backends.qnn.support import npu_support
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.roles import default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, UnsupportedModelError

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.functions import FunctionExecutable, Operator
 from chunkrt.backends.linear_attention import linear_attention, missing_kind
-from chunkrt.backends.operands import DynamicWeight, Quantize, QuantizedWeight, StaticWeight, constants, quantize_rows
+from chunkrt.backends.operands import constants
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
 from chunkrt.graph.operators import use_of, uses
 from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
+from chunkrt.quant.arithmetic import DynamicWeight, Quantize, QuantizedWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import Scheme
 
 Float32 = NDArray[np.float32]

@@ -2,8 +2,7 @@
 
 Devices of our own are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to
 ONNX) and `link` (what sums over ranks); a plug-in adds functions for devices of its own choice, or replaces ours.
-Whatever runs is looked up once, when a subgraph is compiled (`backends/dispatch.py`); `num_lookups` counts, so that a
-test can tell.
+Whatever runs is looked up once, when a subgraph is compiled (`backends/dispatch.py`).
 """
 
 from __future__ import annotations
@@ -78,8 +77,6 @@ class OperatorRegistry:
         self._entries: dict[tuple[str, str], Implementation] = {}
         self._own: dict[tuple[str, str], Implementation] = {}
         self._distribution = ""
-        self.num_lookups = 0
-        """How often anybody has asked for an implementation."""
 
     def register(
         self,
@@ -172,12 +169,10 @@ class OperatorRegistry:
 
     def find(self, operator: str, device: str) -> Implementation | None:
         """What there is, a plug-in's if it replaced ours."""
-        self.num_lookups += 1
         return self._entries.get((operator, device))
 
     def find_own(self, operator: str, device: str) -> Implementation | None:
         """What chunkrt itself has, whether or not a plug-in replaced it."""
-        self.num_lookups += 1
         return self._own.get((operator, device))
 
     def find_plugin(self, operator: str, device: str) -> Implementation | None:
@@ -186,7 +181,6 @@ class OperatorRegistry:
         Raises:
             ConfigError: there are several.
         """
-        self.num_lookups += 1
         found = [
             entry
             for (name, where), entry in self._entries.items()
@@ -199,7 +193,6 @@ class OperatorRegistry:
 
     def is_required(self, operator: str) -> bool:
         """Whether an operator insists on a form, so that nobody can switch it off."""
-        self.num_lookups += 1
         return any(entry.is_required for (name, _), entry in self._entries.items() if name == operator)
 
     def names(self) -> list[str]:

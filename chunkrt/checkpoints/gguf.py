@@ -18,8 +18,7 @@ from chunkrt.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
 from chunkrt.checkpoints.gguf_keys import Keys
 from chunkrt.checkpoints.gguf_layout import AS_IT_IS, Layout
 from chunkrt.checkpoints.gguf_names import EACH, find_architecture, translate_config, translate_name
-from chunkrt.checkpoints.mapping import map_file
-from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, Refuse, TensorInfo, strictly
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, Refuse, TensorInfo, map_file, strictly
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 
 MOST_PARTS = 4096

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as Hugging Face's config keys: what all architectures have in common.
+"""A GGUF file's metadata as Hugging Face's config keys: what architectures have in common, and what one has besides.
 
 Source: llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
 """
@@ -12,6 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, UnsupportedModelError
+
+Config = dict[str, Any]
+
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+GEMMA3_27B_LAYERS = 62
 
 LARGEST_COUNT = 2**24
 """Of anything that is counted: beyond any model's, and little enough for lists of that length."""
@@ -149,3 +154,82 @@ def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
     if original := keys.count("rope.scaling.original_context_length", default=0):
         scaling["original_max_position_embeddings"] = original
     return scaling
+
+
+def lfm2_config(keys: Keys, config: Config) -> Config:
+    """Which layers are convolutions, and how long these are."""
+    kv_heads = keys.per_layer("attention.head_count_kv", config["num_hidden_layers"])
+    return {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
+        "conv_L_cache": keys.count("shortconv.l_cache"),
+        "conv_bias": "blk.0.shortconv.conv.bias" in keys.shapes,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def qwen3_next_config(keys: Keys, config: Config) -> Config:
+    """Norms hold 1 + w already. Where q, k, v and z share a tensor in Hugging Face, GGUF has two."""
+    v_heads, all_v = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
+    if all_v % v_heads:
+        raise ModelError(f"{keys.prefix}ssm.inner_size = {all_v}, which {v_heads} heads cannot share evenly")
+    is_linear = [f"blk.{layer}.attn_qkv.weight" in keys.shapes for layer in range(config["num_hidden_layers"])]
+    return {
+        "layer_types": ["linear_attention" if linear else "full_attention" for linear in is_linear],
+        "linear_num_key_heads": keys.count("ssm.group_count"),
+        "linear_num_value_heads": v_heads,
+        "linear_key_head_dim": keys.count("ssm.state_size"),
+        "linear_value_head_dim": all_v // v_heads,
+        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
+        "norm_offset": 0,
+        "has_qkv_and_z_apart": True,
+        **(_experts(keys, config["num_hidden_layers"]) if keys.get("expert_count") else {}),
+    }
+
+
+def _experts(keys: Keys, num_layers: int) -> Config:
+    """The weights of those that are picked are always normalised."""
+    return {
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.shapes],
+    }
+
+
+def gemma3_config(keys: Keys, config: Config) -> Config:
+    """Norms hold 1 + w; the scale of attention is in no key, llama.cpp knows it from the number of layers."""
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    if config["partial_rotary_factor"] != 1:
+        name = f"{keys.prefix}rope.dimension_count"
+        raise UnsupportedModelError(f"{name} = {keys.get('rope.dimension_count')} is not implemented", feature=name)
+    is_27b = num_layers == GEMMA3_27B_LAYERS
+    found = {
+        "norm_offset": 0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+    }
+    if config["sliding_window"] is None:
+        return found | {"layer_types": ["full_attention"] * num_layers}
+    return found | {"sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6)}
+
+
+def phi3_config(keys: Keys, config: Config) -> Config:
+    """Factors of longrope are tensors; their attention factor is a key."""
+    context = config["max_position_embeddings"]
+    found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
+    if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():
+        return found
+    half = round(config["head_dim"] * config["partial_rotary_factor"]) // 2
+    scaling: Config = {
+        "rope_type": "longrope",
+        "long_factor": keys.vector(LONG_FACTORS, half),
+        "short_factor": keys.vector(SHORT_FACTORS, half),
+    }
+    if keys.get("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    return found | {"rope_scaling": scaling}

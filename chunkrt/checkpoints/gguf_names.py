@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from chunkrt.checkpoints import gguf_keys
 from chunkrt.checkpoints.gguf_header import GgufTensor
-from chunkrt.checkpoints.gguf_keys import Keys, common_config
+from chunkrt.checkpoints.gguf_keys import Config, Keys, common_config
 from chunkrt.checkpoints.gguf_layout import (
     AS_IT_IS,
     DEPTHWISE,
@@ -24,8 +25,6 @@ from chunkrt.checkpoints.gguf_layout import (
 )
 from chunkrt.checkpoints.source import Refuse, strictly
 from chunkrt.errors import ModelError, UnsupportedModelError
-
-Config = dict[str, Any]
 
 
 def _nothing(keys: Keys, config: Config) -> Config:
@@ -85,8 +84,6 @@ SANDWICH_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-GEMMA3_27B_LAYERS = 62
 WINDOWS = frozenset({"attention.sliding_window"})
 """Refused where layers see all before them."""
 
@@ -147,84 +144,6 @@ _EXPERTS = {
 _QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 
 
-def _lfm2_config(keys: Keys, config: Config) -> Config:
-    kv_heads = keys.per_layer("attention.head_count_kv", config["num_hidden_layers"])
-    return {
-        "norm_eps": config["rms_norm_eps"],
-        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
-        "conv_L_cache": keys.count("shortconv.l_cache"),
-        "conv_bias": "blk.0.shortconv.conv.bias" in keys.shapes,
-        "block_auto_adjust_ff_dim": False,
-    }
-
-
-def _qwen3_next_config(keys: Keys, config: Config) -> Config:
-    """Norms hold 1 + w already. Where q, k, v and z share a tensor in Hugging Face, GGUF has two."""
-    v_heads, all_v = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
-    if all_v % v_heads:
-        raise ModelError(f"{keys.prefix}ssm.inner_size = {all_v}, which {v_heads} heads cannot share evenly")
-    is_linear = [f"blk.{layer}.attn_qkv.weight" in keys.shapes for layer in range(config["num_hidden_layers"])]
-    return {
-        "layer_types": ["linear_attention" if linear else "full_attention" for linear in is_linear],
-        "linear_num_key_heads": keys.count("ssm.group_count"),
-        "linear_num_value_heads": v_heads,
-        "linear_key_head_dim": keys.count("ssm.state_size"),
-        "linear_value_head_dim": all_v // v_heads,
-        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
-        "norm_offset": 0,
-        "has_qkv_and_z_apart": True,
-        **(_experts(keys, config["num_hidden_layers"]) if keys.get("expert_count") else {}),
-    }
-
-
-def _experts(keys: Keys, num_layers: int) -> Config:
-    """The weights of those that are picked are always normalised."""
-    return {
-        "num_experts": keys.count("expert_count"),
-        "num_experts_per_tok": keys.count("expert_used_count"),
-        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
-        "norm_topk_prob": True,
-        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.shapes],
-    }
-
-
-def _gemma3(keys: Keys, config: Config) -> Config:
-    """Norms hold 1 + w; the scale of attention is in no key, llama.cpp knows it from the number of layers."""
-    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    if config["partial_rotary_factor"] != 1:
-        name = f"{keys.prefix}rope.dimension_count"
-        raise UnsupportedModelError(f"{name} = {keys.get('rope.dimension_count')} is not implemented", feature=name)
-    is_27b = num_layers == GEMMA3_27B_LAYERS
-    found = {
-        "norm_offset": 0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
-        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
-    }
-    if config["sliding_window"] is None:
-        return found | {"layer_types": ["full_attention"] * num_layers}
-    return found | {"sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6)}
-
-
-def _phi3(keys: Keys, config: Config) -> Config:
-    """Factors of longrope are tensors; their attention factor is a key."""
-    context = config["max_position_embeddings"]
-    found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
-    if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():
-        return found
-    half = round(config["head_dim"] * config["partial_rotary_factor"]) // 2
-    scaling: Config = {
-        "rope_type": "longrope",
-        "long_factor": keys.vector(LONG_FACTORS, half),
-        "short_factor": keys.vector(SHORT_FACTORS, half),
-    }
-    if keys.get("rope.scaling.attn_factor") is not None:
-        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
-    return found | {"rope_scaling": scaling}
-
-
 ARCHITECTURES = {
     "llama": Architecture(
         model_type="llama",
@@ -239,7 +158,7 @@ ARCHITECTURES = {
         layer=_LFM2_LAYER,
         layouts=lambda config: {"shortconv.conv": DEPTHWISE},
         refused=SCALINGS | WINDOWS,
-        config=_lfm2_config,
+        config=gguf_keys.lfm2_config,
         is_hybrid=True,
     ),
     "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS | WINDOWS),
@@ -248,15 +167,15 @@ ARCHITECTURES = {
         model=MODEL,
         layer=LAYER | HEAD_NORMS | SANDWICH_NORMS,
         refused=SCALINGS - {"final_logit_softcapping"},
-        config=_gemma3,
+        config=gguf_keys.gemma3_config,
     ),
     "phi3": Architecture(
         model_type="phi3",
         model=MODEL,
         layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        in_config=(LONG_FACTORS, SHORT_FACTORS),
+        in_config=(gguf_keys.LONG_FACTORS, gguf_keys.SHORT_FACTORS),
         refused=SCALINGS,
-        config=_phi3,
+        config=gguf_keys.phi3_config,
     ),
     "qwen3": Architecture(model_type="qwen3", model=MODEL, layer=LAYER | HEAD_NORMS, refused=SCALINGS | WINDOWS),
     "qwen35": Architecture(
@@ -265,7 +184,7 @@ ARCHITECTURES = {
         layer=_QWEN3_NEXT_LAYER,
         layouts=tiled_value_heads,
         refused=SCALINGS | WINDOWS | {"nextn_predict_layers"},
-        config=_qwen3_next_config,
+        config=gguf_keys.qwen3_next_config,
     ),
     "qwen3next": Architecture(
         model_type="qwen3_next",
@@ -273,7 +192,7 @@ ARCHITECTURES = {
         layer=_QWEN3_NEXT_LAYER | _EXPERTS,
         layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM, "ffn_gate_inp_shexp": SINGLE_ROW},
         refused=(SCALINGS | WINDOWS) - {"expert_count"},
-        config=_qwen3_next_config,
+        config=gguf_keys.qwen3_next_config,
     ),
 }
 

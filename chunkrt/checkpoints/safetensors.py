@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.mapping import map_file
-from chunkrt.checkpoints.source import BlockTensor, TensorInfo
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo, map_file
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
 

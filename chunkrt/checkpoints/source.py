@@ -7,6 +7,7 @@ layout (linears [out_features, in_features], no permuted rows). A decoder family
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.errors import UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.files import check_regular
 
 BLOCK_DEPTH = 32
 """Weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
@@ -94,3 +96,19 @@ class TensorSource(Protocol):
             QuantizationError: a scale or a minimum is not finite.
         """
         ...
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file for reading; the map stays open for as long as an array views it.
+
+    Raises:
+        ModelError: the file is missing, unreadable or empty.
+    """
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            if file.seek(0, 2) == 0:
+                raise ModelError(f"{path} is empty (0 bytes); fetch it again")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

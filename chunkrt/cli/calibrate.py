@@ -12,7 +12,7 @@ import numpy as np
 from chunkrt.cli.choice import choice_lines
 from chunkrt.cli.options import progress_bar, quantisation_options, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint

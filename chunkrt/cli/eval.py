@@ -220,16 +220,15 @@ def _bos_id(engine: Engine) -> int | None:
 def _evaluate_layers(
     engine: Engine, model: str, calibration: Path | None, windows: list[list[int]], progress: Progress
 ) -> LayersRun:
-    from chunkrt.compile.compiler import prepare
-    from chunkrt.compile.planned import plan_checkpoint
+    from chunkrt.compile.compiler import plan_checkpoint, prepare
 
     checkpoint, _ = find_checkpoint(model, progress)
     planned = plan_checkpoint(checkpoint, {})
     ranges = None
     if engine.scheme.is_static:
         recipe = Recipe(scheme=engine.scheme)
-        _, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
-    folding = ranges.folding if ranges else Folding.none()
+        _, ranges = prepare(planned, checkpoint, recipe, calibration, model=model, progress=progress)
+    folding = ranges.folding if ranges else Folding()
     return evaluate_layers(
         planned.plan,
         lambda name: folding.apply(name, planned.load(name)),

@@ -16,7 +16,7 @@ from chunkrt.errors import ConfigError
 if TYPE_CHECKING:
     from onnx_ir import Model
 
-    from chunkrt.graph.planned import Planned
+    from chunkrt.graph.partition import Planned
     from chunkrt.onnx.exporting.beside import Files
 
 DEFAULT_WINDOW = 32
@@ -62,7 +62,7 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
         _check_dynamic(output, settings["keys"])
     if is_engine_directory(Path(model)):
         raise ConfigError(f"{model} is compiled, its weights are quantised; give the checkpoint to export it")
-    from chunkrt.compile.planned import plan_checkpoint
+    from chunkrt.compile.compiler import plan_checkpoint
     from chunkrt.onnx import exporting as onnx_export
 
     if output is not None:

@@ -21,11 +21,10 @@ from chunkrt.engine_directory.figures import (
     subgraph_figures,
 )
 from chunkrt.engine_directory.manifest import is_engine_directory, open_weights, read_manifest, read_plan
-from chunkrt.engine_directory.weights import check_shadowed
+from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.quant.blocks import settle
 from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 
 
@@ -97,17 +96,19 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         found, scheme = read_plan(Path(model)), manifest.scheme
         compiled_for = compiled_chunk_length(manifest)
     else:
-        from chunkrt.compile.compiler import prepare
-        from chunkrt.compile.planned import plan_checkpoint
+        from chunkrt.compile.compiler import open_decoder, prepare
+        from chunkrt.graph.partition import plan_decoder
 
         with progress_bar() as progress:
             checkpoint, default_scheme = find_checkpoint(model, progress)
             recipe = choose_recipe(options, default_scheme)
             scheme = recipe.scheme
             check_scheme_of_ranks(scheme, ranks.size)
+            source, decoder = open_decoder(checkpoint, ranks)
             if recipe.search:
-                scheme, _ = prepare(checkpoint, recipe, options.calibration, model=model, progress=progress)
-        planned = plan_checkpoint(checkpoint, options_placement(options), scheme, ranks=ranks)
+                plain = plan_decoder(source, decoder, {})
+                scheme, _ = prepare(plain, checkpoint, recipe, options.calibration, model=model, progress=progress)
+        planned = plan_decoder(source, decoder, options_placement(options), scheme.is_shadowed)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)
         compiled_for = DEFAULT_CHUNK_LENGTH

@@ -7,8 +7,9 @@ from itertools import groupby
 
 import click
 
+from chunkrt.backends.coverage import NPU
 from chunkrt.cli.options import progress_bar, verbose_option
-from chunkrt.compile.support import NPU, SupportReport, check_support, first_few
+from chunkrt.compile.support import SupportReport, check_support, first_few
 from chunkrt.engine.resolve import find_checkpoint
 
 STATUS_OF_GAPS = 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.backends.reference import run_operator
 from chunkrt.checkpoints import catalogue
-from chunkrt.compile.float_run import Values, first_values, run_node, run_subgraph
 from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Count, only_writer
-from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes
+from chunkrt.files import Count, made_once
+from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes, resolve
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
 from chunkrt.quant.folding import Folding
@@ -32,10 +32,14 @@ from chunkrt.quant.rotation import rotation
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from chunkrt.graph.planned import Planned
+    from chunkrt.graph.partition import Planned
 
 Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
+Values = Mapping[str, Any]
+RunNode = Callable[[Node, Values], Any]
+"""One operator, given all values known by then: its output, or a tuple of them."""
+
 log = logging.getLogger(__name__)
 
 WINDOW_LENGTH = 512
@@ -76,9 +80,7 @@ def cached_calibration(
     settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
     key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
-    if found := _load_cached(path, model):
-        return found, path
-    folding = Folding.none()
+    before = None
     if equalisation is not None:
         before, _ = cached_calibration(
             planned,
@@ -89,45 +91,36 @@ def cached_calibration(
             is_rotated=is_rotated,
             progress=progress,
         )
-        folding = before.folding
 
-    def load(name: str) -> Float32:
-        return folding.apply(name, planned.load(name))
+    def made() -> Calibration:
+        folding = before.folding if before else Folding()
+
+        def load(name: str) -> Float32:
+            return folding.apply(name, planned.load(name))
+
+        if before and equalisation is not None:
+            head = [name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights]
+            factors = equalise(
+                planned.plan,
+                load,
+                before.channel_peaks,
+                equalisation,
+                most_for_products=MOST_FOR_PRODUCTS,
+                left_alone=head,
+            )
+            folding = folding.then(factors)
+        elif is_rotated:
+            folding = rotation(planned.plan, load)
+        calibration = calibrate(planned.plan, load, token_ids, model=model, method=method, progress=progress)
+        calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
+        calibration.save(path)
+        return calibration
 
     try:
-        with only_writer(path.parent, "calibrating"):
-            if found := _load_cached(path, model):  # made by another process meanwhile
-                return found, path
-            if path.exists():
-                log.warning("%s is damaged; calibrating again", path)
-            if equalisation is not None:
-                factors = equalise(
-                    planned.plan,
-                    load,
-                    before.channel_peaks,
-                    equalisation,
-                    most_for_products=MOST_FOR_PRODUCTS,
-                    left_alone=[
-                        name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights
-                    ],  # the head
-                )
-                folding = folding.then(factors)
-            elif is_rotated:
-                folding = rotation(planned.plan, load)
-            calibration = calibrate(planned.plan, load, token_ids, model=model, method=method, progress=progress)
-            calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
-            calibration.save(path)
-            return calibration, path
+        found = made_once(path, "calibrating", lambda: Calibration.load(path), made)
     except OSError as error:
         raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
-
-
-def _load_cached(path: Path, model: str) -> Calibration | None:
-    """A calibration of the cache; None if it is not there or damaged."""
-    try:
-        return replace(Calibration.load(path), model=model)
-    except ModelError:
-        return None
+    return replace(found, model=model), path
 
 
 def shipped_text() -> str:
@@ -217,7 +210,7 @@ def calibrate(
         method=method,
         equalisation=None,
         is_rotated=False,
-        folding=Folding.none(),
+        folding=Folding(),
         peaks=observer.peaks,
         limits=observer.limits,
         shadow_limits=observer.shadow_limits,
@@ -226,6 +219,37 @@ def calibrate(
         shadowed_column_peaks=observer.shadowed_column_peaks,
         hot_channels=observer.hot_channels,
     )
+
+
+def first_values(token_ids: TokenIds, logit_rows: NDArray[np.int64]) -> dict[str, Any]:
+    """What a decoder is given for tokens that start at position 0."""
+    return {"input_ids": token_ids, "position": np.zeros(1, np.int64), "logit_rows": logit_rows}
+
+
+def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Float32], run: RunNode) -> dict[str, Any]:
+    """Run one subgraph of a plan on a window: from the values that live before it to those that live after it."""
+    subgraph = plan.subgraphs[index]
+    num_tokens = len(live["input_ids"])
+    symbols = {"P": num_tokens, "W": num_tokens}
+    caches = {name: np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32) for name in subgraph.state}
+    table_row = {"rope_position": np.array([plan.rope_offset(num_tokens)])}
+    values: dict[str, Any] = {
+        "": None,
+        **live,
+        **table_row,
+        **{name: weights[name] for name in subgraph.weights},
+        **caches,
+    }
+    for node in subgraph.nodes:
+        results = run(node, values)
+        values.update(zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True))
+    later = {name for s in plan.subgraphs[index + 1 :] for name in s.inputs} | {plan.output, "input_ids"}
+    return {name: values[name] for name in (*live, *subgraph.outputs) if name in later}
+
+
+def run_node(node: Node, values: Values) -> Any:
+    """One operator in float."""
+    return run_operator(node, [values[name] for name in node.inputs])
 
 
 class _Observer:

@@ -10,25 +10,61 @@ import errno
 import logging
 from pathlib import Path
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.source import TensorSource
 from chunkrt.compile.calibrate import cached_calibration
-from chunkrt.compile.planned import open_decoder, plan_checkpoint, plan_decoder
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, sampled_digest, write_manifest
-from chunkrt.engine_directory.weights import check_calibration, check_shadowed, write_weights
-from chunkrt.errors import ModelError
+from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import Progress, written_aside
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.modules import Module
+from chunkrt.graph.partition import Planned, plan_decoder
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.onnx.importing import is_onnx, verify
-from chunkrt.quant.blocks import settle
+from chunkrt.onnx.importing import OnnxSource, import_decoder, is_onnx, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
+    """A checkpoint and its module tree: built by its family, or imported from ONNX.
+
+    Raises:
+        ModelError: the checkpoint is damaged, incomplete or unsupported.
+        ConfigError: so many ranks cannot share the decoder.
+    """
+    if is_onnx(checkpoint):
+        if not ranks.are_alone:
+            raise ConfigError(f"{checkpoint} is an ONNX decoder, which runs on one rank, not on {ranks.size}")
+        return import_decoder(checkpoint)
+    source = open_checkpoint(checkpoint)
+    return source, build_decoder(source, ranks)
+
+
+def plan_checkpoint(
+    checkpoint: Path, placement: Placement, scheme: Scheme | None = None, *, ranks: Ranks = ALONE
+) -> Planned:
+    """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
+
+    Args:
+        scheme: linears that it shadows are cut out.
+        ranks: which of how many processes the plan is for.
+
+    Raises:
+        ModelError: the checkpoint is damaged, incomplete or unsupported.
+        ConfigError: the placement names no module; so many ranks cannot share the decoder, or not under the scheme.
+    """
+    if scheme is not None:
+        check_scheme_of_ranks(scheme, ranks.size)
+    return plan_decoder(*open_decoder(checkpoint, ranks), placement, scheme.is_shadowed if scheme else None)
 
 
 def compile_checkpoint(
@@ -59,14 +95,15 @@ def compile_checkpoint(
     scheme, ranges = recipe.scheme, None
     check_scheme_of_ranks(scheme, ranks.size)
     source, decoder = open_decoder(checkpoint, ranks)
-    if is_onnx(checkpoint):
-        imported = plan_decoder(source, decoder, {}, None)
-        verify(checkpoint, imported.plan, imported.load)
-    if scheme.is_static:
-        scheme, ranges = prepare(checkpoint, recipe, calibration, model=model, progress=progress)
-    planned = plan_decoder(source, decoder, placement, scheme)
+    if isinstance(source, OnnxSource) or scheme.is_static:
+        plain = plan_decoder(source, decoder, {})
+        if isinstance(source, OnnxSource):
+            verify(source, plain.plan, plain.load)
+        if scheme.is_static:
+            scheme, ranges = prepare(plain, checkpoint, recipe, calibration, model=model, progress=progress)
+    planned = plan_decoder(source, decoder, placement, scheme.is_shadowed)
     scheme = settle(planned, scheme)
-    folding = ranges.folding if ranges else Folding.none()
+    folding = ranges.folding if ranges else Folding()
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
@@ -101,6 +138,7 @@ def compile_checkpoint(
 
 
 def prepare(
+    planned: Planned,
     checkpoint: Path,
     recipe: Recipe,
     calibration: Path | None,
@@ -110,11 +148,13 @@ def prepare(
 ) -> tuple[Scheme, Calibration]:
     """The scheme that a static recipe comes to for a checkpoint, and its calibration; from the cache if they can be.
 
+    Args:
+        planned: the checkpoint with nothing placed and nothing shadowed.
+
     Raises:
         ConfigError, ModelError, QuantizationError: see `compile_checkpoint`; a shadow is asked for a linear that is not
             there; nothing is within the budget.
     """
-    planned = plan_checkpoint(checkpoint, {})
     scheme = recipe.scheme
     check_shadowed(planned.plan, scheme)
     ranges = Calibration.load(calibration) if calibration else None

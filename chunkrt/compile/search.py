@@ -12,7 +12,6 @@ is chosen was measured to be within the budget; a better one may have been passe
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,16 +25,15 @@ from chunkrt.compile.calibrate import WINDOW_LENGTH, calibrate, text_digest
 from chunkrt.compile.trials import Loss, Losses
 from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Count, only_writer, read_json, written_aside
+from chunkrt.files import Count, made_once, read_json, written_aside
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.scheme import BLOCK_LENGTH, CHOICE_FORMAT, Recipe, Scheme, Search
 
 if TYPE_CHECKING:
-    from chunkrt.graph.planned import Planned
+    from chunkrt.graph.partition import Planned
 
 Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
-log = logging.getLogger(__name__)
 
 NUM_FRONTIER = 6
 """Parts of the order, at whose ends schemes are measured beside those that lead to the chosen one."""
@@ -136,8 +134,6 @@ def cached_choice(
         QuantizationError: see `choose`.
         ModelError: the file cannot be written.
     """
-    assert recipe.search is not None
-    assert recipe.budget is not None
     settings = {
         "recipe": asdict(recipe),
         "text": text_digest(calibration.token_ids),
@@ -146,35 +142,28 @@ def cached_choice(
     }
     key = cache_key(checkpoint, format=CHOICE_FORMAT, calibration_format=FORMAT, **settings)
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{recipe.scheme.name}-{key}.json"
-    if found := _load_cached(path):
-        return found, path
+
+    def load(name: str) -> Float32:
+        return calibration.folding.apply(name, planned.load(name))
+
+    def made() -> Choice:
+        assert recipe.search is not None
+        assert recipe.budget is not None
+        kept, windows = held_out(calibration.token_ids, planned.plan.context_length)
+        grids = calibrate(planned.plan, load, kept, model=calibration.model, method=calibration.method)
+        losses = Losses(planned.plan, load, grids, windows)
+        choice = choose(losses, recipe.scheme, recipe.search, recipe.budget, progress=progress)
+        with written_aside(path) as aside:
+            aside.write_text(json.dumps(choice.to_dict(), indent=1), encoding="utf-8")
+        return choice
+
+    def read() -> Choice:
+        return Choice.from_dict(read_json(path))
+
     try:
-        with only_writer(path.parent, "choosing schemes"):
-            if found := _load_cached(path):
-                return found, path
-            if path.exists():
-                log.warning("%s is damaged; choosing schemes again", path)
-
-            def load(name: str) -> Float32:
-                return calibration.folding.apply(name, planned.load(name))
-
-            kept, windows = held_out(calibration.token_ids, planned.plan.context_length)
-            grids = calibrate(planned.plan, load, kept, model=calibration.model, method=calibration.method)
-            losses = Losses(planned.plan, load, grids, windows)
-            choice = choose(losses, recipe.scheme, recipe.search, recipe.budget, progress=progress)
-            with written_aside(path) as aside:
-                aside.write_text(json.dumps(choice.to_dict(), indent=1), encoding="utf-8")
-            return choice, path
+        return made_once(path, "choosing schemes", read, made), path
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _load_cached(path: Path) -> Choice | None:
-    """A choice of the cache; None if it is not there or damaged."""
-    try:
-        return Choice.from_dict(read_json(path))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 def held_out(token_ids: TokenIds, context_length: int) -> tuple[TokenIds, list[TokenIds]]:

@@ -10,28 +10,26 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from chunkrt.backends import BACKENDS, Backend, make_backend
-from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends import Backend
+from chunkrt.backends.coverage import Operator, RefusedSubgraph, available_backends, operators_of, refused_subgraphs
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES, is_known_name
 from chunkrt.checkpoints.source import TensorSource
-from chunkrt.errors import BackendUnavailableError, ModelError, UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import family_names, find_family, make_decoder, match_tensors
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import partition
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
+from chunkrt.graph.plan import ATTENTION_OPS, Plan
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
 from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing import import_decoder, is_onnx
-from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
 
-NPU = "npu"
 SHOWN_NAMES = 3
 LONGEST_VALUE = 60
 """Characters of a config's value that are shown."""
@@ -79,24 +77,6 @@ class TokenizerKind:
     model: str
     pre_tokenizer: str
     reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operator:
-    """An operator of the plan. `refusals`: why a backend has it not, empty if it has it; those not asked are absent."""
-
-    name: str
-    num_nodes: int
-    refusals: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RefusedSubgraph:
-    """A subgraph of the NPU that the NPU cannot take, and the first node in the way."""
-
-    name: str
-    node: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,76 +139,58 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         UnsupportedModelError: its header cannot be read (another byte order, an unknown type, a part of a split file);
             or an ONNX decoder has an operator that is not understood.
     """
-    if is_onnx(Path(path)):
-        return _check_onnx(Path(path), backends)
     refusals: list[UnsupportedModelError] = []
-    source = open_checkpoint(path, refuse=refusals.append)
-    metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
-    if metadata is None:
-        declared, known = source.architecture, list(family_names())
-        model_type = declared if declared in known else ""
+    metadata: Mapping[str, Any] | None = None
+    unmapped: list[str] = []
+    source: TensorSource
+    draft: _Draft | None
+    if is_onnx(Path(path)):  # it is read as a whole, and what is not understood is an error
+        source, decoder = import_decoder(Path(path))
+        declared = model_type = source.architecture
+        known, kind = list[str](), "ONNX"
+        module = "chunkrt/onnx/importing"
+        draft = _Draft(config=None, decoder=decoder, plan=partition(trace(decoder), family=declared))
     else:
-        declared, known = str(metadata.get("general.architecture")), list(ARCHITECTURES)
-        model_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
-    keys = metadata or {}
-    unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]
-    refusals = [refusal for refusal in refusals if refusal.feature in keys or (model_type and not refusal.feature)]
-    family = find_family(model_type)
-    draft = _draft(source, refusals) if model_type and source.config else None
-    available, unavailable = _backends() if backends is None and draft else (backends or (), {})
+        source = open_checkpoint(path, refuse=refusals.append)
+        metadata = getattr(source, "metadata", None)
+        if metadata is None:
+            declared, known, kind = source.architecture, list(family_names()), "safetensors"
+            model_type = declared if declared in known else ""
+        else:
+            declared, known, kind = str(metadata.get("general.architecture")), list(ARCHITECTURES), "GGUF"
+            model_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
+        keys = metadata or {}
+        unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]
+        refusals = [refusal for refusal in refusals if refusal.feature in keys or (model_type and not refusal.feature)]
+        family = find_family(model_type)
+        module = family.build.__module__.replace(".", "/") + ".py" if family else ""
+        draft = _draft(source, refusals) if model_type and source.config else None
+    available, unavailable = available_backends() if backends is None and draft else (backends or (), {})
     return SupportReport(
         path=str(path),
-        format="safetensors" if metadata is None else "GGUF",
+        format=kind,
         architecture=declared,
         model_type=model_type,
-        module=family.build.__module__.replace(".", "/") + ".py" if family else "",
+        module=module,
         known=sorted(known, key=lambda name: -SequenceMatcher(None, declared, name).ratio()),
         sizes=_sizes(source, declared, metadata),
-        features=[*(_features(draft, refusals) if draft else ()), *(_refused(r, source, keys) for r in refusals)],
+        features=[
+            *(_features(draft.config, draft, refusals) if draft and draft.config else ()),
+            *(_refused(r, source, metadata or {}) for r in refusals),
+        ],
         tensors=_tensors(source, draft, unmapped),
         tokenizer=_tokenizer(source, metadata),
-        operators=_operators(draft.plan, available) if draft else (),
+        operators=operators_of(draft.plan, available) if draft else (),
         unavailable=unavailable,
-        refused_subgraphs=_refused_subgraphs(draft.plan) if draft else (),
-    )
-
-
-def _check_onnx(path: Path, backends: Sequence[Backend] | None) -> SupportReport:
-    """An ONNX decoder is read as a whole, and what is not understood is an error: here is what it came to."""
-    source, decoder = import_decoder(path)
-    plan = partition(trace(decoder), family=source.architecture)
-    available, unavailable = _backends() if backends is None else (backends, {})
-    needed = {name for parameter in decoder.parameters() for name in parameter.checkpoint_tensors}
-    return SupportReport(
-        path=str(path),
-        format="ONNX",
-        architecture=source.architecture,
-        model_type=source.architecture,
-        module="chunkrt/onnx_import",
-        known=(),
-        sizes=_sizes(source, source.architecture, None),
-        features=(),
-        tensors=Tensors(
-            num_found=len(needed),
-            num_needed=len(needed),
-            missing=(),
-            unread=(),
-            misfits=(),
-            types=dict(Counter(source.info(name).stored_as for name in needed)),
-            unreadable=(),
-        ),
-        tokenizer=_tokenizer(source, None),
-        operators=_operators(plan, available),
-        unavailable=unavailable,
-        refused_subgraphs=_refused_subgraphs(plan),
+        refused_subgraphs=refused_subgraphs(draft.plan) if draft else (),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
-    """What becomes of a checkpoint without what was refused."""
+    """What becomes of a checkpoint without what was refused. `config`: of a family; an ONNX decoder has none."""
 
-    config: DecoderConfig
+    config: DecoderConfig | None
     decoder: Module
     plan: Plan
 
@@ -264,9 +226,9 @@ def _sizes(source: TensorSource, declared: str, metadata: Mapping[str, Any] | No
     return {name: value for name, value in found.items() if type(value) is int}
 
 
-def _features(draft: _Draft, refusals: Sequence[UnsupportedModelError]) -> Iterator[Feature]:
+def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[UnsupportedModelError]) -> Iterator[Feature]:
     """What the config asks for and the decoder has, save what a refusal tells of."""
-    config, plan = draft.config, draft.plan
+    plan = draft.plan
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     windows = [node.attributes["window"] for node in nodes if node.op in ATTENTION_OPS]
     mixers = Counter(str(node.attributes["attn_type"]) for node in nodes if node.op == "LinearAttention")
@@ -316,23 +278,19 @@ def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]
     info = {name: source.info(name) for name in names}
     types = dict(Counter(each.stored_as for each in info.values()))
     unreadable = sorted({each.stored_as for each in info.values() if not each.is_readable})
+    missing: Mapping[str, str] = {}
+    num_needed, misfits = None, dict[str, None]()
     if draft is None:
-        unread = [*unmapped, *(name for name in names if not is_known_name(name))]
-        return Tensors(
-            num_found=len(names),
-            num_needed=None,
-            missing=(),
-            unread=unread,
-            misfits=(),
-            types=types,
-            unreadable=unreadable,
-        )
-    missing, unread = match_tensors(draft.decoder, source)
-    parameters = [p for p in draft.decoder.parameters() if missing.keys().isdisjoint(p.checkpoint_tensors)]
-    misfits = dict.fromkeys(misfit for parameter in parameters if (misfit := parameter.misfit(source)))
+        unread = [name for name in names if not is_known_name(name)]
+    else:
+        missing, unread = match_tensors(draft.decoder, source)
+        parameters = list(draft.decoder.parameters())
+        num_needed = len({name for p in parameters for name in p.checkpoint_tensors})
+        present = (p for p in parameters if missing.keys().isdisjoint(p.checkpoint_tensors))
+        misfits = dict.fromkeys(misfit for parameter in present if (misfit := parameter.misfit(source)))
     return Tensors(
-        num_found=len(names) + len(unmapped),
-        num_needed=len({name for p in draft.decoder.parameters() for name in p.checkpoint_tensors}),
+        num_found=len(names) + (len(unmapped) if draft else 0),
+        num_needed=num_needed,
         missing=list(missing),
         unread=[*unmapped, *unread],
         misfits=list(misfits),
@@ -361,50 +319,6 @@ def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> Toke
         return TokenizerKind(model=model, pre_tokenizer=pre, reason=str(refusal))
     except ModelError as error:
         raise ModelError(f"{source.path}: {error}") from error
-
-
-def _backends() -> tuple[Sequence[Backend], dict[str, str]]:
-    """Those that are on this machine, and why the others are not."""
-    available: list[Backend] = []
-    unavailable: dict[str, str] = {}
-    for name in sorted(BACKENDS, key=lambda name: name != "reference"):
-        try:
-            available.append(make_backend(name, threads=1))
-        except BackendUnavailableError as error:
-            unavailable[name] = str(error)
-    return available, unavailable
-
-
-def _operators(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
-    """Every operator, and what each backend says of its nodes; the NPU is asked for those that are placed on it."""
-    scheme, npu_scheme = find_scheme(DEFAULT_SCHEME), find_scheme(DEFAULT_NPU_SCHEME)
-    counts: Counter[str] = Counter()
-    refusals: dict[str, dict[str, str]] = {}
-    for subgraph in plan.subgraphs:
-        for node in subgraph.nodes:
-            alone, name = replace(subgraph, nodes=(node,)), _operator_name(node)
-            counts[name] += 1
-            verdicts = {backend.name: backend.supports(alone, plan, scheme).reason for backend in backends}
-            if _is_for_npu(subgraph):
-                verdicts[NPU] = npu_support(alone, plan, npu_scheme).reason
-            known = refusals.setdefault(name, {})
-            known.update({backend: known.get(backend) or reason for backend, reason in verdicts.items()})
-    return [Operator(name=name, num_nodes=counts[name], refusals=refusals[name]) for name in sorted(counts)]
-
-
-def _operator_name(node: Node) -> str:
-    kind = node.attributes.get("attn_type")
-    return f"{node.op}[{kind}]" if kind else node.op
-
-
-def _is_for_npu(subgraph: Subgraph) -> bool:
-    return subgraph.is_static and subgraph.device == "npu"
-
-
-def _refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
-    scheme = find_scheme(DEFAULT_NPU_SCHEME)
-    verdicts = {s.name: npu_support(s, plan, scheme) for s in plan.subgraphs if _is_for_npu(s)}
-    return [RefusedSubgraph(name=name, node=v.node, reason=v.reason) for name, v in verdicts.items() if not v]
 
 
 def first_few(names: Sequence[str]) -> str:

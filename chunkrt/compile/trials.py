@@ -16,15 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from chunkrt.backends.operands import quantize_rows
-from chunkrt.compile.float_run import RunNode, Values, first_values, run_node, run_subgraph
-from chunkrt.engine_directory.weights import LoadBlocks, quantize_weight, quantize_weight_in_blocks
+from chunkrt.checkpoints.source import BlockTensor
+from chunkrt.compile.calibrate import RunNode, Values, first_values, run_node, run_subgraph
+from chunkrt.engine_directory.weights import LoadBlocks
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import Node, Plan, linear_nodes, resolve
-from chunkrt.quant.blocks import quantize_to_blocks
+from chunkrt.quant.arithmetic import Integers, StaticWeight, quantize_linear, right_operand
 from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.grid import LinearGrids, excess_over_grid, grids_of, round_to_grid
-from chunkrt.quant.outliers import take_outliers
+from chunkrt.quant.grid import LinearGrids, grids_of
 from chunkrt.quant.scheme import LEVELS, Scheme
 
 Float32 = NDArray[np.float32]
@@ -124,9 +123,7 @@ class Losses:
 
 
 class RoundedLinears:
-    """Linears as a scheme computes them, on integers held in float32.
-
-    Their sums are exact below 2^24, as those of 8-bit inputs practically are; beyond they are rounded.
+    """Linears as a scheme computes them, in float32.
 
     Args:
         weights: float32 [K, N], by name.
@@ -143,50 +140,33 @@ class RoundedLinears:
         self._weights = weights
         self._load_blocks = load_blocks
         self._calibration = calibration
-        self._quantized: dict[tuple[str, int | None, bool], tuple[Float32, Float32]] = {}
+        self._quantized: dict[tuple[str, str], Integers | BlockTensor] = {}
 
     def multiply(self, node: Node, x: Float32, scheme: Scheme) -> Float32:
         """A MatMul node's output float32 [T, N] of x float32 [T, K], what a shadow adds included."""
         name = node.inputs[1]
-        integers, scale = self.weight(name, scheme)
-        if not scheme.is_static:
-            return _multiply_rows(x, integers, scale)
-        grids, bits = self.grids(node, scheme), scheme.activation_bits_of(name)
-        result: Float32 = (round_to_grid(x, grids.input_step, bits) @ integers) * (grids.input_step * scale)
-        if grids.output_step is not None:
-            result = round_to_grid(result, grids.output_step, bits) * grids.output_step
-        if scheme.is_shadowed(name):
-            result = result + (excess_over_grid(x, grids.input_step) @ integers) * scale
-        return result
+        grids = self.grids(node, scheme) if scheme.is_static else None
+        right = right_operand(self.weight(name, scheme), name, scheme, grids, np.float32)
+        if isinstance(right, StaticWeight) and scheme.is_shadowed(name):
+            return right.multiply(x) + right.multiply_excess(x)
+        return right.multiply(x)
 
     def grids(self, node: Node, scheme: Scheme) -> LinearGrids:
         """Of a linear under a static scheme. Raises QuantizationError if the calibration is not of this decoder."""
-        return grids_of(node, scheme, self._calibration, self.weight(node.inputs[1], scheme)[1])
+        quantized = self.weight(node.inputs[1], scheme)
+        assert isinstance(quantized, Integers)
+        return grids_of(node, scheme, self._calibration, quantized.scale)
 
-    def weight(self, name: str, scheme: Scheme) -> tuple[Float32, Float32]:
-        """A weight's integers, as float32 [K, N], and its scales [N]; made once. Blocks: values, and scales of 1."""
-        key = name, scheme.weight_bits_of(name), scheme.has_blocks(name)
-        if key not in self._quantized:
-            self._quantized[key] = self._quantize(name, scheme)
-        return self._quantized[key]
-
-    def _quantize(self, name: str, scheme: Scheme) -> tuple[Float32, Float32]:
-        if scheme.has_blocks(name):
-            blocks = self._load_blocks(name) or quantize_to_blocks(self._weights[name], name=name)
-            return blocks.dequantise().T, np.ones(len(blocks.integers), np.float32)
-        if scheme.weight_bits_of(name) == 4:
-            integers, scale, _ = quantize_weight_in_blocks(self._weights[name], name=name)
-        else:
-            integers, scale = quantize_weight(self._weights[name], name=name)
-        return integers.astype(np.float32), scale
-
-
-def _multiply_rows(x: Float32, integers: Float32, scale: Float32) -> Float32:
-    """A linear of dynamic activations."""
-    outliers, rest = take_outliers(x)
-    quantized, row_scale = quantize_rows(rest)
-    result: Float32 = ((quantized.astype(np.float32) @ integers) * row_scale + outliers @ integers) * scale
-    return result
+    def weight(self, name: str, scheme: Scheme) -> Integers | BlockTensor:
+        """A weight as a scheme stores it, its integers held in float32; made once."""
+        storage = scheme.storage_of(name)
+        if (name, storage) not in self._quantized:
+            blocks = self._load_blocks(name) if storage == "blocks" else None
+            made = blocks or quantize_linear(self._weights[name], storage, name=name)
+            if isinstance(made, Integers):
+                made = made._replace(values=made.values.astype(np.float32))
+            self._quantized[name, storage] = made
+        return self._quantized[name, storage]
 
 
 class _Window:

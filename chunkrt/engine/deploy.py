@@ -52,8 +52,7 @@ def compile_engine(
         ConfigError: the folder is there already, or an unknown SoC.
         ModelError, QuantizationError, PartitionError, BackendError: as `chunkrt.load`.
     """
-    if output.exists():
-        raise ConfigError(f"{output} exists already; choose another folder, or delete it")
+    _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
     manifest, plan, weights = read_manifest(engine), read_plan(engine), open_weights(engine)
@@ -83,8 +82,14 @@ def compile_engine(
     }
 
 
+def _check_absent(output: Path) -> None:
+    if output.exists():
+        raise ConfigError(f"{output} exists already; choose another folder, or delete it")
+
+
 def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Sequence[Path]], output: Path) -> None:
     with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
+        _check_absent(output)  # another process may have written it meanwhile
         aside.mkdir()
         for name in manifest.files:
             shutil.copyfile(engine / name, aside / name)

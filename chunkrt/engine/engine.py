@@ -25,7 +25,7 @@ from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
 from chunkrt.engine_directory.verification import Verification
-from chunkrt.engine_directory.weights import stored_entries
+from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.errors import (
     ClosedError,
     ConfigError,
@@ -144,7 +144,9 @@ class Engine:
         self.context_length = _context_length(self.plan, options)
         _check_shift(self.context_length, options)
         self.weights = open_weights(folder)
-        self.weights.check(entry for parts in stored_entries(self.plan, self.scheme).values() for entry in parts)
+        self.weights.check(
+            entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
+        )
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
         self.is_closed = False
         self._process_id = os.getpid()

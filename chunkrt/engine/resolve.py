@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +10,13 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, ModelError, PartitionError
-from chunkrt.files import Progress, only_writer, remove
+from chunkrt.files import Progress, made_once
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Search, find_scheme
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
 """Those of the options that a static scheme alone has a use for."""
-
-
-log = logging.getLogger(__name__)
 
 
 def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks: Ranks = ALONE) -> Path:
@@ -54,42 +50,35 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks:
         calibration=options.calibration,
         ranks=ranks,
     )
-    if _is_whole(folder):
+
+    def whole() -> Path:
+        read_manifest(folder)
         return folder
+
+    def compiled() -> Path:
+        try:
+            from chunkrt.compile.compiler import compile_checkpoint
+        except ImportError as error:
+            raise ConfigError(
+                f"compiling a model needs {error.name}, which is not installed; pip install it, or give an engine "
+                "directory"
+            ) from error
+        compile_checkpoint(
+            checkpoint,
+            recipe,
+            placement,
+            folder,
+            model=model,
+            calibration=options.calibration,
+            ranks=ranks,
+            progress=progress,
+        )
+        return folder
+
     try:
-        from chunkrt.compile.compiler import compile_checkpoint
-    except ImportError as error:
-        raise ConfigError(
-            f"compiling a model needs {error.name}, which is not installed; pip install it, or give an engine directory"
-        ) from error
-    try:
-        with only_writer(cache, "compiling a model"):
-            if not _is_whole(folder):
-                if folder.exists():
-                    log.warning("%s is damaged; compiling %s again", folder, model)
-                    remove(folder)
-                compile_checkpoint(
-                    checkpoint,
-                    recipe,
-                    placement,
-                    folder,
-                    model=model,
-                    calibration=options.calibration,
-                    ranks=ranks,
-                    progress=progress,
-                )
+        return made_once(folder, "compiling a model", whole, compiled)
     except OSError as error:
         raise ModelError(f"cannot write {cache}: {error.strerror or error}; set CHUNKRT_HOME to move it") from error
-    return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether an engine directory of the cache is there and undamaged."""
-    try:
-        read_manifest(folder)
-    except ModelError:
-        return False
-    return True
 
 
 def choose_recipe(options: EngineOptions, default: str) -> Recipe:

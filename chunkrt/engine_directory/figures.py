@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from chunkrt.engine_directory.weights import stored_entries
+from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.graph.operations import operations_per_pair, operations_per_row
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.quant.calibration import num_hot_channels
@@ -107,7 +107,7 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
 
 def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
     """Bytes of every weight as the scheme keeps it, with what is beside a linear: scales, grids, a shadow's rows."""
-    sizes = {name: sum(e.num_bytes for e in entries) for name, entries in stored_entries(plan, scheme).items()}
+    sizes = {name: sum(e.num_bytes for e in weight.entries) for name, weight in stored_weights(plan, scheme).items()}
     for name in linear_weights(plan):
         if scheme.is_shadowed(name):
             depth, columns = resolve(plan.tensors[name].shape, {})

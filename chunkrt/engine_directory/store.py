@@ -1,26 +1,25 @@
 """The weights of an engine: prepared once when a model is compiled, memory-mapped ever after.
 
 One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
-linear's weight is stored packed for the CPU kernels (`engine_directory/layout.py`) under its own name; `linear` unpacks
-it for the others, `experts` those of a mixture, or `blocks` one of 4 bits in blocks. Beside it, under its name and a
-suffix, is what else the scheme needs: see the suffixes below.
+linear's weight is stored under its own name, packed so that every CPU's dot-product instructions can read it; `linear`
+unpacks it for the others, `experts` those of a mixture, or `blocks` one of 4 bits in blocks. Beside it, under its name
+and a suffix, is what else the scheme needs: see the suffixes below.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.engine_directory.layout import unpack, unpack_blocks
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
 from chunkrt.errors import ModelError
 
 SCALE_SUFFIX = ".scale"
@@ -41,9 +40,10 @@ OUTPUT_STEP_SUFFIX = ".output_step"
 HOT_CHANNELS_SUFFIX = ".hot_channels"
 """int32 [H], ascending, of a linear with a shadow: the rows of its weight to be kept in float32. H may be 0."""
 
-ALIGNMENT_BYTES = 64
-_CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int32": "I32"}
-_DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
+COLUMNS_PER_BLOCK = 16
+DEPTH_PER_GROUP = 4
+CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int32": "I32"}
+_DTYPES = {code: np.dtype(name) for name, code in CODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,35 +60,6 @@ class Entry:
     def num_bytes(self) -> int:
         """Bytes it takes in the file."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-class WeightWriter:
-    """Writes a store front to back, one array at a time, in the order of its entries."""
-
-    def __init__(self, file: IO[bytes], entries: Sequence[Entry]) -> None:
-        self._file = file
-        self._entries: Iterator[Entry] = iter(entries)
-        header: dict[str, Any] = {
-            "__metadata__": {e.name: json.dumps(e.logical_shape) for e in entries if e.logical_shape != e.shape}
-        }
-        offset = 0
-        for entry in entries:
-            end = offset + entry.num_bytes
-            header[entry.name] = {
-                "dtype": _CODES[entry.dtype],
-                "shape": entry.shape,
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header).encode()
-        text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
-        file.write(len(text).to_bytes(8, "little") + text)
-
-    def write(self, array: NDArray[Any]) -> None:
-        """Append the next entry's array; its shape and dtype must be the announced ones."""
-        entry = next(self._entries)
-        assert (array.shape, array.dtype) == (entry.shape, np.dtype(entry.dtype)), entry.name
-        self._file.write(np.ascontiguousarray(array).data)
 
 
 class WeightStore:
@@ -184,3 +155,19 @@ def _view(mapped: mmap.mmap, start: int, info: Mapping[str, Any]) -> NDArray[Any
         raise ValueError(f"shape {list(shape)} at {begin}")
     flat = np.frombuffer(mapped, _DTYPES[info["dtype"]], count=prod(shape), offset=start + begin)
     return flat.reshape(shape)
+
+
+def unpack(packed: NDArray[np.int8], depth: int, columns: int) -> NDArray[np.int8]:
+    """The packed layout back to int8 [K, N] = [depth, columns]."""
+    blocks, groups, _, _ = packed.shape
+    matrix = packed.transpose(1, 3, 0, 2).reshape(groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK)
+    return np.ascontiguousarray(matrix[:depth, :columns])
+
+
+def unpack_blocks(packed: NDArray[np.uint8], scales: NDArray[np.float16], columns: int) -> BlockTensor:
+    """The packed layout back to a tensor [N, K] in blocks, N = columns."""
+    tiles, blocks, *_ = packed.shape
+    halves = np.stack([packed & 15, packed >> 4], axis=3)
+    integers = halves.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * COLUMNS_PER_BLOCK, blocks * BLOCK_DEPTH)
+    by_column = scales.transpose(2, 0, 3, 1).reshape(2, tiles * COLUMNS_PER_BLOCK, blocks)
+    return BlockTensor(integers=integers[:columns], scales=by_column[0, :columns], minima=by_column[1, :columns])

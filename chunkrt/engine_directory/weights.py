@@ -1,117 +1,68 @@
-"""Preparing weights: from checkpoint tensors to what an engine stores under a scheme, one tensor at a time."""
+"""Preparing weights: from checkpoint tensors to what an engine stores under a scheme, one tensor at a time.
+
+W [K, N] (as in `X @ W`) is stored as int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, W[k, n] at
+[n // 16, k // 4, n % 16, k % 4]. Four k of one column are adjacent because every int8 dot-product instruction (VNNI
+vpdpbusd, NEON sdot) consumes four; sixteen columns fill one cache line and one 512-bit register; the eight-k operands
+of NEON smmla come from two neighbouring k-groups by one zip.
+
+One of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16, k // 32,
+k % 32 // 8, n % 16, k % 4], in the low half of the byte where k % 8 < 4, else in the high half: a mask or a shift makes
+groups of four k as above. Beside it, float16 [ceil(N/16), K/32, 2, 16], are the scales of 16 columns and then their
+minima. Both are zero past N.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.engine_directory.layout import pack, pack_blocks, packed_blocks_shapes, packed_shape
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, FLOAT_TYPES, BlockTensor
 from chunkrt.engine_directory.store import (
     BLOCK_SCALE_SUFFIX,
+    CODES,
+    COLUMNS_PER_BLOCK,
+    DEPTH_PER_GROUP,
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
     SCALE_SUFFIX,
     Entry,
-    WeightWriter,
 )
 from chunkrt.errors import QuantizationError, unknown_name
-from chunkrt.graph.plan import MAIN_SUFFIX, Plan, Tensor, embedding_tables, expert_weights, linear_nodes, linear_weights
-from chunkrt.quant.blocks import COLUMNS_AT_ONCE, quantize_to_blocks
+from chunkrt.graph.plan import (
+    MAIN_SUFFIX,
+    Node,
+    Plan,
+    Tensor,
+    embedding_tables,
+    expert_weights,
+    linear_nodes,
+    linear_weights,
+    resolve,
+)
+from chunkrt.quant.arithmetic import quantize_linear, quantize_weight
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
-from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme
+from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, Storage
+
+if TYPE_CHECKING:
+    from chunkrt.graph.partition import Planned
 
 Float32 = NDArray[np.float32]
 LoadBlocks = Callable[[str], BlockTensor | None]
 """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name, if it has them."""
 
+ALIGNMENT_BYTES = 64
 ORDER = {"int8": 0, "uint8": 0, "float32": 1, "float16": 2}
-MOST_4_BIT, MOST_MULTIPLIER = 7, 16
-
-
-def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[np.int8], Float32]:
-    """Symmetric int8 per output channel.
-
-    Args:
-        weight: float32 [K, N], as in `X @ W`; any strides.
-
-    Returns:
-        int8 [K, N] in [-127, 127] and float32 scales [N]: weight ~ q * scale, scale = max|column| / 127, ties to
-        even. A column of zeros has scale 0.
-
-    Raises:
-        QuantizationError: a weight is infinite or not a number.
-    """
-    depth, columns = weight.shape
-    quantized = np.empty((depth, columns), np.int8)
-    scale = np.empty(columns, np.float32)
-    for begin in range(0, columns, COLUMNS_AT_ONCE):
-        part = weight[:, begin : begin + COLUMNS_AT_ONCE]
-        limit = _column_limits(part, name)
-        part_scale = (limit / np.float32(127)).astype(np.float32)
-        divisor = np.where(part_scale > 0, part_scale, np.float32(1))
-        quantized[:, begin : begin + COLUMNS_AT_ONCE] = np.rint(part / divisor).clip(-127, 127)
-        scale[begin : begin + COLUMNS_AT_ONCE] = part_scale
-    return quantized, scale
-
-
-def quantize_weight_in_blocks(
-    weight: Float32, *, name: str = "weight"
-) -> tuple[NDArray[np.int8], Float32, NDArray[np.int8]]:
-    """4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are whole multiples of their column's.
-
-    A block takes the multiplier that leaves the least square error; the block with a column's largest weight always
-    takes 16. Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
-
-    Args:
-        weight: float32 [K, N], as in `X @ W`; any strides.
-
-    Returns:
-        int8 [K, N], the products q * multiplier, at most 112 in magnitude; float32 scales [N], weight ~ product *
-        scale; and the multipliers, int8 [ceil(K / BLOCK_LENGTH), N] in 1..16.
-
-    Raises:
-        QuantizationError: a weight is infinite or not a number.
-    """
-    depth, columns = weight.shape
-    num_blocks = -(-depth // BLOCK_LENGTH)
-    products = np.empty((num_blocks, BLOCK_LENGTH, columns), np.int8)
-    multipliers = np.ones((num_blocks, columns), np.int8)
-    scale = np.empty(columns, np.float32)
-    for begin in range(0, columns, COLUMNS_AT_ONCE):
-        part = slice(begin, begin + COLUMNS_AT_ONCE)
-        limit = _column_limits(weight[:, part], name)
-        scale[part] = limit / np.float32(MOST_4_BIT * MOST_MULTIPLIER)
-        padded = np.zeros((num_blocks * BLOCK_LENGTH, len(limit)), np.float32)
-        padded[:depth] = weight[:, part] / np.where(scale[part] > 0, scale[part], np.float32(1))
-        blocks = padded.reshape(num_blocks, BLOCK_LENGTH, -1)
-        widest = np.abs(blocks).max(axis=1)
-        least = np.full(widest.shape, np.inf, np.float32)
-        for multiplier in range(1, MOST_MULTIPLIER + 1):
-            rounded = np.rint(blocks / np.float32(multiplier)).clip(-MOST_4_BIT, MOST_4_BIT) * np.float32(multiplier)
-            error = np.square(rounded - blocks).sum(axis=1)
-            if multiplier == MOST_MULTIPLIER:
-                error[widest == widest.max(axis=0)] = -1
-            better = error < least
-            least[better] = error[better]
-            multipliers[:, part][better] = multiplier
-            products[:, :, part] = np.where(better[:, None], rounded, products[:, :, part])
-    return products.reshape(-1, columns)[:depth], scale, multipliers
-
-
-def _column_limits(weight: Float32, name: str) -> Float32:
-    limit: Float32 = np.abs(weight).max(axis=0)
-    if not np.isfinite(limit).all():
-        raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
-    return limit
 
 
 def check_calibration(plan: Plan, calibration: Calibration) -> None:
@@ -136,6 +87,59 @@ def check_shadowed(plan: Plan, scheme: Scheme) -> None:
             )
 
 
+class WeightWriter:
+    """Writes a store front to back, one array at a time, in the order of its entries."""
+
+    def __init__(self, file: IO[bytes], entries: Sequence[Entry]) -> None:
+        self._file = file
+        self._entries: Iterator[Entry] = iter(entries)
+        header: dict[str, Any] = {
+            "__metadata__": {e.name: json.dumps(e.logical_shape) for e in entries if e.logical_shape != e.shape}
+        }
+        offset = 0
+        for entry in entries:
+            end = offset + entry.num_bytes
+            header[entry.name] = {
+                "dtype": CODES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
+        file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, array: NDArray[Any]) -> None:
+        """Append the next entry's array; its shape and dtype must be the announced ones."""
+        entry = next(self._entries)
+        assert (array.shape, array.dtype) == (entry.shape, np.dtype(entry.dtype)), entry.name
+        self._file.write(np.ascontiguousarray(array).data)
+
+
+def settle(planned: Planned, scheme: Scheme) -> Scheme:
+    """A scheme as the checkpoint lets it be: `weights_of_8_bits` names every linear that is not in blocks.
+
+    In blocks are linears all of whose tensors the checkpoint has so, unless a rank's share would cut a block; and
+    those whose tensors are floats, if the scheme does not keep them in 8 bits and blocks divide their depth. A scheme
+    without blocks comes back as it is.
+
+    Raises:
+        ModelError: the checkpoint lacks a tensor.
+    """
+    if scheme.weight_bits != 4 or scheme.is_static:
+        return scheme
+
+    def is_in_blocks(name: str) -> bool:
+        parameter = planned.parameters[name]
+        types = parameter.stored_as(planned.source)
+        depth, _ = resolve(planned.plan.tensors[name].shape, {})
+        is_made_here = types <= FLOAT_TYPES and scheme.has_blocks(name) and depth % BLOCK_DEPTH == 0
+        return (types <= BLOCK_TYPES and parameter.keeps_blocks) or is_made_here
+
+    others = sorted(name for name in linear_weights(planned.plan) if not is_in_blocks(name))
+    return replace(scheme, weights_of_8_bits=tuple(others))
+
+
 def write_weights(
     plan: Plan,
     scheme: Scheme,
@@ -149,7 +153,7 @@ def write_weights(
     """Load every weight of the plan, quantise what the scheme says, and write the store.
 
     Args:
-        scheme: as `Planned.settle` gives it, if it has linears in blocks.
+        scheme: as `settle` gives it, if it has linears in blocks.
         load: a weight's values by its plan name; called at most once a weight, results are dropped at once.
         load_blocks: asked first for linears in blocks; without an answer their values are quantised.
         path: written in full or not at all is the caller's business (write aside, rename).
@@ -160,51 +164,59 @@ def write_weights(
         ModelError, QuantizationError: as `load`, `load_blocks` and `quantize_weight`; a calibration is missing, or is
             another decoder's.
     """
-    stored = stored_entries(plan, scheme)
-    linears, experts = linear_nodes(plan), expert_weights(plan)
     # Packed weights need 64-byte alignment, float32 4-byte: the wider they must be aligned, the earlier they come.
-    # Packed scales are multiples of 64 bytes as well, and stand behind their weights.
-    names = sorted(stored, key=lambda name: ORDER[stored[name][0].dtype])
-    in_blocks = {name for name in linears if scheme.has_blocks(name)}
-    first = [e for name in names for e in stored[name][: 2 if name in in_blocks else 1]]
-    rest = (e for name in stored.keys() - in_blocks for e in stored[name][1:])
+    # Packed scales of blocks are multiples of 64 bytes as well, and stand behind their weights.
+    stored = sorted(stored_weights(plan, scheme).values(), key=lambda weight: ORDER[weight.entries[0].dtype])
+    first = [entry for weight in stored for entry in weight.entries[: weight.num_first]]
+    rest = (entry for weight in stored for entry in weight.entries[weight.num_first :])
     beside = sorted(rest, key=lambda e: (e.dtype == "int8", e.name))
     later: dict[str, NDArray[Any]] = {}
     with path.open("wb") as file:
         writer = WeightWriter(file, [*first, *beside])
-        for done, name in enumerate(names):
-            progress(done, len(names))
-            if name in in_blocks:
-                blocks = load_blocks(name) or quantize_to_blocks(load(name), name=name)
-                for array in pack_blocks(blocks):
-                    writer.write(array)
-                continue
-            values = load(name)
-            if len(stored[name]) == 1:
-                writer.write(_as_dtype(values, stored[name][0].dtype, name=name))
-                continue
-            if name in experts:
-                each = [quantize_weight(value, name=name) for value in values]
-                writer.write(np.stack([pack(integers) for integers, _ in each]))
-                later[name + SCALE_SUFFIX] = np.stack([scale for _, scale in each])
-                continue
-            if scheme.weight_bits_of(name) == 4:
-                quantized, scale, later[name + MULTIPLIER_SUFFIX] = quantize_weight_in_blocks(values, name=name)
-            else:
-                quantized, scale = quantize_weight(values, name=name)
-            writer.write(pack(quantized))
-            later[name + SCALE_SUFFIX] = scale
-            if scheme.is_static:
-                grids = grids_of(linears[name], scheme, calibration, scale)
-                later[name + INPUT_STEP_SUFFIX] = grids.input_step
-                if grids.output_step is not None:
-                    later[name + OUTPUT_STEP_SUFFIX] = grids.output_step
-            if scheme.is_shadowed(name):
-                assert calibration is not None
-                later[name + HOT_CHANNELS_SUFFIX] = calibration.hot_channels[linears[name].inputs[0]]
+        for done, weight in enumerate(stored):
+            progress(done, len(stored))
+            arrays = _arrays(weight, scheme, load, load_blocks, calibration)
+            for entry in weight.entries[: weight.num_first]:
+                writer.write(arrays.pop(entry.name))
+            later |= arrays
         for entry in beside:
             writer.write(later[entry.name])
-    progress(len(names), len(names))
+    progress(len(stored), len(stored))
+
+
+def _arrays(
+    weight: StoredWeight,
+    scheme: Scheme,
+    load: Callable[[str], Float32],
+    load_blocks: LoadBlocks,
+    calibration: Calibration | None,
+) -> dict[str, NDArray[Any]]:
+    """What a weight's entries hold, by their names."""
+    name, linear = weight.tensor.name, weight.linear
+    if weight.storage in ("float32", "float16"):
+        return {name: _as_dtype(load(name), weight.storage, name=name)}
+    if weight.storage == "experts":
+        each = [quantize_weight(value, name=name) for value in load(name)]
+        packed = np.stack([pack(integers) for integers, _ in each])
+        return {name: packed, name + SCALE_SUFFIX: np.stack([scale for _, scale in each])}
+    assert linear is not None
+    blocks = load_blocks(name) if weight.storage == "blocks" else None
+    quantized = blocks or quantize_linear(load(name), scheme.storage_of(name), name=name)
+    if isinstance(quantized, BlockTensor):
+        integers, scales = pack_blocks(quantized)
+        return {name: integers, name + BLOCK_SCALE_SUFFIX: scales}
+    arrays: dict[str, NDArray[Any]] = {name: pack(quantized.values), name + SCALE_SUFFIX: quantized.scale}
+    if quantized.multipliers is not None:
+        arrays[name + MULTIPLIER_SUFFIX] = quantized.multipliers
+    if scheme.is_static:
+        grids = grids_of(linear, scheme, calibration, quantized.scale)
+        arrays[name + INPUT_STEP_SUFFIX] = grids.input_step
+        if grids.output_step is not None:
+            arrays[name + OUTPUT_STEP_SUFFIX] = grids.output_step
+    if scheme.is_shadowed(name):
+        assert calibration is not None
+        arrays[name + HOT_CHANNELS_SUFFIX] = calibration.hot_channels[linear.inputs[0]]
+    return arrays
 
 
 def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[Any]]:
@@ -215,52 +227,99 @@ def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[
     return converted
 
 
-def stored_entries(plan: Plan, scheme: Scheme) -> dict[str, list[Entry]]:
-    """How a scheme stores each weight of a plan: the weight itself, then what a quantised linear needs beside it."""
-    linears = linear_weights(plan) if scheme.weight_bits else set()
-    experts = expert_weights(plan) if scheme.weight_bits else set()
-    tables = embedding_tables(plan) if scheme.weight_bits else set()
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """How a scheme stores one weight of a plan.
 
-    def entries(tensor: Tensor) -> list[Entry]:
-        if tensor.name in linears:
-            return _linear_entries(tensor, scheme)
-        return _expert_entries(tensor) if tensor.name in experts else [_entry(tensor, tables)]
+    storage: of a linear as `Scheme.storage_of` says; "experts" are int8 for each output channel of each expert; a table
+    that is looked up is float16. linear: the node that multiplies by it, of linears.
+    """
 
-    return {t.name: entries(t) for t in plan.tensors.values() if t.kind == "weight"}
+    tensor: Tensor
+    storage: Storage | Literal["float16", "experts"]
+    scheme: Scheme
+    linear: Node | None
+
+    @property
+    def num_first(self) -> int:
+        """Entries that are written at the weight's own place: the others stand behind all weights."""
+        return 2 if self.storage == "blocks" else 1
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The weight itself, then what a quantised linear needs beside it."""
+        name, shape, scheme = self.tensor.name, resolve(self.tensor.shape, {}), self.scheme
+        if self.storage in ("float32", "float16"):
+            return [Entry(name=name, dtype=self.storage, shape=shape, logical_shape=shape)]
+        *experts, depth, columns = shape
+        beside: dict[str, tuple[str, tuple[int, ...]]] = {SCALE_SUFFIX: ("float32", (*experts, columns))}
+        dtype, packed = "int8", (*experts, *packed_shape(depth, columns))
+        if self.storage == "blocks":
+            packed, of_scales = packed_blocks_shapes(depth, columns)
+            dtype, beside = "uint8", {BLOCK_SCALE_SUFFIX: ("float16", of_scales)}
+        elif self.storage != "experts":
+            if self.storage == "int4":
+                beside[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // BLOCK_LENGTH), columns))
+            if scheme.is_static:
+                beside[INPUT_STEP_SUFFIX] = ("float32", (1,))
+                if not scheme.has_float_output(name):
+                    beside[OUTPUT_STEP_SUFFIX] = ("float32", (columns,) if scheme.has_column_grids(name) else (1,))
+                if scheme.is_shadowed(name):
+                    beside[HOT_CHANNELS_SUFFIX] = ("int32", (num_hot_channels(depth),))
+        first = Entry(name=name, dtype=dtype, shape=packed, logical_shape=shape)
+        return [first, *(Entry(name=name + s, dtype=d, shape=n, logical_shape=n) for s, (d, n) in beside.items())]
 
 
-def _entry(tensor: Tensor, tables: set[str]) -> Entry:
-    shape = tuple(int(d) for d in tensor.shape)
-    dtype = "float16" if tensor.name in tables else "float32"
-    return Entry(name=tensor.name, dtype=dtype, shape=shape, logical_shape=shape)
+def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
+    """How a scheme stores each weight of a plan, by its name."""
+    linears, experts, tables = linear_nodes(plan), expert_weights(plan), embedding_tables(plan)
+
+    def storage_of(name: str) -> Storage | Literal["float16", "experts"]:
+        if not scheme.weight_bits:
+            return "float32"
+        if name in linears:
+            return scheme.storage_of(name)
+        return "experts" if name in experts else "float16" if name in tables else "float32"
+
+    return {
+        name: StoredWeight(tensor=tensor, storage=storage_of(name), scheme=scheme, linear=linears.get(name))
+        for name, tensor in plan.tensors.items()
+        if tensor.kind == "weight"
+    }
 
 
-def _expert_entries(tensor: Tensor) -> list[Entry]:
-    experts, depth, columns = (int(d) for d in tensor.shape)
-    shape, of_scales = (experts, *packed_shape(depth, columns)), (experts, columns)
-    return [
-        Entry(name=tensor.name, dtype="int8", shape=shape, logical_shape=(experts, depth, columns)),
-        Entry(name=tensor.name + SCALE_SUFFIX, dtype="float32", shape=of_scales, logical_shape=of_scales),
-    ]
+def packed_shape(depth: int, columns: int) -> tuple[int, int, int, int]:
+    """Shape of the packed form of a weight [depth, columns]."""
+    blocks, groups = -(-columns // COLUMNS_PER_BLOCK), -(-depth // DEPTH_PER_GROUP)
+    return blocks, groups, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP
 
 
-def _linear_entries(tensor: Tensor, scheme: Scheme) -> list[Entry]:
-    name = tensor.name
-    depth, columns = (int(d) for d in tensor.shape)
-    if scheme.has_blocks(name):
-        shape, scales_shape = packed_blocks_shapes(depth, columns)
-        return [
-            Entry(name=name, dtype="uint8", shape=shape, logical_shape=(depth, columns)),
-            Entry(name=name + BLOCK_SCALE_SUFFIX, dtype="float16", shape=scales_shape, logical_shape=scales_shape),
-        ]
-    beside: dict[str, tuple[str, tuple[int, ...]]] = {SCALE_SUFFIX: ("float32", (columns,))}
-    if scheme.weight_bits_of(name) == 4:
-        beside[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // BLOCK_LENGTH), columns))
-    if scheme.is_static:
-        beside[INPUT_STEP_SUFFIX] = ("float32", (1,))
-        if not scheme.has_float_output(name):
-            beside[OUTPUT_STEP_SUFFIX] = ("float32", (columns,) if scheme.has_column_grids(name) else (1,))
-        if scheme.is_shadowed(name):
-            beside[HOT_CHANNELS_SUFFIX] = ("int32", (num_hot_channels(depth),))
-    packed = Entry(name=name, dtype="int8", shape=packed_shape(depth, columns), logical_shape=(depth, columns))
-    return [packed, *(Entry(name=name + s, dtype=d, shape=n, logical_shape=n) for s, (d, n) in beside.items())]
+def pack(weight: NDArray[np.int8]) -> NDArray[np.int8]:
+    """int8 [K, N] to the packed layout."""
+    depth, columns = weight.shape
+    blocks, groups, _, _ = packed_shape(depth, columns)
+    padded = np.zeros((groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK), np.int8)
+    padded[:depth, :columns] = weight
+    tiles = padded.reshape(groups, DEPTH_PER_GROUP, blocks, COLUMNS_PER_BLOCK)
+    return np.ascontiguousarray(tiles.transpose(2, 0, 3, 1))
+
+
+def packed_blocks_shapes(depth: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the packed form of a weight [depth, columns] in blocks: its bytes, and its scales and minima."""
+    tiles, blocks = -(-columns // COLUMNS_PER_BLOCK), -(-depth // BLOCK_DEPTH)
+    pairs = BLOCK_DEPTH // (2 * DEPTH_PER_GROUP)
+    return (tiles, blocks, pairs, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP), (tiles, blocks, 2, COLUMNS_PER_BLOCK)
+
+
+def pack_blocks(weight: BlockTensor) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """A tensor [N, K] in blocks to the packed layout: bytes, and scales with minima."""
+    columns, depth = weight.integers.shape
+    (tiles, blocks, pairs, *_), scales_shape = packed_blocks_shapes(depth, columns)
+    padded = np.zeros((tiles * COLUMNS_PER_BLOCK, depth), np.uint8)
+    padded[:columns] = weight.integers
+    halves = padded.reshape(tiles, COLUMNS_PER_BLOCK, blocks, pairs, 2, DEPTH_PER_GROUP).transpose(4, 0, 2, 3, 1, 5)
+    scales = np.zeros((tiles * COLUMNS_PER_BLOCK, blocks, 2), np.float16)
+    scales[:columns] = np.stack([weight.scales, weight.minima], axis=-1)
+    by_tile = scales.reshape(tiles, COLUMNS_PER_BLOCK, blocks, 2).transpose(0, 2, 3, 1)
+    assert by_tile.shape == scales_shape
+    return np.ascontiguousarray(halves[0] | halves[1] << 4), np.ascontiguousarray(by_tile)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.compile.float_run import first_values, run_node, run_subgraph
+from chunkrt.compile.calibrate import first_values, run_node, run_subgraph
 from chunkrt.compile.trials import LOSS_EVERY, Float32, RoundedLinears
 from chunkrt.engine_directory.weights import LoadBlocks
 from chunkrt.errors import ConfigError

@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.logits import Float16, Float32
-from chunkrt.files import check_archive, only_writer, remove, written_aside
+from chunkrt.files import check_archive, made_once, remove, written_aside
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
 HEADER_BYTES = 1024
@@ -118,15 +118,16 @@ class LogitCache:
         if num_bytes > self.limit_bytes:
             return False
         path = self._path(key)
+
+        def made() -> bool:
+            if not self._make_room(num_bytes):
+                return False
+            with written_aside(path) as aside:
+                _write(aside, num_rows, vocab_size, pieces)
+            return True
+
         try:
-            with only_writer(self.folder, "computing logits"):
-                if path.exists():  # by another process meanwhile
-                    return True
-                if not self._make_room(num_bytes):
-                    return False
-                with written_aside(path) as aside:
-                    _write(aside, num_rows, vocab_size, pieces)
-                return True
+            return made_once(path, "computing logits", lambda: True, made)
         except OSError as error:
             raise ConfigError(
                 f"cannot keep logits in {self.folder}: {error.strerror or error}; set CHUNKRT_HOME to move it, or "

@@ -1,22 +1,34 @@
-"""Partitioning: from the decoder's graph to the plan.
+"""From a decoder to its plan: placed, traced, linears with a shadow cut out, and cut into subgraphs.
 
 Every node has a device: its module's, where one was placed, or the rule's. Neighbours on one device melt into one
 subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and a head. A
-linear with a shadow (`graph/shadow.py`) is a subgraph of its own, and so are its shadow and every sum over ranks.
+linear with a shadow is a subgraph of its own, and so are its shadow and every sum over ranks.
+
+    x -> MatMul -> y      becomes      x -> MatMul ----------------> y.main --+
+                                       x -> chunkrt::ShadowLinear -> y.shadow -+-> Add -> y
+
+So a second processor can compute beside the linear what its grid leaves: both wait for the same subgraph, and for
+nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Literal, cast
 
 import onnx_ir as ir
 
+from chunkrt.checkpoints.source import BlockTensor, TensorSource
+from chunkrt.graph.modules import Float32, Module, Parameter
+from chunkrt.graph.placement import Placement, place
 from chunkrt.graph.plan import (
     ALL_REDUCE_OP,
     DOMAIN,
     EXPERTS_OP,
+    MAIN_SUFFIX,
     SHADOW_OP,
     Attribute,
     Device,
@@ -26,7 +38,7 @@ from chunkrt.graph.plan import (
     Subgraph,
     Tensor,
 )
-from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY
+from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY, trace
 
 DYNAMIC_OPS = {
     (DOMAIN, "CachedAttention"),
@@ -44,6 +56,52 @@ _DTYPES: Mapping[ir.DataType, Dtype] = {
     ir.DataType.FLOAT16: "float16",
     ir.DataType.INT64: "int64",
 }
+
+SHADOW_SUFFIX = ".shadow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A checkpoint with its decoder and plan: all that is known before a weight is read."""
+
+    source: TensorSource
+    decoder: Module
+    plan: Plan
+
+    def load(self, name: str) -> Float32:
+        """A weight's values, by its plan name. Raises ModelError as `Parameter.load` does."""
+        return self.parameters[name].load(self.source)
+
+    def load_blocks(self, name: str) -> BlockTensor | None:
+        """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none.
+
+        Raises:
+            ModelError, QuantizationError: see `Parameter.load_blocks`.
+        """
+        return self.parameters[name].load_blocks(self.source)
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """All that the decoder reads, by plan name."""
+        return {parameter.name: parameter for parameter in self.decoder.parameters()}
+
+
+def plan_decoder(
+    source: TensorSource, decoder: Module, placement: Placement, is_shadowed: Callable[[str], bool] | None = None
+) -> Planned:
+    """Place a decoder, trace it, and cut it into subgraphs.
+
+    Args:
+        is_shadowed: whether the linear of a weight gets a shadow.
+
+    Raises:
+        ConfigError: the placement names no module.
+    """
+    place(decoder, placement)
+    graph = trace(decoder)
+    if is_shadowed is not None:
+        cut_shadowed(graph, is_shadowed)
+    return Planned(source=source, decoder=decoder, plan=partition(graph, family=source.architecture))
 
 
 def partition(model: ir.Model, *, family: str) -> Plan:
@@ -171,3 +229,39 @@ def _tensors(graph: ir.Graph, subgraphs: Sequence[Subgraph], state: set[str]) ->
         dtype = _DTYPES[value.dtype]
         tensors[name] = Tensor(name=name, dtype=dtype, shape=_dimensions(value), kind=kind)
     return tensors
+
+
+def cut_shadowed(model: ir.Model, is_shadowed: Callable[[str], bool]) -> None:
+    """A pass, in place: put a shadow beside every linear whose weight's name is chosen.
+
+    Requires: a traced decoder. Ensures: the outputs of linears keep their names and, but for rounding, their values;
+    the two halves of a linear are marked to become subgraphs of their own, the second on the CPU.
+    """
+    graph = model.graph
+    for node in list(graph):
+        weight = node.inputs[1] if node.op_type == "MatMul" else None
+        if weight is not None and weight.name in graph.initializers and is_shadowed(weight.name or ""):
+            _cut_out(graph, node)
+
+
+def _cut_out(graph: ir.Graph, linear: ir.Node) -> None:
+    whole = linear.outputs[0]
+    name = whole.name or ""
+    shadow = ir.Node(
+        DOMAIN, SHADOW_OP, linear.inputs, num_outputs=1, name=name + SHADOW_SUFFIX, metadata_props={DEVICE_KEY: "cpu"}
+    )
+    add = ir.Node("", "Add", [whole, shadow.outputs[0]], num_outputs=1, name=f"{name}.sum")
+    add.metadata_props.update({k: v for k, v in linear.metadata_props.items() if k == DEVICE_KEY})
+    for result, suffix in ((shadow.outputs[0], SHADOW_SUFFIX), (add.outputs[0], "")):
+        result.type, result.shape = whole.type, whole.shape
+        result.name = name + suffix
+    for user, index in tuple(whole.uses()):
+        if user is not add:
+            user.replace_input_with(index, add.outputs[0])
+    whole.name = name + MAIN_SUFFIX
+    for index, output in enumerate(graph.outputs):
+        if output is whole:
+            graph.outputs[index] = add.outputs[0]
+    graph.insert_after(linear, [shadow, add])
+    for half in (linear, shadow):
+        half.metadata_props[ALONE_KEY] = half.name or ""

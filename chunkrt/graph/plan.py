@@ -39,7 +39,7 @@ DOMAIN = "chunkrt"
 """Of the operators that are our own."""
 
 SHADOW_OP = "ShadowLinear"
-"""Of our domain: what a linear's inputs exceed its grid by, times its weight; see `graph/shadow.py`."""
+"""Of our domain: what a linear's inputs exceed its grid by, times its weight; see `graph/partition.py`."""
 
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""

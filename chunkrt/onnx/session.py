@@ -16,6 +16,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from chunkrt.errors import BackendError, ConfigError, ModelError
+from chunkrt.onnx.importing.evaluation import open_session
+from chunkrt.onnx.importing.reading import read_proto
 
 SETTINGS_KEY, PLAN_KEY = "chunkrt.export", "chunkrt.plan"
 _SETTINGS = {"window", "sequence", "context", "dtype", "keys"}
@@ -152,7 +154,6 @@ class _Window:
 
     def __init__(self, path: Path, providers: Sequence[str], threads: int | None) -> None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # what fails is raised
         options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay where they are mapped
         if threads:
             options.intra_op_num_threads = threads
@@ -163,7 +164,8 @@ class _Window:
                 f"ONNX Runtime has no provider {unknown[0]!r} here; it has {', '.join(ort.get_available_providers())}"
             )
         try:
-            self._session = ort.InferenceSession(str(path), options, providers=list(providers))
+            model = read_proto(path) if path.is_symlink() else path  # in a hub's cache, its data are links as well
+            self._session = open_session(model, options, providers)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             raise ModelError(f"ONNX Runtime cannot load {path}: {_in_a_line(error)}") from error
         self.provider = self._session.get_providers()[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError
-from chunkrt.files import check_archive
+from chunkrt.files import check_archive, written_aside
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import METHODS, Method
 
@@ -75,19 +74,13 @@ class Calibration:
             by_name: Mapping[str, float] = getattr(self, field)
             arrays[field] = np.array(list(by_name.values()), np.float32)
             names[field] = list(by_name)
-        aside = path.parent / f".{path.name}.{secrets.token_hex(8)}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with aside.open("wb") as file:
-                    np.savez_compressed(
-                        file,
-                        about=np.array(json.dumps({"format": FORMAT, "names": names, **about})),
-                        **arrays,
-                    )
-                aside.replace(path)
-            finally:
-                aside.unlink(missing_ok=True)
+            with written_aside(path) as aside, aside.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    about=np.array(json.dumps({"format": FORMAT, "names": names, **about})),
+                    **arrays,
+                )
         except OSError as error:
             raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
 

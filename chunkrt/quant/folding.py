@@ -23,7 +23,7 @@ FACTORS = ("gains", "rows", "columns")
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """What happens to the weights of a plan, by name, in this order.
+    """What happens to the weights of a plan, by name, in this order; nothing by default.
 
     ones: weights of norms that become 1, because linears took them over.
     gains: float32 [K], of those norms: what the rows of such a linear are multiplied by.
@@ -41,11 +41,6 @@ class Folding:
     rotated_columns: frozenset[str] = frozenset()
     rows: Mapping[str, Float32] = field(default_factory=dict)
     columns: Mapping[str, Float32] = field(default_factory=dict)
-
-    @staticmethod
-    def none() -> Folding:
-        """Leaves every weight as it is."""
-        return Folding()
 
     @property
     def has_rotation(self) -> bool:

@@ -23,6 +23,11 @@ LEVELS = {8: 127, 16: 127 * 257}
 base 256; a 16-bit integer product can therefore be had from two of 8 bits."""
 
 
+Storage = Literal["float32", "int8", "int4", "blocks"]
+"""How a linear's weight is stored: as it is; as integers for each output channel, of 8 bits, or of 4 that are kept as
+products with the multipliers of their blocks; in a checkpoint's blocks of 4 bits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """One named way to quantise the linears. Patterns match the names of their weights.
@@ -44,7 +49,7 @@ class Scheme:
     shadowed: static only: linears whose 8-bit input grid holds most values, but not the few largest; what these exceed
         it by is multiplied in float beside, by a `chunkrt::ShadowLinear` on the CPU.
     weights_of_8_bits: linears that keep 8-bit weights where others have 4. With dynamic activations that is up to the
-        checkpoint as well: what an engine is compiled under names them all (`quant/blocks.py`).
+        checkpoint as well: what an engine is compiled under names them all (`engine_directory/weights.py`).
     equalisation: static only: how much of the unevenness between the channels of an input is moved into the weights
         beforehand, 0 to 1; None: nothing is. See `quant/folding.py`.
     is_rotated: whether the residual stream is rotated beforehand, so that no channel stands out.
@@ -91,9 +96,16 @@ class Scheme:
         """Bits of one linear's weight."""
         return 8 if self.weight_bits == 4 and _matches(weight, self.weights_of_8_bits) else self.weight_bits
 
+    def storage_of(self, weight: str) -> Storage:
+        """How a linear's weight is stored."""
+        bits = self.weight_bits_of(weight)
+        if bits == 4:
+            return "blocks" if self.activations == "dynamic" else "int4"
+        return "int8" if bits == 8 else "float32"
+
     def has_blocks(self, weight: str) -> bool:
         """Whether a linear's weight is stored in blocks of 4 bits, each with a scale and a minimum."""
-        return self.activations == "dynamic" and self.weight_bits_of(weight) == 4
+        return self.storage_of(weight) == "blocks"
 
     def has_column_grids(self, weight: str) -> bool:
         """Whether the columns of a linear's output have grids of their own."""

@@ -7,14 +7,13 @@ import zipfile
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy
 
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import check_archive
+from chunkrt.files import check_archive, written_aside
 from chunkrt.runtime.buffers import Array
 
 Numbers = Mapping[str, int]
@@ -32,18 +31,12 @@ class StateFile:
         Raises:
             ConfigError: the file cannot be written.
         """
-        path = self.path
         try:
-            with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-                try:
-                    _write(file, {name: np.array(number, np.int64) for name, number in numbers.items()} | dict(arrays))
-                    file.close()
-                    Path(file.name).replace(path)
-                except BaseException:
-                    Path(file.name).unlink(missing_ok=True)
-                    raise
+            self.path.parent.stat()  # a folder that is not there is not made
+            with written_aside(self.path) as aside, aside.open("wb") as file:
+                _write(file, {name: np.array(number, np.int64) for name, number in numbers.items()} | dict(arrays))
         except OSError as error:
-            raise ConfigError(f"cannot save the state to {path}: {error}") from error
+            raise ConfigError(f"cannot save the state to {self.path}: {error}") from error
 
     def read(
         self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]

@@ -31,7 +31,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.options import available_cores
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan

@@ -15,17 +15,14 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.engine_directory.weights import write_weights
+from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
-from chunkrt.graph.partition import partition
+from chunkrt.graph.partition import Planned, cut_shadowed, partition
 from chunkrt.graph.plan import Plan
-from chunkrt.graph.planned import Planned
-from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
-from chunkrt.quant.blocks import settle
 from chunkrt.quant.scheme import Scheme
 
 CONFIG: Mapping[str, Any] = {

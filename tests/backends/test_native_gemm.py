@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from native_isas import isa_parameters
 
 from chunkrt import _native
-from chunkrt.engine_directory.layout import pack
+from chunkrt.engine_directory.weights import pack
 
 ISAS = isa_parameters("reference", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni")
 ROWS = [1, 2, 5, 6, 7, 8, 9, 16, 31, 32, 33]

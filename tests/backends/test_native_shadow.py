@@ -16,15 +16,8 @@ from native_isas import isa_parameters
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.engine_directory.layout import pack
-from chunkrt.engine_directory.store import (
-    HOT_CHANNELS_SUFFIX,
-    INPUT_STEP_SUFFIX,
-    SCALE_SUFFIX,
-    Entry,
-    WeightStore,
-    WeightWriter,
-)
+from chunkrt.engine_directory.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, SCALE_SUFFIX, Entry, WeightStore
+from chunkrt.engine_directory.weights import WeightWriter, pack
 from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import find_scheme
 

@@ -10,7 +10,7 @@ from chunkrt.backends.dispatch import registered_operators
 from chunkrt.backends.onnx.functions import has_expansion
 from chunkrt.backends.onnx.lowering import FUNCTIONS, STANDARD
 from chunkrt.backends.registry import OperatorRegistry
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError
 from chunkrt.graph.operators import canonical_name, use_of, uses
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor

@@ -10,9 +10,9 @@ from hypothesis.extra.numpy import arrays
 from native_isas import isa_parameters
 
 from chunkrt._native import ProgramBuilder, ThreadPool
-from chunkrt.backends.operands import BlockWeight, DynamicWeight
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.engine_directory.layout import pack, pack_blocks
+from chunkrt.engine_directory.weights import pack, pack_blocks
+from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight
 from chunkrt.quant.outliers import OUTLIER_RATIO, take_outliers
 
 MAGNITUDES = st.sampled_from([0, 1e-30, 1e-3, 1, 3e3, 1e6, 1e30])

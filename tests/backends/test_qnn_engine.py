@@ -17,7 +17,7 @@ from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.backends.qnn.library import open_session
 from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import roles as npu
 from chunkrt.errors import BackendError, CompileError, DeviceLostError, PartitionError
 from chunkrt.graph.merging import merged_on_cpu

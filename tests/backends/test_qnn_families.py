@@ -8,7 +8,7 @@ import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.graph.plan import resolve
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")

@@ -12,7 +12,7 @@ from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.engine_directory.weights import stored_entries, write_weights
+from chunkrt.engine_directory.weights import stored_weights, write_weights
 from chunkrt.graph import ops
 from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import current_trace, trace
@@ -85,7 +85,7 @@ def store_of(plan, scheme, weights, folder):
     path = folder / "weights.safetensors"
     write_weights(plan, scheme, weights.__getitem__, path)
     store = WeightStore.open(path)
-    store.check(entry for entries in stored_entries(plan, scheme).values() for entry in entries)
+    store.check(entry for weight in stored_weights(plan, scheme).values() for entry in weight.entries)
     return store
 
 

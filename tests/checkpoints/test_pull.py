@@ -135,7 +135,7 @@ def entry_of(source, terms=None):
 
 
 def files_left(home):
-    return sorted(path.name for path in (home / "models" / "tiny").iterdir() if path.name != ".lock")
+    return sorted(path.name for path in (home / "models" / "tiny").iterdir())
 
 
 PART = "tiny-model-0-1.0.part"
@@ -321,12 +321,12 @@ class FullDisk(io.FileIO):
 
 
 @pytest.mark.parametrize("contents", [(CONTENT,), THIRDS], ids=["one wheel", "three wheels"])
-@pytest.mark.parametrize("suffix", [".part", ".tmp"])
-def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home, monkeypatch, suffix, contents):
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["of the wheel", "of the file"])
+def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home, monkeypatch, is_hidden, contents):
     real_open = Path.open
 
     def open_on_full_disk(path, mode="r", **options):
-        if path.suffix == suffix and mode in ("ab", "wb"):
+        if path.suffix == ".part" and path.name.startswith(".") == is_hidden and mode in ("ab", "wb"):
             return io.BufferedWriter(FullDisk(path, mode))
         return real_open(path, mode, **options)
 

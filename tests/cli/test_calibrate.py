@@ -7,8 +7,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 from chunkrt.compile import calibrate as calibration_module
-from chunkrt.compile.compiler import compile_checkpoint
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import SCHEMES, Recipe

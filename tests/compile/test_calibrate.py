@@ -27,7 +27,7 @@ from chunkrt.compile.calibrate import (
     shipped_text,
     text_digest,
 )
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.calibration import SHADOW_SHARE, Calibration, num_hot_channels
@@ -204,7 +204,7 @@ def test_what_it_says_of_itself(planned):
     found = run(planned, TOKENS[:9], method="mse")
     assert (found.model, found.method) == ("toy", "mse")
     np.testing.assert_array_equal(found.token_ids, TOKENS[:9])
-    assert (found.equalisation, found.is_rotated, found.folding) == (None, False, Folding.none())
+    assert (found.equalisation, found.is_rotated, found.folding) == (None, False, Folding())
     assert text_digest(TOKENS[:9]) == text_digest(TOKENS[:9].astype(np.int32)) != text_digest(TOKENS[:8])
 
 
@@ -417,7 +417,7 @@ def folded(planned, calibration):
 def test_equalisation_and_rotation_are_kept_with_what_they_did(planned_gguf, cache):
     """What the cache holds is of the folded weights, and says how they were folded; so does what is loaded again."""
     plain, _ = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, method="absmax")
-    assert plain.folding == Folding.none()
+    assert plain.folding == Folding()
     for options in ({"equalisation": 0.5}, {"is_rotated": True}, {"equalisation": 0.5, "is_rotated": True}):
         made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, method="absmax", **options)
         assert {name: getattr(made, name) for name in options} == options

@@ -14,8 +14,7 @@ from chunkrt.backends.onnx.export import to_onnx
 from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
 from chunkrt.compile import compiler
 from chunkrt.compile.calibrate import cached_calibration, calibrate
-from chunkrt.compile.compiler import compile_checkpoint
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe
 from chunkrt.engine_directory.figures import weight_bytes
@@ -23,10 +22,9 @@ from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_
 from chunkrt.engine_directory.weights import check_shadowed
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.partition import partition
+from chunkrt.graph.partition import cut_shadowed, partition
 from chunkrt.graph.placement import ALL_ON_CPU, place
 from chunkrt.graph.plan import Plan, linear_nodes
-from chunkrt.graph.shadow import cut_shadowed
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEMES, Recipe, find_scheme

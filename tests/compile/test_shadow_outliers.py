@@ -16,14 +16,12 @@ from native_cases import make_case, node, tensor
 import chunkrt
 from chunkrt.backends import BACKENDS, make_backend
 from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.planned import plan_checkpoint
-from chunkrt.engine_directory.layout import pack
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.engine_directory.weights import write_weights
+from chunkrt.engine_directory.weights import pack, write_weights
 from chunkrt.graph.modules import Embedding, Module
 from chunkrt.graph.parallel import ReplicatedLinear
-from chunkrt.graph.partition import partition
-from chunkrt.graph.shadow import cut_shadowed
+from chunkrt.graph.partition import cut_shadowed, partition
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.policy import POLICIES

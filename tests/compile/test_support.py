@@ -17,7 +17,7 @@ from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES
 from chunkrt.checkpoints.safetensors import SafetensorsSource
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.support import check_support
 from chunkrt.errors import BackendUnavailableError, ModelError
 from chunkrt.graph.decoders import FAMILIES
@@ -289,7 +289,7 @@ def test_a_backend_that_is_not_here_is_held_against_nobody(monkeypatch, command)
             raise BackendUnavailableError("not built")
         return make_backend(name, threads=threads)
 
-    monkeypatch.setattr("chunkrt.compile.support.make_backend", make)
+    monkeypatch.setattr("chunkrt.backends.coverage.make_backend", make)
     report = check_support(checkpoint("llama_gqa"))
     assert (report.unavailable, report.gaps) == ({"native": "not built"}, [])
     assert "native was not asked: not built" in command("support", checkpoint("llama_gqa")).out

@@ -8,16 +8,21 @@ from fixture_checkpoints import checkpoint
 from threadpoolctl import threadpool_info
 
 import chunkrt
-from chunkrt.backends.operands import BlockWeight, DynamicWeight, StaticWeight
 from chunkrt.backends.reference import run_operator
 from chunkrt.compile import trials as losses_module
 from chunkrt.compile.calibrate import cached_calibration
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY, Loss, Losses, RoundedLinears
-from chunkrt.engine_directory.weights import quantize_weight, quantize_weight_in_blocks
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import linear_nodes, resolve
-from chunkrt.quant.blocks import quantize_to_blocks
+from chunkrt.quant.arithmetic import (
+    BlockWeight,
+    DynamicWeight,
+    StaticWeight,
+    quantize_to_blocks,
+    quantize_weight,
+    quantize_weight_in_blocks,
+)
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import SCHEMES, Scheme, find_scheme
 

@@ -15,18 +15,15 @@ from chunkrt.backends import make_backend
 from chunkrt.backends.communicator import ranks_of
 from chunkrt.backends.link import LinkBackend
 from chunkrt.checkpoints.catalogue import find, pulled
-from chunkrt.compile.compiler import compile_checkpoint
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine_directory.manifest import read_manifest
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.engine_directory.weights import write_weights
+from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.graph.decoders import FAMILIES, build_decoder
-from chunkrt.graph.partition import partition
-from chunkrt.graph.planned import Planned
+from chunkrt.graph.partition import Planned, partition
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.tracing import trace
-from chunkrt.quant.blocks import settle
 from chunkrt.quant.scheme import SCHEMES, Recipe, find_scheme
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.engine_directory.store import Entry, WeightStore, WeightWriter
+from chunkrt.engine_directory.store import Entry, WeightStore
+from chunkrt.engine_directory.weights import WeightWriter
 from chunkrt.errors import ModelError
 
 PACKED = Entry(name="linear", dtype="int8", shape=(2, 1, 16, 4), logical_shape=(3, 20))

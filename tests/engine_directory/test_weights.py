@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from chunkrt.engine_directory.layout import pack, packed_shape, unpack
-from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore
-from chunkrt.engine_directory.weights import quantize_weight, stored_entries, write_weights
+from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore, unpack
+from chunkrt.engine_directory.weights import pack, packed_shape, stored_weights, write_weights
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.plan import embedding_tables, linear_weights
+from chunkrt.quant.arithmetic import quantize_weight
 from chunkrt.quant.scheme import SCHEMES, find_scheme
 from chunkrt.testing.decoder import RandomCheckpoint, random_decoder
 
@@ -157,7 +157,7 @@ def test_a_store_is_safetensors(tmp_path):
     write_weights(decoder.plan, W8A8, drawn.__getitem__, path, progress=lambda done, total: steps.append((done, total)))
     store, arrays_ = WeightStore.open(path), load_file(path)
     assert steps == [(done, len(drawn)) for done in range(len(drawn) + 1)]
-    assert {e.name for entries in stored_entries(decoder.plan, W8A8).values() for e in entries} == set(arrays_)
+    assert {e.name for w in stored_weights(decoder.plan, W8A8).values() for e in w.entries} == set(arrays_)
     name = "lm_head.weight"
     np.testing.assert_array_equal(arrays_[name], store.packed_linear(name)[0])
     np.testing.assert_array_equal(arrays_[name + SCALE_SUFFIX], store.linear(name)[1])

@@ -8,17 +8,22 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends.operands import BlockWeight, DynamicWeight, StaticWeight
 from chunkrt.backends.reference import run_operator
 from chunkrt.compile.calibrate import cached_calibration
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY
-from chunkrt.engine_directory.weights import quantize_weight, quantize_weight_in_blocks
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, NUM_SHOWN, evaluate_layers
 from chunkrt.evaluation.layers_picture import draw_layers
 from chunkrt.graph.plan import linear_nodes, resolve
-from chunkrt.quant.blocks import quantize_to_blocks
+from chunkrt.quant.arithmetic import (
+    BlockWeight,
+    DynamicWeight,
+    StaticWeight,
+    quantize_to_blocks,
+    quantize_weight,
+    quantize_weight_in_blocks,
+)
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.grid import grids_of
 
@@ -36,7 +41,7 @@ class Tiny:
         with chunkrt.load(GGUF, npu="reference", **options) as engine:
             self.scheme = engine.scheme
         planned = plan_checkpoint(GGUF, {})
-        self.plan, self.calibration, folding = planned.plan, None, Folding.none()
+        self.plan, self.calibration, folding = planned.plan, None, Folding()
         if self.scheme.is_static:
             equalisation = self.scheme.equalisation
             self.calibration, _ = cached_calibration(planned, GGUF, model="tiny", equalisation=equalisation)

@@ -29,7 +29,7 @@ from fuzz.mutation import (
 
 import chunkrt
 from chunkrt.checkpoints.catalogue.entry import read_entry
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.settings import read_settings
 from chunkrt.engine_directory.manifest import MANIFEST, PLAN, WEIGHTS
 from chunkrt.graph.placement import read_placement

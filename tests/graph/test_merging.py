@@ -3,7 +3,7 @@
 import pytest
 from fixture_checkpoints import checkpoint
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks

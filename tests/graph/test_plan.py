@@ -7,7 +7,7 @@ import sys
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan, Tensor, resolve

@@ -6,9 +6,9 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from onnx_models import FAMILIES, Window, planned
 from random_folders import write_folder
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import resolve
-from chunkrt.graph.planned import Planned
 
 OTHERS = (
     "llama_tied", "llama_biased", "llama_rope_llama3", "gemma3_rope_parameters", "gemma3_window_120", "qwen2_window",

@@ -12,10 +12,10 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from onnx_models import FAMILIES, open_model, planned
 from random_folders import write_folder
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, QuantizationError, UnsupportedModelError
+from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Plan
-from chunkrt.graph.planned import Planned
 from chunkrt.onnx.exporting import (
     DynamicSettings,
     SubgraphSettings,
@@ -218,7 +218,7 @@ def test_static_subgraphs_are_written_all_or_none(tmp_path):
 
 def reference(decoder, subgraph, inputs):
     """Its outputs by the operators of the reference backend."""
-    from chunkrt.compile.float_run import run_node
+    from chunkrt.compile.calibrate import run_node
 
     values = {"": None, **inputs, **{name: decoder.load(name) for name in subgraph.weights}}
     for node in subgraph.nodes:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small_onnx import CONTRIB, HEADS, HIDDEN, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx.importing import import_decoder, verify
 
@@ -12,7 +12,7 @@ from chunkrt.onnx.importing import import_decoder, verify
 def attributes(decoder_file):
     """The one attention node's, after the import was compared with the original."""
     planned = plan_checkpoint(decoder_file, {})
-    assert verify(decoder_file, planned.plan, planned.load) < 1e-4
+    assert verify(planned.source, planned.plan, planned.load) < 1e-4
     (node,) = (n for s in planned.plan.subgraphs for n in s.nodes if n.op == "CachedAttention")
     return node.attributes
 

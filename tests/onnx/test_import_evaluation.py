@@ -4,13 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.reading import read_proto
-from chunkrt.onnx.importing.signature import Probe, feeds, find_signature
+from chunkrt.onnx.importing.signature import Probe, feeds, find_signature, inputs_of
 from chunkrt.onnx.importing.skeleton import skeleton
 
 FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
@@ -21,10 +20,8 @@ PROBE = Probe(11, 4)
 
 def evaluator_of(folder):
     proto = read_proto(folder / "model.onnx")
-    model = ir.from_proto(proto)
-    signature = find_signature(model, folder.name)
-    fed = feeds(signature, {v.name: v for v in model.graph.inputs}, PROBE)
-    return proto, Evaluator(proto, folder, signature, 128), fed
+    signature = find_signature(proto, folder.name)
+    return proto, Evaluator(proto, signature, 128), feeds(signature, inputs_of(proto), PROBE)
 
 
 @pytest.mark.sampled(every=3)

@@ -10,7 +10,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.cli import cli
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.onnx.importing import import_decoder, verify
 from chunkrt.onnx.session import OnnxSession
@@ -34,7 +34,7 @@ def test_a_fixed_window_comes_back_as_the_plan_that_it_was(tmp_path, name):
     for tensor in expected.plan.tensors.values():
         if tensor.kind == "weight":
             np.testing.assert_array_equal(found.load(tensor.name), expected.load(tensor.name), err_msg=tensor.name)
-    assert verify(path, found.plan, found.load) < 1e-4
+    assert verify(found.source, found.plan, found.load) < 1e-4
 
 
 @pytest.mark.parametrize("placement", [{"": "cpu"}, {"model.layers.*.mlp.down_proj": "cpu", "lm_head": "npu"}])

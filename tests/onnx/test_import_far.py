@@ -9,7 +9,7 @@ import pytest
 from onnx import helper, numpy_helper
 from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, rotated
 
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx.importing import import_decoder
 

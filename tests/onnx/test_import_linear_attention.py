@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import chunkrt
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.decoders import make_decoder
 from chunkrt.graph.partition import partition
@@ -82,7 +82,7 @@ def assert_agrees(folder):
 def attributes(folder):
     """Those of the first recurrence, after the import was compared with the original."""
     planned = plan_checkpoint(folder, {})
-    assert verify(folder, planned.plan, planned.load) < TOLERANCE
+    assert verify(planned.source, planned.plan, planned.load) < TOLERANCE
     return next(n for s in planned.plan.subgraphs for n in s.nodes if n.op == "LinearAttention").attributes
 
 

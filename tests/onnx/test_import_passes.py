@@ -44,9 +44,8 @@ def draft_of(body, **constants):
     return Draft(
         where="small.onnx",
         model=ir.from_proto(proto),
-        signature=signature,
-        evaluator=Evaluator(proto, Path(), signature, 128),
-        source=OnnxSource(Path("small.onnx"), "onnx", {}),
+        evaluator=Evaluator(proto, signature, 128),
+        source=OnnxSource(Path("small.onnx"), "onnx", {}, proto),
         logits_index=0,
     )
 

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import chunkrt
-from chunkrt.backends.operands import BlockWeight, quantize_rows
 from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine_directory.figures import linears_by_weight_bits, weight_bytes
-from chunkrt.engine_directory.layout import pack_blocks, packed_blocks_shapes, unpack_blocks
-from chunkrt.engine_directory.store import BLOCK_SCALE_SUFFIX, WeightStore
-from chunkrt.engine_directory.weights import write_weights
+from chunkrt.engine_directory.store import BLOCK_SCALE_SUFFIX, WeightStore, unpack_blocks
+from chunkrt.engine_directory.weights import pack_blocks, packed_blocks_shapes, settle, write_weights
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import linear_weights
-from chunkrt.quant.blocks import quantize_to_blocks, settle
+from chunkrt.quant.arithmetic import BlockWeight, quantize_rows, quantize_to_blocks
 from chunkrt.quant.scheme import SCHEMES, Scheme
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS
 

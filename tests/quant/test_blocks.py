@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from chunkrt.engine_directory.weights import quantize_weight_in_blocks
 from chunkrt.errors import QuantizationError
+from chunkrt.quant.arithmetic import quantize_weight_in_blocks
 from chunkrt.quant.scheme import BLOCK_LENGTH
 
 DEPTHS = st.sampled_from([1, 31, 32, 33, 64, 70])

@@ -10,7 +10,7 @@ from folding_models import Model, assert_same, equalised, rotated
 import chunkrt
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.plan import linear_nodes

@@ -179,7 +179,7 @@ def test_zeros_and_huge_values_do_not_spoil_a_weight(values, alpha):
 def test_a_weight_that_nothing_happens_to_is_given_back():
     model = random_model()
     weight = model.load(DOWN)
-    assert Folding.none().apply(DOWN, weight) is weight
+    assert Folding().apply(DOWN, weight) is weight
     assert equalised(model).apply("model.embed_tokens.weight", weight) is weight
 
 
@@ -194,7 +194,7 @@ def test_the_loaded_weight_is_left_as_it_is(fold):
         assert (folded.shape, folded.dtype) == (weight.shape, np.float32)
 
 
-@pytest.mark.parametrize("fold", [lambda model: Folding.none(), equalised, rotated, both])
+@pytest.mark.parametrize("fold", [lambda model: Folding(), equalised, rotated, both])
 def test_arrays_hold_all_of_it(fold, tmp_path):
     model = random_model()
     folding = fold(model)
@@ -254,4 +254,4 @@ def test_a_rotation_comes_first():
     model = random_model()
     with pytest.raises(QuantizationError, match="a rotation comes first"):
         equalised(model).then(rotated(model))
-    assert Folding.none().then(rotated(model)).has_rotation
+    assert Folding().then(rotated(model)).has_rotation

@@ -16,9 +16,10 @@ from chunkrt.engine_directory.store import (
     SCALE_SUFFIX,
     WeightStore,
 )
-from chunkrt.engine_directory.weights import quantize_weight_in_blocks, stored_entries, write_weights
+from chunkrt.engine_directory.weights import stored_weights, write_weights
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import Node, linear_nodes
+from chunkrt.quant.arithmetic import quantize_weight_in_blocks
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.grid import excess_over_grid, grids_of, round_to_grid
@@ -56,7 +57,7 @@ SEEN = Calibration(
     method="mse",
     equalisation=None,
     is_rotated=False,
-    folding=Folding.none(),
+    folding=Folding(),
     peaks={"x": 32639 / 64, "y": 32639 / 256},
     limits={"x": 127 / 64},
     shadow_limits={"x": 127 / 512},
@@ -238,7 +239,7 @@ def test_bits_follow_the_weight_s_name():
 def test_the_store_holds_grids_beside_each_linear(scheme):
     decoder = random_decoder([scheme])
     store = decoder.weights[scheme.name]
-    store.check(e for entries in stored_entries(decoder.plan, scheme).values() for e in entries)
+    store.check(e for w in stored_weights(decoder.plan, scheme).values() for e in w.entries)
     for name in linear_nodes(decoder.plan):
         integers, scale = store.linear(name)
         depth, columns = integers.shape

@@ -10,7 +10,7 @@ import chunkrt
 from chunkrt.backends.qnn.library import is_installed, open_htp, open_session
 from chunkrt.backends.qnn.model import npu_model
 from chunkrt.backends.qnn.socs import GB, MIB, SOCS
-from chunkrt.compile.planned import plan_checkpoint
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import PartitionError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition

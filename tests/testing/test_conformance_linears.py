@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from chunkrt.backends.operands import quantize_rows
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.quant.arithmetic import quantize_rows
 from chunkrt.testing import ConformanceError
 from chunkrt.testing.conformance import check_linears
 

@@ -125,7 +125,7 @@ def _linear(lowering: Lowering, node: Node) -> list[int]:
     left, weight, *added = node.inputs
     bias, residual = added or ("", "")
     builder, scheme = lowering.builder, lowering.scheme
-    if scheme.has_blocks(weight):
+    if scheme.storage_of(weight) == "blocks":
         packed, scales = (builder.constant(array) for array in lowering.weights.packed_blocks(weight))
         beside = lowering.optional_value(bias), lowering.optional_value(residual)
         return [builder.block_linear(lowering.value(left), packed, scales, lowering.width(weight), *beside)]

@@ -16,6 +16,7 @@ from chunkrt.backends.onnx.qdq import insert_qdq, qdq_values
 from chunkrt.checkpoints.source import BLOCK_DEPTH
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 from chunkrt.errors import ConfigError
+from chunkrt.files import written_aside
 from chunkrt.graph.plan import DOMAIN, EXPERTS_OP, SHADOW_OP, Plan, expert_weights, linear_weights
 from chunkrt.quant.scheme import Scheme
 
@@ -157,12 +158,8 @@ def save_subgraphs(
             for name, value in model.graph.initializers.items():
                 value.const_value = ir.tensor(values[name], name=name)
             path = folder / f"{index:0{digits}}_{subgraph.name}.onnx"
-            beside = path.with_name(f".{path.name}")
-            try:
-                ir.save(model, beside)
-                beside.replace(path)
-            finally:
-                beside.unlink(missing_ok=True)
+            with written_aside(path) as aside:
+                ir.save(model, aside)
     except OSError as error:
         raise ConfigError(f"cannot write ONNX files to {folder}: {error}") from error
     progress(len(plan.subgraphs), len(plan.subgraphs))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from chunkrt.files import fingerprint, only_writer, read_json, remove, written_aside
+from chunkrt.files import fingerprint, made_once, read_json, written_aside
 
 FORMAT = 2
 """Of a context, and of the graphs that `model.py` has compiled: raised when either changes."""
@@ -31,10 +31,11 @@ class ContextFolder:
         folder = self.path / key
         if not folder.is_dir():
             return None
-        if problem := _problem(folder):
-            log.warning("%s is damaged (%s); it is not used", folder, problem)
+        try:
+            return _whole(folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            log.warning("%s is damaged (%s); it is not used", folder, str(error) or type(error).__name__)
             return None
-        return folder / WRAPPER
 
     def make(self, key: str, write: Callable[[Path], None]) -> Path:
         """The wrapper of a context, written now by `write(wrapper path)` unless it is there and whole.
@@ -45,28 +46,26 @@ class ContextFolder:
             OSError: the folder cannot be written.
         """
         folder = self.path / key
-        with only_writer(self.path, "compiling for the NPU"):
-            if _problem(folder):
-                remove(folder)
-                with written_aside(folder) as aside:
-                    aside.mkdir()
-                    write(aside / WRAPPER)
-                    record = {"format": FORMAT, "files": {p.name: fingerprint(p) for p in sorted(aside.iterdir())}}
-                    (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-        return folder / WRAPPER
+
+        def made() -> Path:
+            with written_aside(folder) as aside:
+                aside.mkdir()
+                write(aside / WRAPPER)
+                record = {"format": FORMAT, "files": {p.name: fingerprint(p) for p in sorted(aside.iterdir())}}
+                (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+            return folder / WRAPPER
+
+        return made_once(folder, "compiling for the NPU", lambda: _whole(folder), made)
 
 
-def _problem(folder: Path) -> str:
-    """What is wrong with a context; empty if nothing is."""
-    try:
-        record = read_json(folder / RECORD)
-        if record["format"] != FORMAT:
-            return f"its format is {record['format']}, not {FORMAT}"
-        if WRAPPER not in record["files"]:
-            return "its record names no wrapper"
-        for name, expected in record["files"].items():
-            if Path(name).name != name or list(fingerprint(folder / name)) != expected:
-                return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return str(error) or type(error).__name__
-    return ""
+def _whole(folder: Path) -> Path:
+    """The wrapper of a context. Raises what comes of damage; of some of it ValueError."""
+    record = read_json(folder / RECORD)
+    if record["format"] != FORMAT:
+        raise ValueError(f"its format is {record['format']}, not {FORMAT}")
+    if WRAPPER not in record["files"]:
+        raise ValueError("its record names no wrapper")
+    for name, expected in record["files"].items():
+        if Path(name).name != name or list(fingerprint(folder / name)) != expected:
+            raise ValueError(f"{name} is not what was written")
+    return folder / WRAPPER

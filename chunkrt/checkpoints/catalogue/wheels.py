@@ -45,7 +45,7 @@ def _address(wheel: WheelPart) -> str:
 
 
 def _download_with_pip(wheel: WheelPart, part: Path) -> None:
-    with TemporaryDirectory(dir=part.parent) as folder:
+    with TemporaryDirectory(dir=part.parent, prefix=".") as folder:  # hidden: the next writer removes it
         _pip("download", "--dest", folder, wheel=wheel)
         (file,) = Path(folder).iterdir()
         if wrong := difference(file, wheel.bytes, wheel.sha256):

@@ -9,7 +9,7 @@ from typing import Any
 
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
-from chunkrt.graph.planned import Planned
+from chunkrt.graph.partition import Planned
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.tokenizer.library import VOCABULARY_FILE
 

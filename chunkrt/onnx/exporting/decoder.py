@@ -13,8 +13,8 @@ from onnx_ir.passes.common import ShapeInferencePass
 from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Embedding
+from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Tensor
-from chunkrt.graph.planned import Planned
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting.emitter import Emitter
 from chunkrt.onnx.exporting.operators import LOWERINGS

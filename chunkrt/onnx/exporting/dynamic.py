@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Tensor, resolve
-from chunkrt.graph.planned import Planned
 from chunkrt.onnx.exporting.decoder import check_length, emit_decoder, has, make_emitter, metadata
 from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, INT64, Emitter
 from chunkrt.onnx.exporting.settings import DynamicSettings

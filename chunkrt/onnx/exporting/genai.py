@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from chunkrt.graph.planned import Planned
+from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting.beside import Files
 from chunkrt.onnx.exporting.settings import DynamicSettings
 from chunkrt.tokenizer import Tokenizer

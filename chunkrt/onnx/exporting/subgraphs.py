@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from chunkrt.errors import ConfigError
 from chunkrt.files import remove
+from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Subgraph
-from chunkrt.graph.planned import Planned
 from chunkrt.onnx.exporting.decoder import emit_node, make_emitter, with_shapes
 from chunkrt.onnx.exporting.save import check_absent, save_model
 from chunkrt.onnx.exporting.settings import SubgraphSettings

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Tensor, resolve
-from chunkrt.graph.planned import Planned
 from chunkrt.onnx.exporting.attention import WindowAttention
 from chunkrt.onnx.exporting.decoder import check_length, emit_decoder, has, make_emitter, metadata, with_shapes
 from chunkrt.onnx.exporting.emitter import FLOAT, INT64

@@ -8,6 +8,7 @@ has what is understood.
 """
 
 from chunkrt.onnx.importing.importing import import_decoder, is_onnx
+from chunkrt.onnx.importing.source import OnnxSource
 from chunkrt.onnx.importing.verification import verify
 
-__all__ = ["import_decoder", "is_onnx", "verify"]
+__all__ = ["OnnxSource", "import_decoder", "is_onnx", "verify"]

@@ -87,7 +87,6 @@ class Draft:
 
     where: str
     model: ir.Model
-    signature: Signature
     evaluator: Evaluator
     source: OnnxSource
     logits_index: int
@@ -102,7 +101,12 @@ class Draft:
     @cached_property
     def regions(self) -> Regions:
         """Parts of the foreign graph, to be run on values of our choice."""
-        return Regions(self.evaluator.proto, self.evaluator.folder, self.evaluator, self.evaluator.context)
+        return Regions(self.evaluator)
+
+    @property
+    def signature(self) -> Signature:
+        """The names of the foreign graph's inputs and outputs."""
+        return self.evaluator.signature
 
     @property
     def graph(self) -> ir.Graph:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from chunkrt.errors import ModelError
-from chunkrt.onnx.importing.signature import Probe, Signature, feeds
+from chunkrt.onnx.importing.reading import tensors_of
+from chunkrt.onnx.importing.signature import Probe, Signature, feeds, inputs_of
 from chunkrt.onnx.importing.skeleton import Skeleton, skeleton
 
 SIZES = ("Shape", "Size")
@@ -48,19 +49,18 @@ class Evaluator:
     """A foreign model as it was read, of which any value can be had.
 
     Args:
-        proto: its external data stay in their files, in `folder`.
+        proto: its external data stay in their files, as `read_proto` has it.
         context: positions that it is thought to have; sizes are tried near its end.
     """
 
-    def __init__(self, proto: onnx.ModelProto, folder: Path, signature: Signature, context: int) -> None:
-        self.proto, self.folder, self._signature, self.context = proto, folder, signature, context
+    def __init__(self, proto: onnx.ModelProto, signature: Signature, context: int) -> None:
+        self.proto, self.signature, self.context = proto, signature, context
         self._writers = {name: node for node in proto.graph.node for name in node.output if name}
         self._initializers: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in proto.graph.initializer}
 
     @cached_property
     def _inputs(self) -> dict[str, ir.Value]:
-        values = (ir.serde.deserialize_value_info_proto(v, None) for v in self.proto.graph.input)
-        return {v.name or "": v for v in values}
+        return inputs_of(self.proto)
 
     def is_positional(self, name: str) -> bool:
         """Whether a value of the model as it was read depends on sizes, masks and positions alone.
@@ -92,7 +92,7 @@ class Evaluator:
     def constant(self, name: str) -> NDArray[Any]:
         """A value that depends on no input at all. Raises ModelError as `probe` does."""
         if (tensor := self._tensor(name)) is not None:
-            return ir.serde.deserialize_tensor(tensor, self.folder).numpy()
+            return ir.serde.deserialize_tensor(tensor).numpy()
         graph = _part([name], self.proto.graph.node, self._initializers, set())
         return _run(self._open(graph), [name], {})[0]
 
@@ -112,7 +112,7 @@ class Evaluator:
     @cached_property
     def _data(self) -> set[str]:
         """Values that depend on tokens or states by more than their shapes."""
-        data = {self._signature.tokens, *self._signature.states}
+        data = {self.signature.tokens, *self.signature.states}
         for node in self.proto.graph.node:
             if node.op_type not in SIZES and (data.intersection(node.input) or _has_subgraph(node)):
                 data.update(name for name in node.output if name)
@@ -159,10 +159,10 @@ class Evaluator:
         A context that nothing but a default says may be more than the model has.
         """
         part = _part(names, *self._skeleton, set())
-        read = {name for node in part.node for name in node.input}.intersection(self._signature.states)
+        read = {name for node in part.node for name in node.input}.intersection(self.signature.states)
         states = {name: value for name, value in self._inputs.items() if name in read}
         near, farther = (
-            sum(v.nbytes for v in feeds(self._signature, states, Probe(past, 1)).values()) for past in (0, 1)
+            sum(v.nbytes for v in feeds(self.signature, states, Probe(past, 1)).values()) for past in (0, 1)
         )
         tried = self.context
         if farther > near:
@@ -192,7 +192,7 @@ class Evaluator:
         results = []
         for probe in probes:
             said = {n: ([1, probe.past, probe.length] @ sizes[n]).reshape(shapes[n]) for n in shapes}
-            given = feeds(self._signature, inputs, probe) | {name: said[name] for name in sizes.keys() & read}
+            given = feeds(self.signature, inputs, probe) | {name: said[name] for name in sizes.keys() & read}
             values = dict(zip(made, _run(session, made, given), strict=True)) if made else {}
             results.append({name: values[name] if name in values else said[name] for name in names})
         return results
@@ -204,7 +204,7 @@ class Evaluator:
             model.opset_import.append(helper.make_opsetid("", 18))
         model.functions.extend(self.proto.functions)
         try:
-            return open_session(model.SerializeToString(), self.folder)
+            return open_session(model)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             made = graph.output[0].name
             raise ModelError(f"ONNX Runtime cannot make {made!r} of this model: {reason_of(error)}") from error
@@ -251,13 +251,26 @@ def reason_of(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def open_session(model: bytes | Path, folder: Path) -> Any:
-    """An inference session of a serialised model whose external data are in `folder`, or of a file without such."""
+def open_session(
+    model: onnx.ModelProto | Path, options: Any = None, providers: Sequence[str] = ("CPUExecutionProvider",)
+) -> Any:
+    """An inference session of a model whose external data are as `read_proto` has it, or of a file.
+
+    ONNX Runtime takes no absolute locations. So they are made relative to the root of the file system, in place: the
+    model must be the caller's own copy.
+    """
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float32, not int8, activations
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    source = model if isinstance(model, bytes) else str(model)
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    if options is None:
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # activations in float32
+    options.log_severity_level = 4  # what fails is raised
+    if isinstance(model, Path):
+        return ort.InferenceSession(str(model), options, providers=list(providers))
+    entries = (entry for tensor in tensors_of(model.graph) for entry in tensor.external_data)
+    root = ""
+    for location in (entry for entry in entries if entry.key == "location"):
+        root = Path(location.value).anchor
+        location.value = Path(location.value).relative_to(root).as_posix()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", root)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=list(providers))

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
+import onnx
 from numpy.typing import NDArray
 
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
@@ -32,19 +32,19 @@ MAX_TABLE = 2**28
 """Elements of a rotary table."""
 
 
-def has_plan(model: ir.Model) -> bool:
-    """Whether a model says of itself that chunkrt exported it."""
-    return PLAN_KEY in model.metadata_props
+def metadata_of(proto: onnx.ModelProto) -> dict[str, str]:
+    """What a model says of itself; chunkrt's exports have their plan there, under `PLAN_KEY`."""
+    return {entry.key: entry.value for entry in proto.metadata_props}
 
 
-def export_settings(model: ir.Model) -> Mapping[str, Any]:
+def export_settings(proto: onnx.ModelProto) -> Mapping[str, Any]:
     """What a model was exported as; empty if another tool wrote it. A fixed window has its numbers.
 
     Raises:
         ModelError: it says nothing sensible.
     """
     try:
-        settings = json.loads(model.metadata_props.get(SETTINGS_KEY, "{}"))
+        settings = json.loads(metadata_of(proto).get(SETTINGS_KEY, "{}"))
         if settings.get("form") == "window" and not all(int(settings[key]) > 0 for key in ("sequence", "context")):
             raise ValueError(f"sequence and context are {settings['sequence']} and {settings['context']}")
         return dict(settings)

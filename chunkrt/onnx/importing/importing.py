@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module
 from chunkrt.onnx.importing.claims import check_claims
 from chunkrt.onnx.importing.decomposed import compose, is_written_out
 from chunkrt.onnx.importing.draft import Draft
 from chunkrt.onnx.importing.evaluation import Evaluator, reason_of
-from chunkrt.onnx.importing.exported import has_plan, replay_plan
+from chunkrt.onnx.importing.exported import PLAN_KEY, metadata_of, replay_plan
 from chunkrt.onnx.importing.module_tree import build_tree
 from chunkrt.onnx.importing.names import name_nodes
 from chunkrt.onnx.importing.passes.activations import raise_activations
@@ -92,7 +90,9 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
     """
     file = find_model(path)
     try:
-        return _import(file)
+        source, decoder = _import(file)
+        source.keep({name for parameter in decoder.parameters() for name in parameter.checkpoint_tensors})
+        return source, decoder
     except MALFORMED as error:
         raise ModelError(
             f"{file} is damaged: it has a node that lacks what its operator needs "
@@ -103,24 +103,23 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
 def _import(file: Path) -> tuple[OnnxSource, Module]:
     proto = read_proto(file)
     check_claims(proto, file)
-    model = to_graph(proto, file)
-    signature = find_signature(model, file.name)
+    signature = find_signature(proto, file.name)
     family, config = read_settings(file.parent)
-    context = _context_length(config)
-    if not has_plan(model):
-        _refuse_rounding(proto, Evaluator(proto, file.parent, signature, context), file)
+    evaluator = Evaluator(proto, signature, _context_length(config))
+    is_exported = PLAN_KEY in metadata_of(proto)
+    if not is_exported:
+        _refuse_rounding(evaluator, file)
         if is_written_out(proto):
-            proto = compose(proto, file, signature, context)
-            model = to_graph(proto, file)
+            evaluator = Evaluator(compose(evaluator, file), signature, evaluator.context)
+    model = to_graph(evaluator.proto, file)
     draft = Draft(
         where=file.name,
         model=model,
-        signature=signature,
-        evaluator=Evaluator(proto, file.parent, signature, context),
-        source=OnnxSource(file, family, config),
+        evaluator=evaluator,
+        source=OnnxSource(file, family, config, proto),
         logits_index=[value.name for value in model.graph.outputs].index(signature.logits),
     )
-    if has_plan(model):
+    if is_exported:
         return draft.source, replay_plan(draft)
     for one_pass in PASSES:
         one_pass(draft)
@@ -131,9 +130,9 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
     return draft.source, build_tree(draft, name_nodes(draft), logit_rows)
 
 
-def _refuse_rounding(proto: onnx.ModelProto, evaluator: Evaluator, file: Path) -> None:
+def _refuse_rounding(evaluator: Evaluator, file: Path) -> None:
     """Raise UnsupportedModelError for activations that are rounded to a grid which was fixed at the export."""
-    for node in proto.graph.node:
+    for node in evaluator.proto.graph.node:
         if node.op_type == "QuantizeLinear" and not evaluator.is_positional(node.output[0]):
             raise UnsupportedModelError(
                 f"{file.name}: node {node.name!r}, an operator QuantizeLinear of the domain "

@@ -1,6 +1,7 @@
 """Opening an ONNX file of which nothing is known yet: every claim is checked before anything is allocated.
 
-Initializers stay in their files, memory-mapped when they are read.
+Initializers stay in their files, memory-mapped when they are read. Links are followed here, once: whoever reads data
+later, ONNX Runtime or onnx_ir, gets the file itself, for both refuse those of hubs' caches, which are links.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
     """Read the graph of an ONNX file; weights stay where they are.
 
     Ensures: nodes are in an order in which they can run, every value has a name of its own, and every initializer lies
-    wholly in this file or in one beside it.
+    wholly in this file or in one beside it, whose absolute path is its location then.
 
     Raises:
         ModelError: it is damaged, contradicts itself, or names data that is missing or elsewhere.
@@ -42,7 +43,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
     if not proto.graph.node or not proto.graph.output:
         raise ModelError(f"{path} holds no ONNX graph; fetch it again, or name the .onnx file of the decoder")
     _check_names(proto.graph, path)
-    for tensor in _tensors(proto.graph):
+    for tensor in tensors_of(proto.graph):
         _check_tensor(tensor, path)
     if proto.graph.sparse_initializer:
         raise UnsupportedModelError(f"{path} has sparse initializers, which are not supported")
@@ -53,11 +54,9 @@ def read_proto(path: Path) -> onnx.ModelProto:
 def to_graph(proto: onnx.ModelProto, path: Path) -> ir.Model:
     """A checked model as a graph that passes can change. Raises ModelError if onnx_ir finds more wrong with it."""
     try:
-        model = ir.from_proto(proto)
-        ir.external_data.set_base_dir(model.graph, path.parent)
+        return ir.from_proto(proto)
     except Exception as error:  # onnx_ir raises what it meets
         raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
-    return model
 
 
 def _check_names(graph: onnx.GraphProto, path: Path) -> None:
@@ -77,7 +76,7 @@ def _check_names(graph: onnx.GraphProto, path: Path) -> None:
         raise ModelError(f"{path} is damaged: its output {missing[0]!r} is written by nothing")
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     """All tensors of a graph, and of the graphs that its nodes hold."""
     yield from graph.initializer
     for attribute in (attribute for node in graph.node for attribute in node.attribute):
@@ -85,7 +84,7 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
             yield attribute.t
         yield from attribute.tensors
         for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            yield from _tensors(inner)
+            yield from tensors_of(inner)
 
 
 def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
@@ -113,7 +112,7 @@ def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
 
 
 def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
-    """The data lies in a plain file beside the model, and the file is long enough."""
+    """The data lies in a plain file beside the model, and the file is long enough; its location becomes absolute."""
     name = tensor.name
     claims = {entry.key: entry.value for entry in tensor.external_data}
     location = claims.get("location", "")
@@ -122,20 +121,22 @@ def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
         raise ModelError(f"{path}: the data of {name!r} is said to be at {location!r}, which is not beside the model")
     beside = path.parent / location
     try:
-        if not beside.resolve(strict=True).is_relative_to(path.parent.resolve()) and not _is_cached(beside, path):
+        file = beside.resolve(strict=True)
+        if not file.is_relative_to(path.parent.resolve()) and not _is_cached(beside, path):
             raise ModelError(f"{path}: the data of {name!r} is at {location!r}, which leads out of the model's folder")
-        size = beside.stat().st_size
+        size = file.stat().st_size
         offset, length = int(claims.get("offset", 0)), int(claims.get("length", needed))
     except OSError as error:
         raise ModelError(f"{path}: its data file {location!r} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ModelError(f"{path} is damaged: {name!r} has external data at {claims}") from error
-    if not beside.is_file():
+    if not file.is_file():
         raise ModelError(f"{path}: its data file {location!r} is not a plain file")
     if length != needed or offset < 0 or offset + length > size:
         raise ModelError(
             f"{path}: {name!r} claims {length} bytes at {offset} of {location!r}, which has {size}; it needs {needed}"
         )
+    next(entry for entry in tensor.external_data if entry.key == "location").value = str(file)
 
 
 def _is_cached(beside: Path, path: Path) -> bool:

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,12 @@ class Regions:
     """The part of a decoder that depends on tokens and states, with everything else frozen at one probe.
 
     Args:
-        proto: nodes in an order in which they can run; its external data stay in `folder`.
-        context: positions that the decoder is for.
+        evaluator: of the decoder.
     """
 
-    def __init__(self, proto: onnx.ModelProto, folder: Path, evaluator: Evaluator, context: int) -> None:
-        self.proto, self.evaluator, self.context, self.probe = proto, evaluator, context, PROBE
-        self._folder = folder
+    def __init__(self, evaluator: Evaluator) -> None:
+        proto = evaluator.proto
+        self.proto, self.evaluator, self.context, self.probe = proto, evaluator, evaluator.context, PROBE
         self._nodes = list(proto.graph.node)
         self._writers = {name: i for i, node in enumerate(self._nodes) for name in node.output if name}
         self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -185,7 +183,7 @@ class Regions:
         model = onnx.ModelProto(ir_version=self.proto.ir_version, graph=graph)
         model.opset_import.extend(self.proto.opset_import)
         try:
-            session = open_session(model.SerializeToString(), self._folder)
+            session = open_session(model)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {reason_of(error)}") from error
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -58,19 +59,26 @@ class Probe:
     length: int
 
 
-def find_signature(model: ir.Model, where: str) -> Signature:
-    """Classify the inputs and outputs of a graph.
+def inputs_of(proto: onnx.ModelProto) -> dict[str, ir.Value]:
+    """The inputs of a model by name, with their types and shapes."""
+    values = (ir.serde.deserialize_value_info_proto(v, None) for v in proto.graph.input)
+    return {v.name or "": v for v in values}
+
+
+def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
+    """Classify the inputs and outputs of a model.
 
     Raises:
         UnsupportedModelError: it takes no token ids, gives no logits, has an input that is none of those known, or a
             state without its counterpart.
     """
-    graph = model.graph
-    inputs = {v.name or "": v for v in graph.inputs if v.name not in graph.initializers}
-    outputs = [v.name or "" for v in graph.outputs]
+    graph = proto.graph
+    initializers = {tensor.name for tensor in graph.initializer}
+    inputs = [v.name for v in graph.input if v.name not in initializers]
+    outputs = [v.name for v in graph.output]
     if "input_ids" not in inputs:
         raise UnsupportedModelError(
-            f"{where} has no input 'input_ids' (it has {', '.join(list(inputs)[:4])}); expected a decoder of token ids"
+            f"{where} has no input 'input_ids' (it has {', '.join(inputs[:4])}); expected a decoder of token ids"
         )
     if "logits" not in outputs:
         raise UnsupportedModelError(f"{where} has no output 'logits' (it has {', '.join(outputs[:4])})")
@@ -93,7 +101,7 @@ def find_signature(model: ir.Model, where: str) -> Signature:
     if not states:
         raise UnsupportedModelError(f"{where} has no past and present states; export the decoder with its cache")
     in_order = sorted(states.values(), key=lambda state: (state.layer, state.kind))
-    is_builder = "onnxruntime-genai" in (model.producer_name or "") or any(n.domain == "com.microsoft" for n in graph)
+    is_builder = "onnxruntime-genai" in proto.producer_name or any(n.domain == "com.microsoft" for n in graph.node)
     return Signature(
         exporter="onnxruntime-genai" if is_builder else "optimum",
         tokens="input_ids",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo
@@ -17,15 +18,17 @@ from chunkrt.onnx.importing.tensors import StoredTensor
 class OnnxSource:
     """Tensors by the names of the initializers that they come from; linears are [out_features, in_features].
 
-    `path`: the folder, where tokenizer files are looked for. `file`: the model's.
+    `path`: the folder, where tokenizer files are looked for. `file`: the model's. `original`: the model as it was read;
+    `verify` lets go of it.
     """
 
     path: Path
     architecture: str
     config: Mapping[str, Any]
 
-    def __init__(self, file: Path, architecture: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, file: Path, architecture: str, config: Mapping[str, Any], original: onnx.ModelProto) -> None:
         self.file, self.path = file, file.parent
+        self.original: onnx.ModelProto | None = original
         self.architecture, self.config = architecture, config
         self._tensors: dict[str, StoredTensor] = {}
 
@@ -36,6 +39,10 @@ class OnnxSource:
             unique, number = f"{name}.{number}", number + 1
         self._tensors[unique] = tensor
         return unique
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget all tensors but these."""
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     def names(self) -> Sequence[str]:
         """Every tensor that the decoder reads."""

@@ -19,8 +19,8 @@ from chunkrt.graph.plan import Plan, resolve
 from chunkrt.onnx.importing.evaluation import open_session, reason_of
 from chunkrt.onnx.importing.exact import is_exact, without_rounding
 from chunkrt.onnx.importing.exported import export_settings
-from chunkrt.onnx.importing.reading import find_model, read_proto, to_graph
-from chunkrt.onnx.importing.signature import Probe, feeds, find_signature
+from chunkrt.onnx.importing.signature import Probe, feeds, find_signature, inputs_of
+from chunkrt.onnx.importing.source import OnnxSource
 from chunkrt.quant.scheme import SCHEMES
 
 NUM_TOKENS = 33
@@ -36,11 +36,11 @@ Load = Callable[[str], NDArray[np.float32]]
 log = logging.getLogger(__name__)
 
 
-def verify(path: Path, plan: Plan, load: Load) -> float:
-    """Compare an imported decoder with its original on random tokens.
+def verify(source: OnnxSource, plan: Plan, load: Load) -> float:
+    """Compare an imported decoder with its original on random tokens; once, for it lets go of the original.
 
     Args:
-        path: as `import_decoder` had it.
+        source: as `import_decoder` gave it.
         plan: of the import, with no linear shadowed.
         load: a weight's values, by its plan name.
 
@@ -50,13 +50,13 @@ def verify(path: Path, plan: Plan, load: Load) -> float:
     Raises:
         ModelError: it is beyond the tolerance, or ONNX Runtime cannot run the original.
     """
-    file = find_model(path)
+    file, proto, source.original = source.file, source.original, None
+    assert proto is not None, "it was verified before"
     window = plan.window or 0
     wanted = max(NUM_TOKENS, window + BEYOND_WINDOW) if window <= LARGEST_WINDOW else NUM_TOKENS
     num_tokens = min(wanted, plan.context_length)
     tokens = np.random.default_rng(0).integers(0, plan.vocab_size, num_tokens)
-    proto = read_proto(file)
-    exported = export_settings(to_graph(proto, file))
+    exported = export_settings(proto)
     if exported.get("form") == "window":
         tokens = tokens[: int(exported["sequence"])]
         expected = _by_windows(file, tokens)
@@ -86,10 +86,9 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
     Raises:
         ModelError: ONNX Runtime cannot run it.
     """
-    model = to_graph(proto, file)
-    signature = find_signature(model, file.name)
+    signature = find_signature(proto, file.name)
     widths = {name: int(tensor.shape[-1]) for name, tensor in zip(signature.states, plan.state_tensors, strict=True)}
-    inputs = feeds(signature, {v.name or "": v for v in model.graph.inputs}, Probe(0, len(tokens)), widths)
+    inputs = feeds(signature, inputs_of(proto), Probe(0, len(tokens)), widths)
     inputs[signature.tokens] = tokens[None].astype(inputs[signature.tokens].dtype)
     try:
         session = original_session(file, proto)
@@ -103,8 +102,8 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
 def original_session(file: Path, proto: onnx.ModelProto) -> Any:
     """ONNX Runtime on a model that rounds no activations; on the file itself if it is such, and holds its weights."""
     if is_exact(proto) and not any(tensor.external_data for tensor in proto.graph.initializer):
-        return open_session(file, file.parent)
-    return open_session(without_rounding(proto).SerializeToString(), file.parent)
+        return open_session(file)
+    return open_session(without_rounding(proto))
 
 
 def _has_halves(proto: onnx.ModelProto) -> bool:

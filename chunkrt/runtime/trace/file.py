@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, get_args
 
 from chunkrt.errors import ConfigError
-from chunkrt.files import read_json
+from chunkrt.files import read_json, written_aside
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.record import WORKS, Pipeline, RunRecord, Stage, Work
@@ -55,14 +54,9 @@ def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
         ConfigError: the file cannot be written.
     """
     check_trace_path(path)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        try:
-            with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                _write(file, records, title)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with written_aside(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            _write(file, records, title)
     except OSError as error:
         raise ConfigError(f"cannot write a trace to {path}: {error.strerror or error}") from error
 

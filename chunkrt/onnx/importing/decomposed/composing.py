@@ -31,17 +31,17 @@ def is_written_out(proto: onnx.ModelProto) -> bool:
     return any(node.op_type in ("Softmax", "ReduceMean") for node in proto.graph.node)
 
 
-def compose(proto: onnx.ModelProto, path: Path, signature: Signature, context: int) -> onnx.ModelProto:
+def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
     """The same decoder, with what was written out as single operators.
 
-    Requires: `path` has the external data beside it. `context`: positions that rotary tables get.
     Ensures: inputs, outputs and initializers that are still read keep their names; the batch is 1.
 
     Raises:
         UnsupportedModelError: a Softmax that is not that of causal attention over past and present keys.
         ModelError: ONNX Runtime cannot run a part of it.
     """
-    regions = Regions(proto, path.parent, Evaluator(proto, path.parent, signature, context), context)
+    proto, signature = evaluator.proto, evaluator.signature
+    regions = Regions(evaluator)
     norms = find_norms(regions)
     finder = AttentionFinder(regions, norms, set(signature.states), path.name)
     softmaxes = [n.output[0] for n in proto.graph.node if n.op_type == "Softmax" and n.output[0] in regions.data]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
 from chunkrt.errors import ConfigError
+from chunkrt.files import written_aside
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.timeline.picture import make_picture
 from chunkrt.runtime.trace.timeline.vector import to_html, to_svg
@@ -30,12 +30,8 @@ def draw(record: RunRecord, path: Path) -> None:
     if path.exists() and not path.is_file():
         raise ConfigError(f"cannot draw {path}: it is no file; name one")
     picture = make_picture(record)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        try:
+        with written_aside(path) as aside:
             aside.write_text(to_svg(picture) if path.suffix.lower() == ".svg" else to_html(picture), "utf-8")
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error

@@ -1,0 +1,74 @@
+"""What backends have of a plan's operators, and what the NPU refuses of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from chunkrt.backends import BACKENDS, Backend, make_backend
+from chunkrt.backends.qnn.support import npu_support
+from chunkrt.errors import BackendUnavailableError
+from chunkrt.graph.plan import Node, Plan
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
+
+NPU = "npu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator of the plan. `refusals`: why a backend has it not, empty if it has it; those not asked are absent."""
+
+    name: str
+    num_nodes: int
+    refusals: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedSubgraph:
+    """A subgraph of the NPU that the NPU cannot take, and the first node in the way."""
+
+    name: str
+    node: str
+    reason: str
+
+
+def available_backends() -> tuple[Sequence[Backend], dict[str, str]]:
+    """Those that are on this machine, and why the others are not."""
+    available: list[Backend] = []
+    unavailable: dict[str, str] = {}
+    for name in sorted(BACKENDS, key=lambda name: name != "reference"):
+        try:
+            available.append(make_backend(name, threads=1))
+        except BackendUnavailableError as error:
+            unavailable[name] = str(error)
+    return available, unavailable
+
+
+def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
+    """Every operator, and what each backend says of its nodes; the NPU is asked for those that are placed on it."""
+    scheme, npu_scheme = find_scheme(DEFAULT_SCHEME), find_scheme(DEFAULT_NPU_SCHEME)
+    counts: Counter[str] = Counter()
+    refusals: dict[str, dict[str, str]] = {}
+    for subgraph in plan.subgraphs:
+        for node in subgraph.nodes:
+            alone, name = replace(subgraph, nodes=(node,)), _operator_name(node)
+            counts[name] += 1
+            verdicts = {backend.name: backend.supports(alone, plan, scheme).reason for backend in backends}
+            if subgraph.is_static and subgraph.device == NPU:
+                verdicts[NPU] = npu_support(alone, plan, npu_scheme).reason
+            known = refusals.setdefault(name, {})
+            known.update({backend: known.get(backend) or reason for backend, reason in verdicts.items()})
+    return [Operator(name=name, num_nodes=counts[name], refusals=refusals[name]) for name in sorted(counts)]
+
+
+def _operator_name(node: Node) -> str:
+    kind = node.attributes.get("attn_type")
+    return f"{node.op}[{kind}]" if kind else node.op
+
+
+def refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
+    """Those that are placed on the NPU, under its default scheme."""
+    scheme = find_scheme(DEFAULT_NPU_SCHEME)
+    verdicts = {s.name: npu_support(s, plan, scheme) for s in plan.subgraphs if s.is_static and s.device == NPU}
+    return [RefusedSubgraph(name=name, node=v.node, reason=v.reason) for name, v in verdicts.items() if not v]

@@ -1,0 +1,283 @@
+"""What a scheme makes of a linear, in NumPy: its weight as integers, and the products of that with rows.
+
+The reference computes with it in float64, where every sum of integers is exact. Trials of schemes compute in float32:
+there sums are exact below 2^24, as those of 8-bit inputs practically are; beyond they are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
+from chunkrt.errors import QuantizationError
+from chunkrt.quant.grid import LinearGrids, excess_over_grid, round_to_grid
+from chunkrt.quant.outliers import take_outliers
+from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, Storage
+
+Float32 = NDArray[np.float32]
+Dtype = type[np.float64] | type[np.float32]
+Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]
+"""x float32 [T, K] to integers of the same shape and the scale of each row [T, 1]; `quantize_rows` is ours."""
+
+MOST_4_BIT, MOST_MULTIPLIER = 7, 16
+
+COLUMNS_AT_ONCE = 1024
+"""Output channels quantised together: bounds the temporary copies of a large linear."""
+
+MOST = 15
+"""The largest integer of 4 bits without a sign."""
+
+
+class Integers(NamedTuple):
+    """A linear's weight [K, N] ~ values * scale: values int8 (or as floats), scale float32 [N].
+
+    multipliers: of 4-bit integers, int8 [ceil(K / BLOCK_LENGTH), N]: what their products were made with.
+    """
+
+    values: NDArray[Any]
+    scale: Float32
+    multipliers: NDArray[np.int8] | None = None
+
+
+def quantize_linear(weight: Float32, storage: Storage, *, name: str) -> Integers | BlockTensor:
+    """A linear's weight float32 [K, N] as a scheme stores it. Raises QuantizationError as those that it calls."""
+    if storage == "blocks":
+        return quantize_to_blocks(weight, name=name)
+    if storage == "int4":
+        products, scale, multipliers = quantize_weight_in_blocks(weight, name=name)
+        return Integers(products, scale, multipliers)
+    return Integers(*quantize_weight(weight, name=name))
+
+
+def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[np.int8], Float32]:
+    """Symmetric int8 per output channel.
+
+    Args:
+        weight: float32 [K, N], as in `X @ W`; any strides.
+
+    Returns:
+        int8 [K, N] in [-127, 127] and float32 scales [N]: weight ~ q * scale, scale = max|column| / 127, ties to
+        even. A column of zeros has scale 0.
+
+    Raises:
+        QuantizationError: a weight is infinite or not a number.
+    """
+    depth, columns = weight.shape
+    quantized = np.empty((depth, columns), np.int8)
+    scale = np.empty(columns, np.float32)
+    for begin in range(0, columns, COLUMNS_AT_ONCE):
+        part = weight[:, begin : begin + COLUMNS_AT_ONCE]
+        limit = _column_limits(part, name)
+        part_scale = (limit / np.float32(127)).astype(np.float32)
+        divisor = np.where(part_scale > 0, part_scale, np.float32(1))
+        quantized[:, begin : begin + COLUMNS_AT_ONCE] = np.rint(part / divisor).clip(-127, 127)
+        scale[begin : begin + COLUMNS_AT_ONCE] = part_scale
+    return quantized, scale
+
+
+def quantize_weight_in_blocks(
+    weight: Float32, *, name: str = "weight"
+) -> tuple[NDArray[np.int8], Float32, NDArray[np.int8]]:
+    """4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are whole multiples of their column's.
+
+    A block takes the multiplier that leaves the least square error; the block with a column's largest weight always
+    takes 16. Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
+
+    Args:
+        weight: float32 [K, N], as in `X @ W`; any strides.
+
+    Returns:
+        int8 [K, N], the products q * multiplier, at most 112 in magnitude; float32 scales [N], weight ~ product *
+        scale; and the multipliers, int8 [ceil(K / BLOCK_LENGTH), N] in 1..16.
+
+    Raises:
+        QuantizationError: a weight is infinite or not a number.
+    """
+    depth, columns = weight.shape
+    num_blocks = -(-depth // BLOCK_LENGTH)
+    products = np.empty((num_blocks, BLOCK_LENGTH, columns), np.int8)
+    multipliers = np.ones((num_blocks, columns), np.int8)
+    scale = np.empty(columns, np.float32)
+    for begin in range(0, columns, COLUMNS_AT_ONCE):
+        part = slice(begin, begin + COLUMNS_AT_ONCE)
+        limit = _column_limits(weight[:, part], name)
+        scale[part] = limit / np.float32(MOST_4_BIT * MOST_MULTIPLIER)
+        padded = np.zeros((num_blocks * BLOCK_LENGTH, len(limit)), np.float32)
+        padded[:depth] = weight[:, part] / np.where(scale[part] > 0, scale[part], np.float32(1))
+        blocks = padded.reshape(num_blocks, BLOCK_LENGTH, -1)
+        widest = np.abs(blocks).max(axis=1)
+        least = np.full(widest.shape, np.inf, np.float32)
+        for multiplier in range(1, MOST_MULTIPLIER + 1):
+            rounded = np.rint(blocks / np.float32(multiplier)).clip(-MOST_4_BIT, MOST_4_BIT) * np.float32(multiplier)
+            error = np.square(rounded - blocks).sum(axis=1)
+            if multiplier == MOST_MULTIPLIER:
+                error[widest == widest.max(axis=0)] = -1
+            better = error < least
+            least[better] = error[better]
+            multipliers[:, part][better] = multiplier
+            products[:, :, part] = np.where(better[:, None], rounded, products[:, :, part])
+    return products.reshape(-1, columns)[:depth], scale, multipliers
+
+
+def quantize_to_blocks(weight: NDArray[np.float32], *, name: str = "weight") -> BlockTensor:
+    """Blocks as Q4_1 has them, each from its smallest weight to its largest.
+
+    Args:
+        weight: float32 [K, N], as in `X @ W`; any strides; K a multiple of BLOCK_DEPTH.
+
+    Returns:
+        A tensor [N, K]: minimum = min(block) and scale = (max(block) - minimum) / 15, both rounded to float16, then
+        integer = round((w - minimum) / scale), ties to even. A block of equal weights has scale 0.
+
+    Raises:
+        QuantizationError: a weight is not finite, or a block's minimum or scale is too large for float16.
+    """
+    depth, columns = weight.shape
+    integers = np.empty((columns, depth), np.uint8)
+    scales, minima = (np.empty((columns, depth // BLOCK_DEPTH), np.float16) for _ in range(2))
+    for begin in range(0, columns, COLUMNS_AT_ONCE):
+        part = slice(begin, begin + COLUMNS_AT_ONCE)
+        blocks = weight[:, part].T.reshape(-1, depth // BLOCK_DEPTH, BLOCK_DEPTH)
+        with np.errstate(over="ignore", invalid="ignore"):
+            minima[part] = blocks.min(axis=-1)
+            minimum = minima[part].astype(np.float32)
+            scales[part] = (blocks.max(axis=-1) - minimum) / np.float32(MOST)
+        if not (np.isfinite(minima[part]).all() and np.isfinite(scales[part]).all()):
+            raise QuantizationError(
+                f"{name} holds values that are not finite, or too large for blocks of 4 bits with float16 scales; "
+                "use the scheme 'w8a8-dynamic' if the checkpoint is not damaged"
+            )
+        scale = scales[part].astype(np.float32)
+        steps = (blocks - minimum[..., None]) / np.where(scale > 0, scale, np.float32(np.inf))[..., None]
+        integers[part] = np.rint(steps).clip(0, MOST).reshape(-1, depth)
+    return BlockTensor(integers=integers, scales=scales, minima=minima)
+
+
+def _column_limits(weight: Float32, name: str) -> Float32:
+    limit: Float32 = np.abs(weight).max(axis=0)
+    if not np.isfinite(limit).all():
+        raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
+    return limit
+
+
+def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
+    """Dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
+    limit = np.abs(x).max(axis=-1, keepdims=True)
+    multiplier = np.float32(127) / np.where(limit > 0, limit, np.float32(1))
+    return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
+
+
+class IntegerWeight:
+    """An int8 weight [K, N] with its scales [N]."""
+
+    def __init__(self, integers: NDArray[Any], scale: Float32, dtype: Dtype = np.float64) -> None:
+        self._integers = integers.astype(dtype, copy=False)  # in float64: by BLAS, and exact up to a depth of 2^29
+        self._scale = scale
+
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        values: Float32 = np.multiply(self._integers, self._scale).astype(np.float32)
+        return values
+
+
+class DynamicWeight(IntegerWeight):
+    """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left one is measured row by row."""
+
+    def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
+        """left float32 [T, K] @ this, float32 [T, N]; what is left of rows without their outliers is quantised."""
+        outliers, rest = take_outliers(left)
+        quantized, row_scale = quantize(rest)
+        result = _product(quantized, self._integers).astype(np.float32, copy=False) * row_scale * self._scale
+        taken: Float32 = (_product(outliers, self._integers) * self._scale).astype(np.float32, copy=False)
+        return result + taken
+
+
+class BlockWeight:
+    """A weight [K, N] in blocks of 4 bits, as MatMul's right operand; the left one is measured row by row."""
+
+    def __init__(self, blocks: BlockTensor, dtype: Dtype = np.float64) -> None:
+        columns, depth = blocks.integers.shape
+        integers = blocks.integers.T.reshape(depth // BLOCK_DEPTH, BLOCK_DEPTH, columns).astype(dtype)
+        self._blocks = list(zip(integers, blocks.scales.T, blocks.minima.T, strict=True))
+        self._columns = columns
+
+    def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
+        """left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once together."""
+        outliers, rest = take_outliers(left)
+        quantized, row_scale = quantize(rest)
+        value = np.zeros((len(left), self._columns), np.float32)
+        taken = np.zeros((len(left), self._columns), self._blocks[0][0].dtype)
+        for index, (integers, scale, minimum) in enumerate(self._blocks):
+            depth = slice(index * BLOCK_DEPTH, (index + 1) * BLOCK_DEPTH)
+            rows = quantized[:, depth].astype(integers.dtype)
+            value = (rows @ integers * scale + value).astype(np.float32)
+            value = (rows.sum(axis=1, keepdims=True) * minimum + value).astype(np.float32)
+            taken += _product(outliers[:, depth], integers * scale + minimum)
+        result: Float32 = value * row_scale + taken.astype(np.float32)
+        return result
+
+    def dequantise(self) -> Float32:
+        """The weight in float32 [K, N]."""
+        return np.concatenate([i * scale + minimum for i, scale, minimum in self._blocks]).astype(np.float32)
+
+
+class StaticWeight(IntegerWeight):
+    """An int8 weight [K, N] with its scales [N], the grid of the left operand, and that of the result if it has one."""
+
+    def __init__(
+        self,
+        integers: NDArray[Any],
+        scale: Float32,
+        *,
+        bits: int,
+        input_step: Float32,
+        output_step: Float32 | None,
+        dtype: Dtype = np.float64,
+    ) -> None:
+        super().__init__(integers, scale, dtype)
+        self._bits, self._input_step, self._output_step = bits, input_step, output_step
+
+    def multiply(self, left: Float32) -> Float32:
+        """left float32 [T, K] @ this, float32 [T, N]."""
+        accumulated = _product(round_to_grid(left, self._input_step, self._bits), self._integers)
+        result: Float32 = accumulated.astype(np.float32, copy=False) * (self._input_step * self._scale)
+        if self._output_step is None:
+            return result
+        return round_to_grid(result, self._output_step, self._bits) * self._output_step
+
+    def multiply_excess(self, left: Float32) -> Float32:
+        """What `multiply` leaves out where left [T, K] is beyond its grid, float32 [T, N]."""
+        excess = _product(excess_over_grid(left, self._input_step), self._integers)
+        result: Float32 = (excess * self._scale).astype(np.float32, copy=False)
+        return result
+
+
+QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
+
+
+def right_operand(
+    quantized: Integers | BlockTensor, name: str, scheme: Scheme, grids: LinearGrids | None, dtype: Dtype = np.float64
+) -> QuantizedWeight:
+    """A linear's weight as it is multiplied under a scheme; `grids`: of a static one."""
+    if isinstance(quantized, BlockTensor):
+        return BlockWeight(quantized, dtype)
+    if grids is None:
+        return DynamicWeight(quantized.values, quantized.scale, dtype)
+    return StaticWeight(
+        quantized.values,
+        quantized.scale,
+        bits=scheme.activation_bits_of(name),
+        input_step=grids.input_step,
+        output_step=grids.output_step,
+        dtype=dtype,
+    )
+
+
+def _product(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
+    """left @ right, in the type of right."""
+    result: NDArray[Any] = left.astype(right.dtype, copy=False) @ right
+    return result

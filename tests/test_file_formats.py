@@ -1,0 +1,85 @@
+"""Files that are read whole: regular ones, of bounded depth, and archives of bounded size."""
+
+import os
+import threading
+import zipfile
+
+import pytest
+from fixture_checkpoints import checkpoint
+from random_folders import write_folder
+
+import chunkrt
+from chunkrt.checkpoints.catalogue.entry import read_entry
+from chunkrt.engine.settings import read_settings
+from chunkrt.errors import ChunkrtError, ConfigError, ModelError
+from chunkrt.files import check_archive, parse_json, read_toml
+from chunkrt.graph.placement import read_placement
+from chunkrt.simulate.profile import read_profile
+from chunkrt.simulate.shape import read_shape
+
+DEEP = "x = " + "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("read", [read_entry, read_settings, read_placement, read_profile, read_shape])
+def test_toml_that_is_nested_deeply_is_refused(read, tmp_path):
+    (tmp_path / "file.toml").write_text(DEEP)
+    with pytest.raises(ConfigError, match=r"file\.toml.*nested too deeply"):
+        read(tmp_path / "file.toml")
+
+
+def test_json_has_neither_depth_without_end_nor_numbers_that_are_none():
+    assert parse_json('{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
+    for text in ("[" * 100_000, "NaN", "[Infinity]", '{"a": -Infinity}'):
+        with pytest.raises(ValueError, match=r"nested too deeply|is not JSON"):
+            parse_json(text)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path):
+    folder = write_folder(tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    found = []
+
+    def load():
+        try:
+            chunkrt.load(folder)
+        except ChunkrtError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=load, daemon=True)  # it would never end
+    thread.start()
+    thread.join(60)
+    assert found
+    assert "expected a regular file" in found[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_in_place_of_toml_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "file.toml")
+    with pytest.raises(OSError, match="expected a regular file"):
+        read_toml(tmp_path / "file.toml")
+
+
+def test_an_archive_may_not_grow_beyond_its_ratio(tmp_path):
+    path = tmp_path / "file.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("zeros", bytes(10**6))
+    with zipfile.ZipFile(path) as archive:
+        with pytest.raises(ValueError, match="inflate to more than 16 times"):
+            check_archive(archive, ratio=16)
+        check_archive(archive, ratio=2000)
+
+
+@pytest.mark.parametrize("value", ["false", "true", 0, 1, [], {}])
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_a_switch_of_a_config_is_true_or_false(key, value, tmp_path):
+    with pytest.raises(ModelError, match=f"{key} is .*expected true or false"):
+        chunkrt.load(write_folder(tmp_path / "model", **{key: value}))
+
+
+def test_chunks_in_flight_have_a_limit():
+    for number in (0, 257, 10**9):
+        with pytest.raises(ConfigError, match=r"chunks_in_flight is 0|chunks in flight, expected 1 to 256"):
+            chunkrt.load(checkpoint("llama_gqa"), chunks_in_flight=number)
