@@ -7,7 +7,7 @@
 #include <string>
 
 #include "bindings/parts.h"
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -38,8 +38,12 @@ bool has_shape(const Array<T>& array, std::initializer_list<std::size_t> shape) 
 }
 
 template <typename Function>
-Function* function_of(KernelTable<Function> table, const std::string& isa) {
-  return find_kernel(table, require_isa(isa)).function;
+Function* function_of(const Kernel<Function>& kernel, const std::string& isa) {
+  const Isa wanted = require_isa(isa);
+  for (const KernelRow<Function>& row : kernel.rows) {
+    if (row.isa == wanted) return row.function;
+  }
+  throw std::invalid_argument("this kernel has no implementation for " + isa);
 }
 
 void gemm(const Array<std::int8_t>& left, const Array<float>& left_scales,
@@ -57,20 +61,20 @@ void gemm(const Array<std::int8_t>& left, const Array<float>& left_scales,
               (!residual || has_shape(*residual, {rows, columns})) && has_shape(out, {rows, columns}),
           "gemm: the shapes do not fit together");
   require(block_begin <= block_end && block_end <= blocks, "gemm: no such blocks");
-  function_of(gemm_f32_s8row_s8col_table(), isa)({.left = left.data(),
-                                                  .left_scales = left_scales.data(),
-                                                  .left_sums = left_sums.data(),
-                                                  .right = right.data(),
-                                                  .right_scales = right_scales.data(),
-                                                  .bias = bias ? bias->data() : nullptr,
-                                                  .residual = residual ? residual->data() : nullptr,
-                                                  .out = out.mutable_data(),
-                                                  .rows = rows,
-                                                  .columns = columns,
-                                                  .groups = groups,
-                                                  .residual_stride = columns,
-                                                  .out_stride = columns},
-                                                 block_begin, block_end);
+  function_of(gemm_f32_s8row_s8col, isa)({.left = left.data(),
+                                          .left_scales = left_scales.data(),
+                                          .left_sums = left_sums.data(),
+                                          .right = right.data(),
+                                          .right_scales = right_scales.data(),
+                                          .bias = bias ? bias->data() : nullptr,
+                                          .residual = residual ? residual->data() : nullptr,
+                                          .out = out.mutable_data(),
+                                          .rows = rows,
+                                          .columns = columns,
+                                          .groups = groups,
+                                          .residual_stride = columns,
+                                          .out_stride = columns},
+                                         block_begin, block_end);
 }
 
 void block_gemm(const Array<std::int8_t>& left, const Array<float>& left_scales,
@@ -90,20 +94,20 @@ void block_gemm(const Array<std::int8_t>& left, const Array<float>& left_scales,
               (!residual || has_shape(*residual, {rows, columns})) && has_shape(out, {rows, columns}),
           "block_gemm: the shapes do not fit together");
   require(block_begin <= block_end && block_end <= blocks, "block_gemm: no such blocks");
-  function_of(block_gemm_f32_s8row_u4block_table(), isa)({.left = left.data(),
-                                                          .left_scales = left_scales.data(),
-                                                          .left_sums = left_sums.data(),
-                                                          .right = right.data(),
-                                                          .right_scales = right_scales.data(),
-                                                          .bias = bias ? bias->data() : nullptr,
-                                                          .residual = residual ? residual->data() : nullptr,
-                                                          .out = out.mutable_data(),
-                                                          .rows = rows,
-                                                          .columns = columns,
-                                                          .depth_blocks = depth_blocks,
-                                                          .residual_stride = columns,
-                                                          .out_stride = columns},
-                                                         block_begin, block_end);
+  function_of(block_gemm_f32_s8row_u4block, isa)({.left = left.data(),
+                                                  .left_scales = left_scales.data(),
+                                                  .left_sums = left_sums.data(),
+                                                  .right = right.data(),
+                                                  .right_scales = right_scales.data(),
+                                                  .bias = bias ? bias->data() : nullptr,
+                                                  .residual = residual ? residual->data() : nullptr,
+                                                  .out = out.mutable_data(),
+                                                  .rows = rows,
+                                                  .columns = columns,
+                                                  .depth_blocks = depth_blocks,
+                                                  .residual_stride = columns,
+                                                  .out_stride = columns},
+                                                 block_begin, block_end);
 }
 
 void quantize(const Array<float>& input, Array<std::int8_t>& values, Array<float>& scales,
@@ -113,13 +117,13 @@ void quantize(const Array<float>& input, Array<std::int8_t>& values, Array<float
   const std::size_t padded_width = (width + kGemmDepthPerGroup - 1) / kGemmDepthPerGroup * kGemmDepthPerGroup;
   require(has_shape(values, {rows, padded_width}) && has_shape(scales, {rows}) && has_shape(sums, {rows}),
           "quantize: the shapes do not fit together");
-  function_of(quantize_s8row_f32_table(), isa)({.input = input.data(),
-                                                .values = values.mutable_data(),
-                                                .scales = scales.mutable_data(),
-                                                .sums = sums.mutable_data(),
-                                                .width = width,
-                                                .padded_width = padded_width},
-                                               0, rows);
+  function_of(quantize_s8row_f32, isa)({.input = input.data(),
+                                        .values = values.mutable_data(),
+                                        .scales = scales.mutable_data(),
+                                        .sums = sums.mutable_data(),
+                                        .width = width,
+                                        .padded_width = padded_width},
+                                       0, rows);
 }
 
 // The lowest digit first.
@@ -137,13 +141,13 @@ void quantize_on_grid(const Array<float>& input, Array<std::int8_t>& values, Arr
                  .scales = scales.mutable_data() + i * rows,
                  .sums = sums.mutable_data() + i * rows};
   }
-  function_of(quantize_s8grid_f32_table(), isa)({.input = input.data(),
-                                                 .step = step,
-                                                 .low = digits[0],
-                                                 .high = digits[1],
-                                                 .width = width,
-                                                 .padded_width = padded_width},
-                                                0, rows);
+  function_of(quantize_s8grid_f32, isa)({.input = input.data(),
+                                         .step = step,
+                                         .low = digits[0],
+                                         .high = digits[1],
+                                         .width = width,
+                                         .padded_width = padded_width},
+                                        0, rows);
 }
 
 void rms_norm(const Array<float>& input, const Array<float>& weight, Array<float>& out, float epsilon,
@@ -152,15 +156,15 @@ void rms_norm(const Array<float>& input, const Array<float>& weight, Array<float
   const std::size_t rows = size(input, 0), width = size(input, 1);
   require(has_shape(weight, {width}) && has_shape(out, {rows, width}),
           "rms_norm: the shapes do not fit together");
-  function_of(rms_norm_f32_f32_table(), isa)({.input = input.data(),
-                                              .weight = weight.data(),
-                                              .out = out.mutable_data(),
-                                              .width = width,
-                                              .epsilon = epsilon},
-                                             0, rows);
+  function_of(rms_norm_f32_f32, isa)({.input = input.data(),
+                                      .weight = weight.data(),
+                                      .out = out.mutable_data(),
+                                      .width = width,
+                                      .epsilon = epsilon},
+                                     0, rows);
 }
 
-void binary(KernelTable<BinaryFunction> table, const Array<float>& left, const Array<float>& right,
+void binary(const Kernel<BinaryFunction>& table, const Array<float>& left, const Array<float>& right,
             Array<float>& out, const std::string& isa) {
   const std::size_t count = static_cast<std::size_t>(left.size());
   require(has_shape(left, {count}) && has_shape(right, {count}) && has_shape(out, {count}),
@@ -173,14 +177,13 @@ void round_to_grid(const Array<float>& input, const Array<float>& steps, Array<f
   const std::size_t count = static_cast<std::size_t>(input.size());
   require(has_shape(input, {count}) && has_shape(steps, {count}) && has_shape(out, {count}),
           "expected three 1-D arrays of one size");
-  function_of(round_to_grid_f32_f32_f32_table(), isa)(input.data(), steps.data(), levels, out.mutable_data(),
-                                                      count);
+  function_of(round_to_grid_f32_f32_f32, isa)(input.data(), steps.data(), levels, out.mutable_data(), count);
 }
 
 void widen(const Array<std::uint16_t>& input, Array<float>& out, const std::string& isa) {
   const std::size_t count = static_cast<std::size_t>(input.size());
   require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
-  function_of(widen_f32_f16_table(), isa)(input.data(), out.mutable_data(), count);
+  function_of(widen_f32_f16, isa)(input.data(), out.mutable_data(), count);
 }
 
 template <typename Table>
@@ -190,7 +193,7 @@ void define_unary(py::module_& kernels, const char* name, Table table) {
       [table](const Array<float>& input, Array<float>& out, const std::string& isa) {
         const std::size_t count = static_cast<std::size_t>(input.size());
         require(has_shape(input, {count}) && has_shape(out, {count}), "expected two 1-D arrays of one size");
-        function_of(table(), isa)(input.data(), out.mutable_data(), count);
+        function_of(table, isa)(input.data(), out.mutable_data(), count);
       },
       "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
 }
@@ -200,7 +203,7 @@ void define_binary(py::module_& kernels, const char* name, Table table) {
   kernels.def(
       name,
       [table](const Array<float>& left, const Array<float>& right, Array<float>& out,
-              const std::string& isa) { binary(table(), left, right, out, isa); },
+              const std::string& isa) { binary(table, left, right, out, isa); },
       "left"_a.noconvert(), "right"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);
 }
 
@@ -222,15 +225,15 @@ void bind_kernels(py::module_& module) {
               "scales"_a.noconvert(), "sums"_a.noconvert(), py::kw_only(), "step"_a, "isa"_a);
   kernels.def("rms_norm", rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert(),
               py::kw_only(), "epsilon"_a, "isa"_a);
-  define_binary(kernels, "add", add_f32_f32_f32_table);
-  define_binary(kernels, "mul", mul_f32_f32_f32_table);
-  define_binary(kernels, "silu_mul", silu_mul_f32_f32_f32_table);
-  define_binary(kernels, "gelu_mul", gelu_mul_f32_f32_f32_table);
-  define_unary(kernels, "sigmoid", sigmoid_f32_f32_table);
-  define_unary(kernels, "exp", exp_f32_f32_table);
-  define_unary(kernels, "gelu", gelu_f32_f32_table);
-  define_unary(kernels, "softplus", softplus_f32_f32_table);
-  define_unary(kernels, "tanh", tanh_f32_f32_table);
+  define_binary(kernels, "add", add_f32_f32_f32);
+  define_binary(kernels, "mul", mul_f32_f32_f32);
+  define_binary(kernels, "silu_mul", silu_mul_f32_f32_f32);
+  define_binary(kernels, "gelu_mul", gelu_mul_f32_f32_f32);
+  define_unary(kernels, "sigmoid", sigmoid_f32_f32);
+  define_unary(kernels, "exp", exp_f32_f32);
+  define_unary(kernels, "gelu", gelu_f32_f32);
+  define_unary(kernels, "softplus", softplus_f32_f32);
+  define_unary(kernels, "tanh", tanh_f32_f32);
   kernels.def("round_to_grid", round_to_grid, "input"_a.noconvert(), "steps"_a.noconvert(),
               "out"_a.noconvert(), py::kw_only(), "levels"_a, "isa"_a);
   kernels.def("widen", widen, "input"_a.noconvert(), "out"_a.noconvert(), py::kw_only(), "isa"_a);

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "kernels/attention/queries.h"
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "program/builder.h"
 
 namespace chunkrt {
@@ -135,8 +135,8 @@ ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId table_r
                          .scale = shape.scale};
   };
   definition_.scratch_floats = std::max(definition_.scratch_floats, attention_scratch_floats(head_dim));
-  AttentionFunction* append = select_kernel(append_cache_f32_table()).function;
-  AttentionFunction* attend = select_kernel(attend_f32_f32_cache_table()).function;
+  AttentionFunction* append = select_kernel(append_cache_f32).function;
+  AttentionFunction* attend = select_kernel(attend_f32_f32_cache).function;
   const std::vector<ValueId> uses = {qkv, cos, sin, key_cache, value_cache, out};
   add_row_step(Symbol::T, uses, [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
     append(arguments(frame), begin, end, scratch);

@@ -1,6 +1,6 @@
 // block_linear: activations to int8 rows, as linear makes them, and their product with a weight in 4-bit
 // blocks.
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "program/builder.h"
 #include "program/panels.h"
 
@@ -53,8 +53,8 @@ ValueId ProgramBuilder::block_linear(ValueId input, ValueId packed, ValueId bloc
   for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
-  BlockGemmFunction* kernel = select_kernel(block_gemm_f32_s8row_u4block_table()).function;
-  AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block_table()).function;
+  BlockGemmFunction* kernel = select_kernel(block_gemm_f32_s8row_u4block).function;
+  AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block).function;
   add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
               const BlockGemmArgs args = {.left = nullptr,

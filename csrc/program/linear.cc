@@ -1,7 +1,7 @@
 // linear: activations to int8 rows, and their product with a packed weight.
 #include <utility>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "program/builder.h"
 #include "program/panels.h"
 
@@ -31,7 +31,7 @@ const ProgramBuilder::Outliers& ProgramBuilder::outliers_of(ValueId input) {
                         .channels = temporary(Dtype::int32, {rows, fixed(capacity)}),
                         .values = temporary(Dtype::float32, {rows, fixed(capacity)}),
                         .capacity = capacity};
-  TakeOutliersFunction* kernel = select_kernel(take_outliers_f32_f32_table()).function;
+  TakeOutliersFunction* kernel = select_kernel(take_outliers_f32_f32).function;
   add_row_step(symbol, {input, out.rest, out.counts, out.channels, out.values},
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  kernel({.input = frame.get<const float>(input),
@@ -46,7 +46,7 @@ const ProgramBuilder::Outliers& ProgramBuilder::outliers_of(ValueId input) {
 ProgramBuilder::Quantized ProgramBuilder::quantize(ValueId input) {
   const Quantized out = quantized_rows(input);
   const std::size_t width = width_of(input);
-  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
+  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
   add_row_step(rows_of(input, "linear's input"), {input, out.values, out.scales, out.sums},
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  kernel({.input = frame.get<const float>(input),
@@ -70,7 +70,7 @@ std::vector<ProgramBuilder::Quantized> ProgramBuilder::quantize_on_grid(ValueId 
     digits.push_back(digit);
   }
   const std::size_t width = width_of(input);
-  GridQuantizeFunction* kernel = select_kernel(quantize_s8grid_f32_table()).function;
+  GridQuantizeFunction* kernel = select_kernel(quantize_s8grid_f32).function;
   add_row_step(rows_of(input, "linear's input"), uses,
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  const auto target = [&frame](const Quantized& digit) {
@@ -137,8 +137,8 @@ ValueId ProgramBuilder::linear(ValueId input, ValueId packed, ValueId scales, st
   for (const Quantized& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
-  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
-  AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col_table()).function;
+  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
+  AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
   add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
               const GemmArgs args = {.left = nullptr,
@@ -182,7 +182,7 @@ ValueId ProgramBuilder::float_linear(ValueId input, ValueId weight) {
   const std::size_t columns = width_of(weight);
   require_constant(weight, Dtype::float32, {fixed(depth), fixed(columns)}, "float_linear's weight");
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
-  FloatLinearFunction* kernel = select_kernel(float_linear_f32_f32_table()).function;
+  FloatLinearFunction* kernel = select_kernel(float_linear_f32_f32).function;
   const std::size_t items = ceil_divide(columns, kFloatLinearColumns);
   add_stage([items](const Frame&) { return items; }, 1, {input, weight, out},
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "program/builder.h"
 
 namespace chunkrt {
@@ -39,7 +39,7 @@ ValueId ProgramBuilder::convolution(ValueId input, std::size_t columns_per_chann
 
   const ValueId out = temporary(Dtype::float32, {rows_dimension(Symbol::T), fixed(channels)});
   definition_.scratch_floats = std::max(definition_.scratch_floats, convolution_scratch_floats(taps));
-  ConvolutionFunction* kernel = select_kernel(causal_convolution_f32_f32_table()).function;
+  ConvolutionFunction* kernel = select_kernel(causal_convolution_f32_f32).function;
   std::vector<ValueId> uses = {input, weight, conv_state, out};
   if (bias) uses.push_back(*bias);
   add_stage([=](const Frame&) { return convolution_items(channels); }, 1, uses,
@@ -94,11 +94,11 @@ ValueId ProgramBuilder::gated_delta_rule(ValueId qkv, ValueId gate, ValueId beta
   ValueId activated = mul(convolved, sigmoid(convolved));
   const float inverse_root = 1.0f / std::sqrt(static_cast<float>(k_dim));
   if (shape.use_qk_l2norm) activated = l2_normalised(activated, num_k_heads, k_dim);
-  const ValueId decay = unary(gate, "gated_delta_rule's gate", select_kernel(exp_f32_f32_table()).function);
+  const ValueId decay = unary(gate, "gated_delta_rule's gate", select_kernel(exp_f32_f32).function);
 
   const ValueId out = temporary(Dtype::float32, {rows_dimension(Symbol::T), fixed(num_v_heads * v_dim)});
   definition_.scratch_floats = std::max(definition_.scratch_floats, delta_rule_scratch_floats(k_dim, v_dim));
-  DeltaRuleFunction* kernel = select_kernel(gated_delta_rule_f32_f32_table()).function;
+  DeltaRuleFunction* kernel = select_kernel(gated_delta_rule_f32_f32).function;
   add_stage([=](const Frame&) { return num_v_heads; }, 1, {activated, decay, beta, recurrent_state, out},
             [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
               kernel({.qkv = frame.get<const float>(activated),

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "program/builder.h"
 
 namespace chunkrt {
@@ -48,7 +48,7 @@ ValueId ProgramBuilder::gather(ValueId table, ValueId indices) {
   });
 
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  WidenFunction* widen = select_kernel(widen_f32_f16_table()).function;
+  WidenFunction* widen = select_kernel(widen_f32_f16).function;
   Step step = [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
     const std::int64_t* index = frame.get<const std::int64_t>(indices);
     for (std::size_t row = begin; row < end; ++row) {
@@ -75,7 +75,7 @@ ValueId ProgramBuilder::rms_norm(ValueId input, ValueId weight, float epsilon) {
   const std::size_t width = width_of(input);
   require_constant(weight, Dtype::float32, {fixed(width)}, "rms_norm's weight");
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32_table()).function;
+  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32).function;
   add_row_step(symbol, {input, weight, out},
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  kernel({.input = frame.get<const float>(input),
@@ -99,7 +99,7 @@ ValueId ProgramBuilder::head_norm(ValueId input, ValueId weight, float epsilon) 
   require_constant(weight, Dtype::float32, heads, "head_norm's weight");
   const std::size_t num_heads = heads[0].size, head_dim = heads[1].size, normed = num_heads * head_dim;
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32_table()).function;
+  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32).function;
   add_row_step(symbol, {input, weight, out},
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  for (std::size_t row = begin; row < end; ++row) {
@@ -143,7 +143,7 @@ ValueId ProgramBuilder::binary(ValueId left, ValueId right, const char* what, Bi
 }
 
 ValueId ProgramBuilder::add(ValueId left, ValueId right) {
-  return binary(left, right, "add", select_kernel(add_f32_f32_f32_table()).function);
+  return binary(left, right, "add", select_kernel(add_f32_f32_f32).function);
 }
 
 ValueId ProgramBuilder::mul(ValueId left, ValueId right) {
@@ -161,7 +161,7 @@ ValueId ProgramBuilder::mul(ValueId left, ValueId right) {
                  });
     return out;
   }
-  return binary(left, right, "mul", select_kernel(mul_f32_f32_f32_table()).function);
+  return binary(left, right, "mul", select_kernel(mul_f32_f32_f32).function);
 }
 
 ValueId ProgramBuilder::unary(ValueId input, const char* what, UnaryFunction* kernel) {
@@ -176,19 +176,19 @@ ValueId ProgramBuilder::unary(ValueId input, const char* what, UnaryFunction* ke
 }
 
 ValueId ProgramBuilder::sigmoid(ValueId input) {
-  return unary(input, "sigmoid", select_kernel(sigmoid_f32_f32_table()).function);
+  return unary(input, "sigmoid", select_kernel(sigmoid_f32_f32).function);
 }
 
 ValueId ProgramBuilder::gelu(ValueId input) {
-  return unary(input, "gelu", select_kernel(gelu_f32_f32_table()).function);
+  return unary(input, "gelu", select_kernel(gelu_f32_f32).function);
 }
 
 ValueId ProgramBuilder::softplus(ValueId input) {
-  return unary(input, "softplus", select_kernel(softplus_f32_f32_table()).function);
+  return unary(input, "softplus", select_kernel(softplus_f32_f32).function);
 }
 
 ValueId ProgramBuilder::tanh(ValueId input) {
-  return unary(input, "tanh", select_kernel(tanh_f32_f32_table()).function);
+  return unary(input, "tanh", select_kernel(tanh_f32_f32).function);
 }
 
 ValueId ProgramBuilder::round_to_grid(ValueId input, ValueId step, std::size_t levels) {
@@ -203,7 +203,7 @@ ValueId ProgramBuilder::round_to_grid(ValueId input, ValueId step, std::size_t l
   for (const float one : given) require_step(one, "round_to_grid's step");
   const ValueId steps = is_one ? floats(std::vector<float>(width, given[0])) : step;
   const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(width)});
-  RoundToGridFunction* kernel = select_kernel(round_to_grid_f32_f32_f32_table()).function;
+  RoundToGridFunction* kernel = select_kernel(round_to_grid_f32_f32_f32).function;
   add_row_step(symbol, {input, steps, out},
                [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                  for (std::size_t row = begin; row < end; ++row) {
@@ -230,11 +230,11 @@ ValueId ProgramBuilder::gated(ValueId input, const char* what, BinaryFunction* k
 }
 
 ValueId ProgramBuilder::silu_mul(ValueId input) {
-  return gated(input, "silu_mul", select_kernel(silu_mul_f32_f32_f32_table()).function);
+  return gated(input, "silu_mul", select_kernel(silu_mul_f32_f32_f32).function);
 }
 
 ValueId ProgramBuilder::gelu_mul(ValueId input) {
-  return gated(input, "gelu_mul", select_kernel(gelu_mul_f32_f32_f32_table()).function);
+  return gated(input, "gelu_mul", select_kernel(gelu_mul_f32_f32_f32).function);
 }
 
 ValueId ProgramBuilder::columns(ValueId input, std::size_t begin_column, std::size_t width) {

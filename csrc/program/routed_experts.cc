@@ -7,7 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "program/builder.h"
 #include "program/panels.h"
 
@@ -79,7 +79,7 @@ ProgramBuilder::Routing ProgramBuilder::route(ValueId router_logits, std::size_t
                            .rows = temporary(Dtype::int32, of_slots)};
   const ValueId picked = temporary(Dtype::int32, of_slots);
   definition_.scratch_floats = std::max(definition_.scratch_floats, num_experts);
-  UnaryFunction* exp = select_kernel(exp_f32_f32_table()).function;
+  UnaryFunction* exp = select_kernel(exp_f32_f32).function;
   add_row_step(symbol, {router_logits, picked, routing.weights},
                [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                  for (std::size_t row = begin; row < end; ++row) {
@@ -117,8 +117,8 @@ ProgramBuilder::SlotRows ProgramBuilder::quantize_slots(const Routing& routing, 
   uses.insert(uses.end(), {out.values, out.scales, out.sums, outliers.rest, outliers.counts,
                            outliers.channels, outliers.values});
   definition_.scratch_floats = std::max(definition_.scratch_floats, width);
-  TakeOutliersFunction* take = select_kernel(take_outliers_f32_f32_table()).function;
-  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
+  TakeOutliersFunction* take = select_kernel(take_outliers_f32_f32).function;
+  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
   add_stage([=](const Frame& frame) { return frame.size_of(routing.symbol) * routing.top_k; }, 1, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
               for (std::size_t slot = begin; slot < end; ++slot) {
@@ -156,8 +156,8 @@ ValueId ProgramBuilder::multiply_slots(const Routing& routing, const SlotRows& l
                    "routed_experts' packed weight");
   const ValueId out =
       temporary(Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
-  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
-  AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col_table()).function;
+  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
+  AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
   // A piece is some columns of all experts: it is as much work whatever the router picks.
   add_stage([blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
             {left.quantized.values, left.quantized.scales, left.quantized.sums, left.outliers.counts,
@@ -223,7 +223,7 @@ ValueId ProgramBuilder::routed_experts(ValueId hidden, ValueId router_logits, Va
         return frame.get<const float>(hidden) + row * width;
       });
   const ValueId gates_and_ups = multiply_slots(routing, rows, width, gate_up, gate_up_scales);
-  SiluMulFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32_table()).function;
+  BinaryFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32).function;
   const SlotRows activated = quantize_slots(
       routing, inner, {gates_and_ups}, [=](const Frame& frame, std::size_t slot, float* scratch) {
         const float* gate = frame.get<const float>(gates_and_ups) + slot * both;

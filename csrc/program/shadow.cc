@@ -3,7 +3,7 @@
 #include <span>
 #include <utility>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "program/builder.h"
 #include "program/panels.h"
 
@@ -80,8 +80,8 @@ ValueId ProgramBuilder::shadow_linear(ValueId input, ValueId packed, ValueId sca
       {fixed(column_blocks), fixed(groups), fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
       "shadow_linear's packed weight");
   require_step(input_step, "shadow_linear's input step");
-  const ShadowKernels kernels = {select_kernel(dequantize_row_f32_s8col_table()).function,
-                                 select_kernel(add_outer_product_f32_f32_f32_table()).function};
+  const ShadowKernels kernels = {select_kernel(dequantize_row_f32_s8col).function,
+                                 select_kernel(add_outer_product_f32_f32_f32).function};
 
   DequantizeRowArgs row = {.packed = static_cast<const std::int8_t*>(value(packed).data),
                            .scales = static_cast<const float*>(value(scales).data),
@@ -118,7 +118,7 @@ ValueId ProgramBuilder::shadow_linear(ValueId input, ValueId packed, ValueId sca
                             .width = depth};
   };
   std::vector<ValueId> uses = {input, block_counts, counts, rows, remainders};
-  FindOutliersFunction* find = select_kernel(find_outliers_f32_f32_table()).function;
+  FindOutliersFunction* find = select_kernel(find_outliers_f32_f32).function;
   add_stage([=](const Frame&) { return channel_blocks; }, kChannelBlocksPerPiece, uses,
             [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
               find(outliers(frame), begin, end);

@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/half.h"
 #include "tests/random.h"
@@ -241,7 +241,7 @@ void test_rows_alone(BlockGemmFunction* function) {
 
 void test_block_gemm(Suite& suite) {
   const auto run = [&](const char* name, void (*test)(BlockGemmFunction*)) {
-    suite.run_rows(block_gemm_f32_s8row_u4block_table(), name, test);
+    suite.run_rows(block_gemm_f32_s8row_u4block, name, test);
   };
   run("exact at tile edges", test_shapes);
   run("bias and residual", test_epilogues);

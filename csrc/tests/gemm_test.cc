@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -188,7 +188,7 @@ void test_rows_alone(GemmFunction* function) {
 
 void test_gemm(Suite& suite) {
   const auto run = [&](const char* name, void (*test)(GemmFunction*)) {
-    suite.run_rows(gemm_f32_s8row_s8col_table(), name, test);
+    suite.run_rows(gemm_f32_s8row_s8col, name, test);
   };
   run("exact at tile edges", test_shapes);
   run("bias and residual", test_epilogues);

@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -187,15 +187,15 @@ void test_round_special(RoundToGridFunction* function) {
 
 void test_grid(Suite& suite) {
   const auto quantize_with = [&](const char* name, void (*test)(GridQuantizeFunction*)) {
-    suite.run_rows(quantize_s8grid_f32_table(), name, test);
+    suite.run_rows(quantize_s8grid_f32, name, test);
   };
   quantize_with("its definition at every width", test_widths);
   quantize_with("every level and every half", test_every_level);
   quantize_with("from nothing to infinity", test_extremes);
   quantize_with("rows that hold a NaN", test_not_a_number);
   quantize_with("a quotient, not a product", test_quotient_is_rounded);
-  suite.run_rows(round_to_grid_f32_f32_f32_table(), "its definition at any count", test_round_counts);
-  suite.run_rows(round_to_grid_f32_f32_f32_table(), "ties, infinities and NaN", test_round_special);
+  suite.run_rows(round_to_grid_f32_f32_f32, "its definition at any count", test_round_counts);
+  suite.run_rows(round_to_grid_f32_f32_f32, "ties, infinities and NaN", test_round_special);
 }
 
 }  // namespace chunkrt::testing

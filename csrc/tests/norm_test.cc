@@ -2,7 +2,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -70,8 +70,8 @@ void test_bits(RmsNormFunction* function) {
 }  // namespace
 
 void test_norm(Suite& suite) {
-  suite.run_rows(rms_norm_f32_f32_table(), "double precision", test_truth);
-  suite.run_rows(rms_norm_f32_f32_table(), "bits of the reference", test_bits);
+  suite.run_rows(rms_norm_f32_f32, "double precision", test_truth);
+  suite.run_rows(rms_norm_f32_f32, "bits of the reference", test_bits);
 }
 
 }  // namespace chunkrt::testing

@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -110,7 +110,7 @@ void test_not_finite(QuantizeFunction* function) {
 
 void test_quantize(Suite& suite) {
   const auto run = [&](const char* name, void (*test)(QuantizeFunction*)) {
-    suite.run_rows(quantize_s8row_f32_table(), name, test);
+    suite.run_rows(quantize_s8row_f32, name, test);
   };
   run("its definition at every width", test_widths);
   run("halves round to even", test_ties);
