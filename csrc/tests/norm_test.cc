@@ -28,7 +28,7 @@ std::vector<float> norm(RmsNormFunction* function, const std::vector<float>& inp
 
 void test_truth(RmsNormFunction* function) {
   constexpr std::size_t kRows = 2;
-  for (const std::size_t width : {1u, 3u, 4u, 15u, 16u, 17u, 31u, 33u, 100u, 576u}) {
+  for (const std::size_t width : {1u, 3u, 4u, 15u, 16u, 17u, 31u, 33u, 100u, 576u, 577u}) {
     const std::vector<float> input = Random(1).floats(kRows * width, 5.0f);
     const std::vector<float> weight = Random(2).floats(width, 2.0f);
     const std::vector<float> found = norm(function, input, weight);
