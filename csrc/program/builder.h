@@ -63,13 +63,13 @@ class ProgramBuilder {
   void add_loop(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
                 const std::vector<ValueId>& uses, Step step);
 
-  // What operators of a kind remember of this program, so that it is computed once: the one Memory of that
-  // type, at first empty.
-  template <typename Memory>
-  Memory& memory() {
-    std::shared_ptr<void>& held = memories_[typeid(Memory)];
-    if (!held) held = std::make_shared<Memory>();
-    return *static_cast<Memory*>(held.get());
+  // What operators of a kind note of this program, so that it is computed once: there is one object of each
+  // type, made when it is first asked for.
+  template <typename Notes>
+  Notes& notes() {
+    std::shared_ptr<void>& held = notes_[typeid(Notes)];
+    if (!held) held = std::make_shared<Notes>();
+    return *static_cast<Notes*>(held.get());
   }
 
  private:
@@ -78,7 +78,7 @@ class ProgramBuilder {
 
   std::shared_ptr<ThreadPool> pool_;
   ProgramDefinition definition_;
-  std::map<std::type_index, std::shared_ptr<void>> memories_;
+  std::map<std::type_index, std::shared_ptr<void>> notes_;
   bool is_built_ = false;
 };
 

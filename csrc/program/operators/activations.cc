@@ -96,7 +96,7 @@ Outliers outliers_for(ProgramBuilder& builder, Shape shape) {
 }
 
 const Outliers& outliers_of(ProgramBuilder& builder, ValueId input) {
-  auto& made = builder.memory<Activations>().outliers;
+  auto& made = builder.notes<Activations>().outliers;
   if (const auto found = made.find(input); found != made.end()) return found->second;
   const Symbol symbol = builder.rows_of(input, "linear's input");
   const std::size_t width = builder.width_of(input);
@@ -117,7 +117,7 @@ const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std:
                                     std::optional<float> step) {
   require(num_digits == 1 || (num_digits == 2 && step),
           "linear: activations take 1 digit, or on a grid 2, not " + std::to_string(num_digits));
-  auto& made = builder.memory<Activations>().digits;
+  auto& made = builder.notes<Activations>().digits;
   const auto key = std::tuple(input, num_digits, step);
   if (const auto found = made.find(key); found != made.end()) return found->second;
   return made[key] = step ? quantize_on_grid(builder, input, *step, num_digits)

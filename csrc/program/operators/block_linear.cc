@@ -16,7 +16,7 @@ struct BlockSums {
 
 // int32 [rows, width / 32]: the sums of the blocks of a digit's rows, made once.
 ValueId block_sums_of(ProgramBuilder& builder, Symbol rows, const Digit& digit) {
-  auto& made = builder.memory<BlockSums>().of_digit;
+  auto& made = builder.notes<BlockSums>().of_digit;
   if (const auto found = made.find(digit.values); found != made.end()) return found->second;
   const std::size_t depth_blocks = builder.width_of(digit.values) / kBlockDepth;
   const ValueId sums = builder.temporary(Dtype::int32, {rows_dimension(rows), fixed(depth_blocks)});
