@@ -15,6 +15,8 @@ PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu
 SITE_PACKAGES = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+NATIVE_BUILD = $(shell $(BIN)/python -c 'import sys, sysconfig; \
+  print(f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/chunkrt._native")')
 LOCATE = $(shell $(CXX) -print-file-name=$(1))
 SANITIZED = PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
   LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" $(BIN)/python
@@ -35,7 +37,7 @@ define install_extras
 $(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
 
-.PHONY: help run test test-exhaustive test-all tests-ready lint parity test-arm test-sanitize sanitized fuzz clean
+.PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint parity test-arm test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -44,13 +46,17 @@ help: ## list these targets
 run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded the first time
 	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
 
-test: tests-ready ## run the Python tests on the package as it is installed
+test: tests-ready test-cpp ## run the C++ tests, and the Python tests on the package as it is installed
 	$(PYTEST) -rs -m "not exhaustive"
+
+test-cpp: $(VENV)/.wheel ## run the C++ tests
+	$(CMAKE) --build $(NATIVE_BUILD) --target chunkrt_tests --parallel $(JOBS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir $(NATIVE_BUILD) --parallel $(JOBS) --output-on-failure
 
 test-exhaustive: tests-ready $(VENV)/.exhaustive ## run every case of what `test` takes samples of
 	$(PYTEST) -rs -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive
 
-test-all: test test-exhaustive ## run all Python tests
+test-all: test test-exhaustive ## run all tests of this processor
 
 tests-ready:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.wheel $(VENV)/.test # one compiles, the other downloads
@@ -73,8 +79,8 @@ test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	  echo "test-arm: $$tool is missing; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static" >&2; \
 	  exit 1; }; done
 	$(CMAKE) -S . -B build/arm -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake \
-	  -DCHUNKRT_BUILD_PYTHON=OFF -DCHUNKRT_BUILD_TESTS=ON
-	$(CMAKE) --build build/arm --parallel $(JOBS)
+	  -DCHUNKRT_BUILD_PYTHON=OFF
+	$(CMAKE) --build build/arm --target chunkrt_tests --parallel $(JOBS)
 	$(ARM) -cpu max build/arm/csrc/tests/chunkrt_kernel_tests
 	$(ARM) -cpu max build/arm/csrc/tests/chunkrt_program_tests
 	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_kernel_tests
@@ -83,8 +89,8 @@ test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 test-sanitize: sanitized ## run the C++ and the native Python tests under sanitizers
 	build/asan/csrc/tests/chunkrt_kernel_tests
 	build/asan/csrc/tests/chunkrt_program_tests
-	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF -DCHUNKRT_BUILD_TESTS=ON
-	$(CMAKE) --build build/tsan --parallel $(JOBS)
+	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF
+	$(CMAKE) --build build/tsan --target chunkrt_program_tests --parallel $(JOBS)
 	build/tsan/csrc/tests/chunkrt_program_tests
 	$(SANITIZED) -m pytest -p no:cacheprovider tests/backends/test_native_*.py
 
@@ -92,9 +98,9 @@ fuzz: sanitized ## mutate files of every format for MINUTES=60, under sanitizers
 	$(SANITIZED) tests/fuzz/campaign.py $(MINUTES)
 
 sanitized: $(VENV)/.package $(VENV)/.test
-	$(CMAKE) -S . -B build/asan -G Ninja -DCHUNKRT_SANITIZE=address,undefined -DCHUNKRT_BUILD_TESTS=ON \
+	$(CMAKE) -S . -B build/asan -G Ninja -DCHUNKRT_SANITIZE=address,undefined \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
-	$(CMAKE) --build build/asan --parallel $(JOBS)
+	$(CMAKE) --build build/asan --target all chunkrt_tests --parallel $(JOBS)
 	rm -rf build/asan/package && mkdir build/asan/package && cp -R $(SITE_PACKAGES)/chunkrt build/asan/package
 	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
 

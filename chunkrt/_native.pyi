@@ -1,17 +1,13 @@
-"""chunkrt's C++ core: kernels, and programs of them over a thread pool; its sources are in csrc/.
+"""chunkrt's C++ core: programs of kernels over a thread pool; its sources are in csrc/.
 
 Operands of `ProgramBuilder` are values: numbers that its functions return. Every function raises ValueError for
 operands that do not fit.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from numpy.typing import NDArray
-
-kernels: ModuleType
-"""Each kernel by instruction set, for tests."""
 
 def architecture() -> str: ...
 def built_isas() -> dict[str, bool]: ...
@@ -34,7 +30,7 @@ class Program:
     @property
     def arena_bytes(self) -> int: ...
     @property
-    def num_stages(self) -> int: ...
+    def num_loops(self) -> int: ...
 
 class ProgramBuilder:
     def __init__(self, pool: ThreadPool, max_rows: int) -> None: ...

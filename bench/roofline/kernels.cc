@@ -3,7 +3,7 @@
 #include <memory>
 #include <stdexcept>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 
 namespace chunkrt::roofline {
 namespace {
@@ -54,11 +54,11 @@ Ring::Ring(std::size_t size) : words(size / 8 + kAlignment / 8), num_bytes(size)
 }
 
 std::string selected_isa(const std::string& kernel) {
-  if (kernel == "gemm") return std::string(name_of(select_kernel(gemm_f32_s8row_s8col_table()).isa));
-  if (kernel == "attention") return std::string(name_of(select_kernel(attend_f32_f32_cache_table()).isa));
-  if (kernel == "rms_norm") return std::string(name_of(select_kernel(rms_norm_f32_f32_table()).isa));
-  if (kernel == "quantize") return std::string(name_of(select_kernel(quantize_s8row_f32_table()).isa));
-  if (kernel == "silu_mul") return std::string(name_of(select_kernel(silu_mul_f32_f32_f32_table()).isa));
+  if (kernel == "gemm") return std::string(name_of(select_kernel(gemm_f32_s8row_s8col).isa));
+  if (kernel == "attention") return std::string(name_of(select_kernel(attend_f32_f32_cache).isa));
+  if (kernel == "rms_norm") return std::string(name_of(select_kernel(rms_norm_f32_f32).isa));
+  if (kernel == "quantize") return std::string(name_of(select_kernel(quantize_s8row_f32).isa));
+  if (kernel == "silu_mul") return std::string(name_of(select_kernel(silu_mul_f32_f32_f32).isa));
   throw std::invalid_argument("no kernel of this list is called " + kernel);
 }
 
@@ -77,7 +77,7 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
        .scales = floats(rows),
        .values = std::vector<std::int8_t>(rows * groups * kGemmDepthPerGroup, 77),
        .sums = std::vector<std::int32_t>(rows, static_cast<std::int32_t>(77 * groups * kGemmDepthPerGroup))});
-  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col_table()).function;
+  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
   // Where each thread stands in the ring; they start far from each other.
   const auto next = std::make_shared<std::vector<std::size_t>>();
   for (std::size_t thread = 0; thread < num_threads; ++thread) {
@@ -128,8 +128,8 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
   const auto caches = std::make_shared<std::vector<Caches>>(
       num_threads, Caches{std::vector(cache, kHalf), std::vector(cache, kHalf),
                           std::vector<float>(attention_scratch_floats(head_dim))});
-  AttentionFunction* append = select_kernel(append_cache_f32_table()).function;
-  AttentionFunction* attend = select_kernel(attend_f32_f32_cache_table()).function;
+  AttentionFunction* append = select_kernel(append_cache_f32).function;
+  AttentionFunction* attend = select_kernel(attend_f32_f32_cache).function;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
     Caches& state = (*caches)[thread];
@@ -162,7 +162,7 @@ Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width) {
                                                        .scales = {},
                                                        .values = {},
                                                        .sums = {}});
-  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32_table()).function;
+  RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
     const RmsNormArgs args = {.input = mine.input.data(),
@@ -183,7 +183,7 @@ Body quantize(std::size_t num_threads, std::size_t rows, std::size_t width) {
                              .scales = std::vector<float>(rows),
                              .values = std::vector<std::int8_t>(rows * padded_width),
                              .sums = std::vector<std::int32_t>(rows)});
-  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32_table()).function;
+  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
     const QuantizeArgs args = {.input = mine.input.data(),
@@ -203,7 +203,7 @@ Body silu_mul(std::size_t num_threads, std::size_t rows, std::size_t width) {
                                                        .scales = {},
                                                        .values = {},
                                                        .sums = {}});
-  SiluMulFunction* kernel = select_kernel(silu_mul_f32_f32_f32_table()).function;
+  BinaryFunction* kernel = select_kernel(silu_mul_f32_f32_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
     for (; calls > 0; --calls) {

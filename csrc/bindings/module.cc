@@ -2,8 +2,7 @@
 #include "bindings/parts.h"
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "chunkrt's C++ core: kernels, and programs of them over a thread pool.";
+  module.doc() = "chunkrt's C++ core: programs of kernels over a thread pool.";
   chunkrt::bind_cpu(module);
-  chunkrt::bind_kernels(module);
   chunkrt::bind_program(module);
 }

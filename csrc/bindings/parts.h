@@ -6,7 +6,6 @@
 namespace chunkrt {
 
 void bind_cpu(pybind11::module_& module);
-void bind_kernels(pybind11::module_& module);
 void bind_program(pybind11::module_& module);
 
 }  // namespace chunkrt

@@ -8,7 +8,7 @@
 
 #include "bindings/parts.h"
 #include "bindings/tensor.h"
-#include "program/builder.h"
+#include "program/operators/operators.h"
 
 #ifndef _WIN32
 #include <unistd.h>
@@ -72,6 +72,31 @@ void run(Program& program, const std::vector<py::array>& inputs, const std::vect
   program.run(input_views, output_views);
 }
 
+ValueId add_input(ProgramBuilder& builder, std::string name, const std::string& dtype,
+                  const PythonShape& shape) {
+  return builder.input(std::move(name), dtype_named(dtype), shape_of(shape));
+}
+
+ValueId add_state(ProgramBuilder& builder, std::string name, const PythonShape& shape) {
+  return builder.state(std::move(name), shape_of(shape));
+}
+
+ValueId add_attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
+                      ValueId sin, ValueId key_cache, ValueId value_cache, std::size_t num_heads,
+                      std::size_t num_kv_heads, std::size_t head_dim, float scale, std::size_t window,
+                      bool has_raw_keys) {
+  return attention(builder, qkv, position, table_row, cos, sin, key_cache, value_cache,
+                   {num_heads, num_kv_heads, head_dim, scale, window, has_raw_keys});
+}
+
+ValueId add_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
+                       std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state,
+                       std::size_t num_k_heads, std::size_t num_v_heads, std::size_t head_k_dim,
+                       std::size_t head_v_dim, bool use_qk_l2norm) {
+  return gated_delta_rule(builder, qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state,
+                          {num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm});
+}
+
 }  // namespace
 
 void bind_program(py::module_& module) {
@@ -83,71 +108,43 @@ void bind_program(py::module_& module) {
   py::class_<Program>(module, "Program", "A compiled subgraph.")
       .def("run", run, "inputs"_a.noconvert(), "outputs"_a.noconvert())
       .def_property_readonly("arena_bytes", &Program::arena_bytes)
-      .def_property_readonly("num_stages", &Program::num_stages);
+      .def_property_readonly("num_loops", &Program::num_loops);
 
   py::class_<ProgramBuilder>(module, "ProgramBuilder", "Puts a program together, operator by operator.")
       .def(py::init<std::shared_ptr<ThreadPool>, std::size_t>(), "pool"_a, "max_rows"_a)
-      .def(
-          "input",
-          [](ProgramBuilder& builder, std::string name, const std::string& dtype, const PythonShape& shape) {
-            return builder.input(std::move(name), dtype_named(dtype), shape_of(shape));
-          },
-          "name"_a, "dtype"_a, "shape"_a)
-      .def(
-          "state",
-          [](ProgramBuilder& builder, std::string name, const PythonShape& shape) {
-            return builder.state(std::move(name), shape_of(shape));
-          },
-          "name"_a, "shape"_a)
+      .def("input", add_input, "name"_a, "dtype"_a, "shape"_a)
+      .def("state", add_state, "name"_a, "shape"_a)
       .def("constant", add_constant, "array"_a.noconvert())
       .def("output", &ProgramBuilder::output, "name"_a, "value"_a)
-      .def("gather", &ProgramBuilder::gather, "table"_a, "indices"_a)
-      .def("rms_norm", &ProgramBuilder::rms_norm, "input"_a, "weight"_a, "epsilon"_a)
-      .def("head_norm", &ProgramBuilder::head_norm, "input"_a, "weight"_a, "epsilon"_a)
-      .def("linear", &ProgramBuilder::linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
+      .def("gather", gather, "table"_a, "indices"_a)
+      .def("columns", columns, "input"_a, "begin"_a, "width"_a)
+      .def("rms_norm", rms_norm, "input"_a, "weight"_a, "epsilon"_a)
+      .def("head_norm", head_norm, "input"_a, "weight"_a, "epsilon"_a)
+      .def("add", add, "left"_a, "right"_a)
+      .def("mul", mul, "left"_a, "right"_a)
+      .def("sigmoid", sigmoid, "input"_a)
+      .def("gelu", gelu, "input"_a)
+      .def("softplus", softplus, "input"_a)
+      .def("tanh", tanh, "input"_a)
+      .def("round_to_grid", round_to_grid, "input"_a, "step"_a, "levels"_a)
+      .def("silu_mul", silu_mul, "input"_a)
+      .def("gelu_mul", gelu_mul, "input"_a)
+      .def("linear", linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
            "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none())
-      .def("float_linear", &ProgramBuilder::float_linear, "input"_a, "weight"_a)
-      .def("block_linear", &ProgramBuilder::block_linear, "input"_a, "packed"_a, "block_scales"_a,
-           "columns"_a, "bias"_a = py::none(), "residual"_a = py::none())
-      .def("shadow_linear", &ProgramBuilder::shadow_linear, "input"_a, "packed"_a, "scales"_a, "input_step"_a,
+      .def("float_linear", float_linear, "input"_a, "weight"_a)
+      .def("block_linear", block_linear, "input"_a, "packed"_a, "block_scales"_a, "columns"_a,
+           "bias"_a = py::none(), "residual"_a = py::none())
+      .def("shadow_linear", shadow_linear, "input"_a, "packed"_a, "scales"_a, "input_step"_a,
            "hot_channels"_a)
-      .def("routed_experts", &ProgramBuilder::routed_experts, "hidden"_a, "router_logits"_a, "gate_up"_a,
-           "gate_up_scales"_a, "down"_a, "down_scales"_a, py::kw_only(), "top_k"_a, "norm_topk_prob"_a)
-      .def("add", &ProgramBuilder::add, "left"_a, "right"_a)
-      .def("mul", &ProgramBuilder::mul, "left"_a, "right"_a)
-      .def("sigmoid", &ProgramBuilder::sigmoid, "input"_a)
-      .def("gelu", &ProgramBuilder::gelu, "input"_a)
-      .def("softplus", &ProgramBuilder::softplus, "input"_a)
-      .def("tanh", &ProgramBuilder::tanh, "input"_a)
-      .def("round_to_grid", &ProgramBuilder::round_to_grid, "input"_a, "step"_a, "levels"_a)
-      .def("silu_mul", &ProgramBuilder::silu_mul, "input"_a)
-      .def("gelu_mul", &ProgramBuilder::gelu_mul, "input"_a)
-      .def("columns", &ProgramBuilder::columns, "input"_a, "begin"_a, "width"_a)
-      .def(
-          "attention",
-          [](ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
-             ValueId sin, ValueId key_cache, ValueId value_cache, std::size_t num_heads,
-             std::size_t num_kv_heads, std::size_t head_dim, float scale, std::size_t window,
-             bool has_raw_keys) {
-            return builder.attention(qkv, position, table_row, cos, sin, key_cache, value_cache,
-                                     {num_heads, num_kv_heads, head_dim, scale, window, has_raw_keys});
-          },
-          "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a, "value_cache"_a,
-          py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a = 0,
-          "has_raw_keys"_a = false)
-      .def("short_conv", &ProgramBuilder::short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
-      .def(
-          "gated_delta_rule",
-          [](ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
-             std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state,
-             std::size_t num_k_heads, std::size_t num_v_heads, std::size_t head_k_dim, std::size_t head_v_dim,
-             bool use_qk_l2norm) {
-            return builder.gated_delta_rule(
-                qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state,
-                {num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm});
-          },
-          "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a, "recurrent_state"_a,
-          py::kw_only(), "num_k_heads"_a, "num_v_heads"_a, "head_k_dim"_a, "head_v_dim"_a, "use_qk_l2norm"_a)
+      .def("routed_experts", routed_experts, "hidden"_a, "router_logits"_a, "gate_up"_a, "gate_up_scales"_a,
+           "down"_a, "down_scales"_a, py::kw_only(), "top_k"_a, "norm_topk_prob"_a)
+      .def("attention", add_attention, "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a,
+           "value_cache"_a, py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
+           "window"_a = 0, "has_raw_keys"_a = false)
+      .def("short_conv", short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
+      .def("gated_delta_rule", add_delta_rule, "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a,
+           "conv_state"_a, "recurrent_state"_a, py::kw_only(), "num_k_heads"_a, "num_v_heads"_a,
+           "head_k_dim"_a, "head_v_dim"_a, "use_qk_l2norm"_a)
       .def("build", &ProgramBuilder::build);
 }
 

@@ -1,47 +1,56 @@
-// Choosing among the implementations of one kernel. For the dispatch.cc files and their callers; kernel files
-// for an instruction set never include this, so that no inline function is compiled under two sets of flags.
+// The kernels as callers see them, and the choice among the implementations of one. Kernel files for an
+// instruction set never include this, so that no inline function is compiled under two sets of flags.
 #pragma once
 
 #include <span>
 #include <stdexcept>
-#include <string>
+#include <string_view>
 
 #include "kernels/isa.h"
+#include "kernels/list.h"
 
 namespace chunkrt {
 
-// One implementation of a kernel: its full name and its function, which is nullptr where it is not built.
+// One implementation of a kernel, which is built: its full name and its function.
 template <typename Function>
 struct KernelRow {
   Isa isa;
-  const char* name;
+  std::string_view name;
   Function* function;
 
-  bool is_built() const { return function != nullptr; }
   bool is_supported() const { return chunkrt::is_supported(isa); }
 };
 
-// All implementations of one kernel: best first, the portable one last.
 template <typename Function>
-using KernelTable = std::span<const KernelRow<Function>>;
+struct Kernel {
+  std::string_view name;
+  std::span<const KernelRow<Function>> rows;  // best first, the portable one last
+};
 
-// The best row that is built, supported and not above the selection limit (CHUNKRT_FORCE_ISA).
-template <typename Function>
-const KernelRow<Function>& select_kernel(KernelTable<Function> table) {
-  const Isa limit = selection_limit();
-  for (const KernelRow<Function>& row : table) {
-    if (row.isa <= limit && row.is_built() && row.is_supported()) return row;
-  }
-  throw std::logic_error("a kernel has no portable implementation");
+#define CHUNKRT_ROW(name, Function, isa) {Isa::isa, #name "_" #isa, name##_##isa},
+#define CHUNKRT_DEFINE_KERNEL(name, Function, ISAS)                                         \
+  inline constexpr KernelRow<Function> name##_rows[] = {ISAS(CHUNKRT_ROW, name, Function)}; \
+  inline constexpr Kernel<Function> name = {#name, name##_rows};
+CHUNKRT_KERNELS(CHUNKRT_DEFINE_KERNEL)
+#undef CHUNKRT_DEFINE_KERNEL
+#undef CHUNKRT_ROW
+
+// Calls visit(kernel) for every kernel.
+template <typename Visitor>
+void for_each_kernel(const Visitor& visit) {
+#define CHUNKRT_VISIT(name, Function, ISAS) visit(name);
+  CHUNKRT_KERNELS(CHUNKRT_VISIT)
+#undef CHUNKRT_VISIT
 }
 
-// The row of exactly this instruction set, which must be built and supported.
+// The best row that is supported and not above the selection limit (CHUNKRT_FORCE_ISA).
 template <typename Function>
-const KernelRow<Function>& find_kernel(KernelTable<Function> table, Isa isa) {
-  for (const KernelRow<Function>& row : table) {
-    if (row.isa == isa && row.is_built() && row.is_supported()) return row;
+const KernelRow<Function>& select_kernel(const Kernel<Function>& kernel) {
+  const Isa limit = selection_limit();
+  for (const KernelRow<Function>& row : kernel.rows) {
+    if (row.isa <= limit && row.is_supported()) return row;
   }
-  throw std::invalid_argument("this kernel has no implementation for " + std::string(name_of(isa)));
+  throw std::logic_error("a kernel has no portable implementation");
 }
 
 }  // namespace chunkrt

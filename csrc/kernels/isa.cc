@@ -110,6 +110,9 @@ bool built(Isa) { return false; }
 
 #endif
 
+constexpr std::array<std::string_view, kAllIsas.size()> kNames = {
+    "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni"};
+
 std::string known_names() {
   std::string names;
   for (const Isa isa : kAllIsas) names += (names.empty() ? "" : ", ") + std::string(name_of(isa));
@@ -118,25 +121,7 @@ std::string known_names() {
 
 }  // namespace
 
-std::string_view name_of(Isa isa) {
-  switch (isa) {
-    case Isa::reference:
-      return "reference";
-    case Isa::neon:
-      return "neon";
-    case Isa::neon_dotprod:
-      return "neon_dotprod";
-    case Isa::neon_i8mm:
-      return "neon_i8mm";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::avxvnni:
-      return "avxvnni";
-    case Isa::avx512vnni:
-      return "avx512vnni";
-  }
-  throw std::logic_error("an instruction set without a name");
-}
+std::string_view name_of(Isa isa) { return kNames[static_cast<std::size_t>(isa)]; }
 
 std::string_view architecture() { return kArchitecture; }
 

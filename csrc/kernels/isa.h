@@ -7,18 +7,6 @@
 #include <array>
 #include <string_view>
 
-#if defined(__x86_64__) || defined(_M_X64)
-#define CHUNKRT_ON_X86(function) function
-#else
-#define CHUNKRT_ON_X86(function) nullptr
-#endif
-
-#if defined(__aarch64__) || defined(_M_ARM64)
-#define CHUNKRT_ON_ARM(function) function
-#else
-#define CHUNKRT_ON_ARM(function) nullptr
-#endif
-
 namespace chunkrt {
 
 // Within one architecture a later one is the better one.

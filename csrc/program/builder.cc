@@ -1,16 +1,32 @@
 #include "program/builder.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <utility>
 
 namespace chunkrt {
 namespace {
 
-std::size_t stage_index(const std::vector<Stage>& stages) { return stages.empty() ? 0 : stages.size() - 1; }
+// More than processors address, and so little that a value's sizes times small numbers stay far from the end
+// of std::size_t.
+constexpr std::size_t kMostBytes = std::size_t{1} << 48;
+
+void require_room(const Value& value, std::size_t max_rows) {
+  std::size_t bytes = bytes_of(value.dtype);
+  for (const Dimension& dimension : value.shape) {
+    const std::size_t size = counts_rows(dimension) ? max_rows : dimension.size;
+    require(size <= kMostBytes / bytes, describe(value.dtype, value.shape) + " with up to " +
+                                            std::to_string(max_rows) + " rows is more than " +
+                                            std::to_string(kMostBytes) + " bytes");
+    bytes *= std::max<std::size_t>(size, 1);
+  }
+}
 
 }  // namespace
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument(message);
+}
 
 ProgramBuilder::ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows)
     : pool_(std::move(pool)) {
@@ -19,17 +35,17 @@ ProgramBuilder::ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max
 }
 
 ValueId ProgramBuilder::input(std::string name, Dtype dtype, Shape shape) {
-  definition_.inputs.push_back(definition_.values.size());
-  return add_value(
-      {.kind = ValueKind::input, .name = std::move(name), .dtype = dtype, .shape = std::move(shape)});
+  definition_.inputs.push_back(add_value(
+      {.kind = ValueKind::input, .name = std::move(name), .dtype = dtype, .shape = std::move(shape)}));
+  return definition_.inputs.back();
 }
 
 ValueId ProgramBuilder::state(std::string name, Shape shape) {
-  definition_.inputs.push_back(definition_.values.size());
-  return add_value({.kind = ValueKind::state,
-                    .name = std::move(name),
-                    .dtype = Dtype::float32,
-                    .shape = std::move(shape)});
+  definition_.inputs.push_back(add_value({.kind = ValueKind::state,
+                                          .name = std::move(name),
+                                          .dtype = Dtype::float32,
+                                          .shape = std::move(shape)}));
+  return definition_.inputs.back();
 }
 
 ValueId ProgramBuilder::constant(const void* data, Dtype dtype, const std::vector<std::size_t>& shape,
@@ -66,6 +82,7 @@ const Value& ProgramBuilder::value(ValueId id) const {
 
 ValueId ProgramBuilder::add_value(Value value) {
   require(!is_built_, "the program has been built; start another builder");
+  require_room(value, definition_.max_rows);
   definition_.values.push_back(std::move(value));
   return definition_.values.size() - 1;
 }
@@ -77,11 +94,15 @@ ValueId ProgramBuilder::floats(std::vector<float> values) {
 
 ValueId ProgramBuilder::temporary(Dtype dtype, Shape shape) {
   const ValueId id = add_value({.kind = ValueKind::temporary, .dtype = dtype, .shape = std::move(shape)});
-  definition_.values[id].first_stage = definition_.stages.size() + 1;  // until its first use
+  definition_.values[id].first_loop = definition_.loops.size() + 1;  // until its first use
   return id;
 }
 
-Symbol ProgramBuilder::rows_of(ValueId id, const char* what) const {
+ValueId ProgramBuilder::float_rows(Symbol rows, std::size_t width) {
+  return temporary(Dtype::float32, {rows_dimension(rows), fixed(width)});
+}
+
+Symbol ProgramBuilder::rows_of(ValueId id, const std::string& what) const {
   const Value& operand = value(id);
   const bool fits = operand.dtype == Dtype::float32 && operand.shape.size() == 2 &&
                     counts_rows(operand.shape[0]) && !operand.shape[1].symbol && operand.shape[1].size > 0;
@@ -90,53 +111,52 @@ Symbol ProgramBuilder::rows_of(ValueId id, const char* what) const {
   return *operand.shape[0].symbol;
 }
 
-void ProgramBuilder::require(bool condition, const std::string& message) const {
-  if (!condition) throw std::invalid_argument(message);
-}
-
-void ProgramBuilder::require_constant(ValueId id, Dtype dtype, const Shape& shape, const char* what) const {
+void ProgramBuilder::require_constant(ValueId id, Dtype dtype, const Shape& shape,
+                                      const std::string& what) const {
   const Value& operand = value(id);
   require(operand.kind == ValueKind::constant && operand.dtype == dtype && operand.shape == shape,
-          std::string(what) + ": expected a constant " + describe(dtype, shape) + ", got " +
+          what + ": expected a constant " + describe(dtype, shape) + ", got " +
               describe(operand.dtype, operand.shape));
 }
 
-void ProgramBuilder::require_step(float step, const char* what) const {
-  require(std::isfinite(step) && step > 0.0f,
-          std::string(what) + ": expected a finite number above 0, got " + std::to_string(step));
+void ProgramBuilder::require_state(ValueId id, const Shape& shape, const std::string& what) const {
+  const Value& operand = value(id);
+  require(operand.kind == ValueKind::state && operand.shape == shape,
+          what + ": expected a state " + describe(operand.dtype, shape) + ", got " +
+              describe(operand.dtype, operand.shape));
 }
 
-void ProgramBuilder::require_addends(std::optional<ValueId> bias, std::optional<ValueId> residual,
-                                     Symbol rows, std::size_t columns, const std::string& linear) const {
-  if (bias) require_constant(*bias, Dtype::float32, {fixed(columns)}, (linear + "'s bias").c_str());
-  if (!residual) return;
-  require(rows_of(*residual, (linear + "'s residual").c_str()) == rows && width_of(*residual) == columns,
-          linear + ": the residual's shape is not the result's");
+void ProgramBuilder::use_as_cache(ValueId state) { definition_.values[state].is_cache = true; }
+
+void ProgramBuilder::need_scratch(std::size_t floats) {
+  definition_.scratch_floats = std::max(definition_.scratch_floats, floats);
 }
+
+void ProgramBuilder::add_check(Check check) { definition_.checks.push_back(std::move(check)); }
 
 void ProgramBuilder::use(const std::vector<ValueId>& values) {
-  const std::size_t stage = stage_index(definition_.stages);
+  const std::size_t last = definition_.loops.size() - 1;
   for (const ValueId id : values) {
     Value& used = definition_.values[id];
-    used.first_stage = std::min(used.first_stage, stage);
-    used.last_stage = std::max(used.last_stage, stage);
+    used.first_loop = std::min(used.first_loop, last);
+    used.last_loop = std::max(used.last_loop, last);
   }
 }
 
 void ProgramBuilder::add_row_step(Symbol rows, const std::vector<ValueId>& uses, Step step) {
-  if (definition_.stages.empty() || definition_.stages.back().rows != rows) {
+  if (definition_.loops.empty() || definition_.loops.back().rows != rows) {
     const auto num_rows = [rows](const Frame& frame) { return frame.size_of(rows); };
-    definition_.stages.push_back({.num_items = num_rows, .piece_multiple = 1, .rows = rows, .steps = {}});
+    definition_.loops.push_back({.num_items = num_rows, .piece_multiple = 1, .rows = rows, .steps = {}});
   }
-  definition_.stages.back().steps.push_back(std::move(step));
+  definition_.loops.back().steps.push_back(std::move(step));
   use(uses);
 }
 
-void ProgramBuilder::add_stage(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
-                               const std::vector<ValueId>& uses, Step step) {
-  definition_.stages.push_back(
+void ProgramBuilder::add_loop(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
+                              const std::vector<ValueId>& uses, Step step) {
+  definition_.loops.push_back(
       {.num_items = std::move(num_items), .piece_multiple = piece_multiple, .rows = {}, .steps = {}});
-  definition_.stages.back().steps.push_back(std::move(step));
+  definition_.loops.back().steps.push_back(std::move(step));
   use(uses);
 }
 

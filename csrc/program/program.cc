@@ -1,10 +1,11 @@
 #include "program/program.h"
 
 #include <algorithm>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "program/sizes.h"
 
 namespace chunkrt {
 namespace {
@@ -12,11 +13,7 @@ namespace {
 constexpr std::size_t kAlignment = MemoryPool::kAlignment;
 constexpr std::size_t kPiecesPerThread = 4;  // so that a slower core takes fewer
 constexpr std::size_t kRowsAtOnce =
-    2;  // through all steps of a stage, so that they stay in the first-level cache
-
-std::size_t round_up(std::size_t value, std::size_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+    2;  // through all steps of a loop, so that they stay in the first-level cache
 
 std::string describe(const TensorView& view) {
   std::string text = view.dtype + " [";
@@ -83,26 +80,29 @@ struct Program::Workspace {
 Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool)
     : definition_(std::move(definition)), pool_(std::move(pool)) {
   row_local_bytes_ = lay_out_rows();
-  scratch_bytes_ = round_up(definition_.scratch_floats * sizeof(float), kAlignment);
+  scratch_bytes_ = round_up(checked_multiply(definition_.scratch_floats, sizeof(float)), kAlignment);
   lay_out_arena();
+  const std::size_t own_bytes = checked_add(scratch_bytes_, row_local_bytes_);
+  run_bytes_ = checked_add(arena_bytes_, checked_multiply(own_bytes, pool_->budget()));
 }
 
 Program::~Program() = default;
 
 std::size_t Program::lay_out_rows() {
-  row_locals_.resize(definition_.stages.size());
+  row_locals_.resize(definition_.loops.size());
   std::size_t most = 0;
-  std::vector<std::size_t> used(definition_.stages.size());
+  std::vector<std::size_t> used(definition_.loops.size());
   for (ValueId id = 0; id < definition_.values.size(); ++id) {
     Value& value = definition_.values[id];
-    if (value.kind != ValueKind::temporary || value.first_stage != value.last_stage) continue;
-    const Stage& stage = definition_.stages[value.first_stage];
-    if (!stage.rows || stage.steps.size() < 2 || value.shape[0].symbol != stage.rows) continue;
+    if (value.kind != ValueKind::temporary || value.first_loop != value.last_loop) continue;
+    const Loop& loop = definition_.loops[value.first_loop];
+    if (!loop.rows || loop.steps.size() < 2 || value.shape[0].symbol != loop.rows) continue;
     std::size_t row_bytes = bytes_of(value.dtype);
-    for (std::size_t i = 1; i < value.shape.size(); ++i) row_bytes *= value.shape[i].size;
-    std::size_t& offset = used[value.first_stage];
-    row_locals_[value.first_stage].push_back({.value = id, .row_bytes = row_bytes, .offset = offset});
-    offset = round_up(offset + kRowsAtOnce * row_bytes, kAlignment);
+    for (std::size_t i = 1; i < value.shape.size(); ++i)
+      row_bytes = checked_multiply(row_bytes, value.shape[i].size);
+    std::size_t& offset = used[value.first_loop];
+    row_locals_[value.first_loop].push_back({.value = id, .row_bytes = row_bytes, .offset = offset});
+    offset = round_up(checked_add(offset, checked_multiply(kRowsAtOnce, row_bytes)), kAlignment);
     most = std::max(most, offset);
     value.is_row_local = true;
   }
@@ -119,23 +119,24 @@ void Program::lay_out_arena() {
     if (value.kind != ValueKind::temporary || value.is_row_local) continue;
     std::size_t bytes = bytes_of(value.dtype);
     for (const Dimension& dimension : value.shape) {
-      bytes *= dimension.symbol ? definition_.max_rows : dimension.size;
+      bytes = checked_multiply(bytes, dimension.symbol ? definition_.max_rows : dimension.size);
     }
     // The lowest gap among those that live at the same time; `placed` is sorted by offset.
     std::size_t offset = 0;
     for (const Placed& other : placed) {
       const bool live_together =
-          other.value->first_stage <= value.last_stage && value.first_stage <= other.value->last_stage;
+          other.value->first_loop <= value.last_loop && value.first_loop <= other.value->last_loop;
       if (live_together && offset < other.end) {
-        if (offset + bytes <= other.value->arena_offset) break;
+        if (checked_add(offset, bytes) <= other.value->arena_offset) break;
         offset = round_up(other.end, kAlignment);
       }
     }
     value.arena_offset = offset;
     const auto position =
         std::ranges::upper_bound(placed, offset, {}, [](const Placed& p) { return p.value->arena_offset; });
-    placed.insert(position, Placed{&value, offset + bytes});
-    arena_bytes_ = std::max(arena_bytes_, round_up(offset + bytes, kAlignment));
+    const std::size_t end = checked_add(offset, bytes);
+    placed.insert(position, Placed{&value, end});
+    arena_bytes_ = std::max(arena_bytes_, round_up(end, kAlignment));
   }
 }
 
@@ -183,8 +184,7 @@ void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>
 
 void Program::run(std::span<const TensorView> inputs, std::span<const TensorView> outputs) {
   ThreadPool::Team team(*pool_);  // who waits for a turn holds no memory
-  const MemoryPool::Block memory =
-      pool_->memory().borrow(arena_bytes_ + (scratch_bytes_ + row_local_bytes_) * pool_->budget());
+  const MemoryPool::Block memory = pool_->memory().borrow(run_bytes_);
   Workspace workspace = make_workspace(memory.get());
   Frame frame{.data = workspace.data, .dtypes = workspace.dtypes};
   bind(inputs, definition_.inputs, "input", workspace, frame.sizes);
@@ -200,10 +200,10 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
   std::vector data_of_members(pool_->budget(), workspace.data);  // the same, but for rows in work
 
   const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
-  for (std::size_t index = 0; index < definition_.stages.size(); ++index) {
-    const Stage& stage = definition_.stages[index];
+  for (std::size_t index = 0; index < definition_.loops.size(); ++index) {
+    const Loop& loop = definition_.loops[index];
     const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {
-      const std::size_t at_once = stage.steps.size() > 1 ? kRowsAtOnce : end - begin;
+      const std::size_t at_once = loop.steps.size() > 1 ? kRowsAtOnce : end - begin;
       std::vector<void*>& data = data_of_members[member];
       const Frame own = {.data = data, .dtypes = frame.dtypes, .sizes = frame.sizes};
       std::byte* rows = workspace.row_locals + member * row_local_bytes_;
@@ -215,12 +215,12 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
           data[local.value] = reinterpret_cast<void*>(place);
         }
         const std::size_t last = std::min(begin + at_once, end);
-        for (const Step& step : stage.steps) step(own, begin, last, scratch);
+        for (const Step& step : loop.steps) step(own, begin, last, scratch);
       }
     };
-    const std::size_t num_items = stage.num_items(frame);
-    const std::size_t fair_share = std::max<std::size_t>((num_items + num_pieces - 1) / num_pieces, 1);
-    team.parallel_for(num_items, round_up(fair_share, stage.piece_multiple), std::cref(body));
+    const std::size_t num_items = loop.num_items(frame);
+    const std::size_t fair_share = std::max<std::size_t>(ceil_divide(num_items, num_pieces), 1);
+    team.parallel_for(num_items, round_up(fair_share, loop.piece_multiple), std::cref(body));
   }
 }
 

@@ -1,9 +1,9 @@
-// A program: a subgraph as stages of kernel calls over a table of values, compiled once and run in one call.
+// A program: a subgraph as loops of kernel calls over numbered values, compiled once and run in one call.
 //
 // Weights are constants, used where they lie. Temporaries share an arena, laid out once by their lifetimes. A
-// stage is a loop over independent items (rows, blocks of columns, ...) that a team's threads divide among
-// themselves; row-wise steps that follow each other share one stage, so that a row stays in one thread's
-// cache between them. Temporaries that no other stage reads have memory for the few rows in work alone.
+// loop goes over independent items (rows, blocks of columns, ...) that a team's threads divide among
+// themselves; row-wise steps that follow each other share one loop, so that a row stays in one thread's
+// cache between them. Temporaries that no other loop reads have memory for the few rows in work alone.
 #pragma once
 
 #include <cstddef>
@@ -32,10 +32,10 @@ struct Frame {
   }
 };
 
-// Computes the items [begin, end) of its stage. `scratch` is the thread's own.
+// Computes the items [begin, end) of its loop. `scratch` is the thread's own.
 using Step = std::function<void(const Frame& frame, std::size_t begin, std::size_t end, float* scratch)>;
 
-struct Stage {
+struct Loop {
   std::function<std::size_t(const Frame&)> num_items;
   std::size_t piece_multiple = 1;  // pieces are multiples of it, for kernels that are best at so many items
   std::optional<Symbol> rows;      // set if the items are rows
@@ -50,7 +50,7 @@ struct ProgramDefinition {
   std::vector<Value> values;
   std::vector<ValueId> inputs;  // states included, in the order of their declaration
   std::vector<ValueId> outputs;
-  std::vector<Stage> stages;
+  std::vector<Loop> loops;
   std::vector<Check> checks;
   std::size_t max_rows = 0;        // the most that T and R may be
   std::size_t scratch_floats = 0;  // a thread's
@@ -66,14 +66,14 @@ class Program {
   // of range; then no output and no state has been touched.
   void run(std::span<const TensorView> inputs, std::span<const TensorView> outputs);
 
-  // Bytes of the temporaries that stages share; scratch and each thread's rows in work come on top.
+  // Bytes of the temporaries that loops share; scratch and each thread's rows in work come on top.
   std::size_t arena_bytes() const { return arena_bytes_; }
-  std::size_t num_stages() const { return definition_.stages.size(); }
+  std::size_t num_loops() const { return definition_.loops.size(); }
 
  private:
   struct Workspace;
 
-  // A temporary of one stage's rows. A thread has room for those that it works on.
+  // A temporary of one loop's rows. A thread has room for those that it works on.
   struct RowLocal {
     ValueId value;
     std::size_t row_bytes;
@@ -89,9 +89,10 @@ class Program {
   ProgramDefinition definition_;
   std::shared_ptr<ThreadPool> pool_;
   std::size_t arena_bytes_ = 0;
-  std::vector<std::vector<RowLocal>> row_locals_;  // by stage
+  std::vector<std::vector<RowLocal>> row_locals_;  // by loop
   std::size_t row_local_bytes_ = 0;                // a thread's
   std::size_t scratch_bytes_ = 0;                  // a thread's
+  std::size_t run_bytes_ = 0;                      // all that a run borrows
 };
 
 }  // namespace chunkrt

@@ -71,9 +71,9 @@ struct Value {
   // Of a constant.
   const void* data = nullptr;
   std::shared_ptr<const void> owner = {};
-  // Of a temporary: the stages from its first write to its last read, and its place in the arena.
-  std::size_t first_stage = 0;
-  std::size_t last_stage = 0;
+  // Of a temporary: the loops from its first write to its last read, and its place in the arena.
+  std::size_t first_loop = 0;
+  std::size_t last_loop = 0;
   std::size_t arena_offset = 0;
 };
 

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/attention_prompt.h"
 #include "tests/half.h"
 #include "tests/tests.h"
@@ -334,13 +334,13 @@ void test_rounding_to_half(const Kernels& kernels) {
 
 void test_attention(Suite& suite) {
   const auto with_append = [](AttentionFunction* attend) {
-    for (const KernelRow<AttentionFunction>& row : attend_f32_f32_cache_table()) {
-      if (row.function == attend) return find_kernel(append_cache_f32_table(), row.isa).function;
+    for (std::size_t i = 0; i < attend_f32_f32_cache.rows.size(); ++i) {
+      if (attend_f32_f32_cache.rows[i].function == attend) return append_cache_f32.rows[i].function;
     }
-    throw Failure("an attend kernel that is in no table");
+    throw Failure("an attend kernel that is in no row");
   };
   const auto run = [&](const char* name, void (*test)(const Kernels&)) {
-    suite.run_rows(attend_f32_f32_cache_table(), name,
+    suite.run_rows(attend_f32_f32_cache, name,
                    [&](AttentionFunction* attend) { test({with_append(attend), attend}); });
   };
   run("a double-precision softmax", test_truth);

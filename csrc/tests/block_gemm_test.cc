@@ -2,9 +2,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/half.h"
 #include "tests/random.h"
@@ -154,8 +155,8 @@ void check_problem(BlockGemmFunction* function, const Problem& problem, bool has
 // Rows, depths and columns at the edges of all kernels' tiles.
 void test_shapes(BlockGemmFunction* function) {
   for (const std::size_t rows : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 31u, 32u, 33u}) {
-    for (const std::size_t depth_blocks : {1u, 2u, 3u, 5u, 48u}) {
-      for (const std::size_t columns : {1u, 3u, 7u, 8u, 9u, 15u, 16u, 17u, 31u, 33u, 48u, 49u}) {
+    for (const std::size_t depth_blocks : {1u, 2u, 3u, 5u, 18u, 48u}) {
+      for (const std::size_t columns : {1u, 3u, 7u, 8u, 9u, 15u, 16u, 17u, 31u, 33u, 48u, 49u, 97u}) {
         check_problem(function, Problem({rows, depth_blocks, columns}), rows % 2 == 0, columns % 3 == 0);
       }
     }
@@ -206,6 +207,15 @@ void test_extremes(BlockGemmFunction* function) {
   }
 }
 
+void test_mixed_extremes(BlockGemmFunction* function) {
+  for (const std::size_t rows : {1u, 7u, 33u}) {
+    Operands operands({rows, 18, 49});
+    for (std::int8_t& value : operands.left) value = value < 0 ? -127 : 127;
+    for (std::uint8_t& value : operands.q) value = value < 8 ? 0 : 15;
+    check_problem(function, Problem({rows, 18, 49}, operands), true, true);
+  }
+}
+
 // Scales and minima at the ends of float16, of either sign: 0, subnormal and finite.
 void test_scales(BlockGemmFunction* function) {
   for (const int magnitude : {0x0000, 0x0001, 0x03ff, 0x0400, 0x3c00, 0x7bff}) {
@@ -217,6 +227,38 @@ void test_scales(BlockGemmFunction* function) {
       check_problem(function, Problem(shape, operands), false, false);
       std::swap(operands.scales, operands.minima);
       check_problem(function, Problem(shape, operands), false, false);
+    }
+  }
+}
+
+// Any split of the blocks, written between canaries, of which none may change: neither those around the
+// matrix nor those in the columns of other blocks. And any split of the rows.
+void test_splits(BlockGemmFunction* function) {
+  constexpr std::size_t kGuards = 64;
+  constexpr float kCanary = 1e30f;
+  const Problem problem({33, 5, 150});
+  const std::size_t rows = problem.shape.rows, columns = problem.shape.columns;
+  const std::vector<float> expected = problem.expected(true, true);
+  for (const auto& [begin, end] :
+       std::vector<std::pair<std::size_t, std::size_t>>{{0, 1}, {1, 4}, {4, 9}, {9, 10}, {3, 3}, {0, 10}}) {
+    for (const std::size_t rows_at_once : {33u, 10u}) {
+      const GuardedBuffer<float> out(std::vector<float>(kGuards + rows * columns, kCanary));
+      for (std::size_t row = 0; row < rows; row += rows_at_once) {
+        BlockGemmArgs args = problem.args(out.data() + kGuards + row * columns, true, true);
+        args.left += row * problem.shape.depth();
+        args.left_scales += row;
+        args.left_sums += row * problem.shape.depth_blocks;
+        args.residual += row * args.residual_stride;
+        args.rows = std::min(rows_at_once, rows - row);
+        function(args, begin, end);
+      }
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        const std::size_t column = (i - kGuards) % columns;
+        const bool is_written = i >= kGuards && column >= begin * 16 && column < end * 16;
+        check(same(out[i], is_written ? expected[i - kGuards] : kCanary), "blocks " + std::to_string(begin) +
+                                                                              " to " + std::to_string(end) +
+                                                                              ", place " + std::to_string(i));
+      }
     }
   }
 }
@@ -241,13 +283,15 @@ void test_rows_alone(BlockGemmFunction* function) {
 
 void test_block_gemm(Suite& suite) {
   const auto run = [&](const char* name, void (*test)(BlockGemmFunction*)) {
-    suite.run_rows(block_gemm_f32_s8row_u4block_table(), name, test);
+    suite.run_rows(block_gemm_f32_s8row_u4block, name, test);
   };
   run("exact at tile edges", test_shapes);
   run("bias and residual", test_epilogues);
   run("residual in place", test_residual_in_place);
   run("ends of int8 and of 4 bits", test_extremes);
+  run("ends of int8 and of 4 bits mixed", test_mixed_extremes);
   run("ends of float16", test_scales);
+  run("any split, and nothing beside it", test_splits);
   run("rows alone", test_rows_alone);
 }
 

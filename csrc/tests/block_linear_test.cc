@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "program/builder.h"
+#include "program/operators/operators.h"
 #include "tests/half.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -111,8 +111,8 @@ void test_two_linears() {
       const ValueId scales =
           builder.constant(weight.packed_scales.data(), Dtype::float16, {blocks, depth / 32, 2, 16}, nullptr);
       const ValueId biases = builder.constant(bias.data(), Dtype::float32, {columns}, nullptr);
-      builder.output("one", builder.block_linear(input, packed, scales, columns, {}, {}));
-      builder.output("two", builder.block_linear(input, packed, scales, columns, biases, added));
+      builder.output("one", block_linear(builder, input, packed, scales, columns, {}, {}));
+      builder.output("two", block_linear(builder, input, packed, scales, columns, biases, added));
       std::vector<float> one(rows * columns), two(rows * columns);
       const TensorView inputs[] = {{x.data(), "float32", {rows, depth}, true, false},
                                    {residual.data(), "float32", {rows, columns}, true, false}};

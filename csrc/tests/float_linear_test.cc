@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -45,7 +45,7 @@ void test_sizes(FloatLinearFunction* function) {
 }  // namespace
 
 void test_float_linear(Suite& suite) {
-  suite.run_rows(float_linear_f32_f32_table(), "its definition at every size", test_sizes);
+  suite.run_rows(float_linear_f32_f32, "its definition at every size", test_sizes);
 }
 
 }  // namespace chunkrt::testing

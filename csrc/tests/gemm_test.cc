@@ -1,9 +1,11 @@
 // gemm against the exact int64 sum and the epilogue as gemm.h writes it, in guarded memory.
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
+#include <utility>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -122,6 +124,17 @@ void test_shapes(GemmFunction* function) {
   }
 }
 
+// Deeper than any kernel goes in one step, and wider than any tile.
+void test_large(GemmFunction* function) {
+  for (const std::size_t rows : {1u, 6u, 16u, 33u}) {
+    for (const std::size_t depth : {1023u, 1024u, 1025u, 1100u}) {
+      for (const std::size_t columns : {47u, 65u, 97u}) {
+        check_problem(function, Problem({rows, depth, columns}), true, columns % 3 == 2);
+      }
+    }
+  }
+}
+
 void test_epilogues(GemmFunction* function) {
   const Problem problem({5, 37, 29});
   for (const bool has_bias : {false, true}) {
@@ -159,13 +172,62 @@ void test_extremes(GemmFunction* function) {
   }
 }
 
+void test_mixed_extremes(GemmFunction* function) {
+  const auto ends = [](std::vector<std::int8_t> values) {
+    for (std::int8_t& value : values) value = value < -40 ? -128 : value < 40 ? -127 : 127;
+    return values;
+  };
+  for (const std::size_t rows : {1u, 7u, 33u}) {
+    const Shape shape = {rows, 577, 49};
+    check_problem(function,
+                  Problem(shape, ends(Random(7).int8s(shape.rows * shape.depth)),
+                          ends(Random(8).int8s(shape.depth * shape.columns))),
+                  true, true);
+  }
+}
+
 void test_largest_depth(GemmFunction* function) {
-  const Shape shape = {2, kGemmMaxDepth, 2};
-  const Problem problem(shape, std::vector(shape.rows * shape.depth, std::int8_t{-128}),
-                        std::vector(shape.depth * shape.columns, std::int8_t{-128}));
-  check(problem.sums[0] <= std::numeric_limits<std::int32_t>::max(), "kGemmMaxDepth is too large");
-  check(problem.sums[0] + 128 * 128 > std::numeric_limits<std::int32_t>::max(), "kGemmMaxDepth is too small");
-  check_problem(function, problem, false, false);
+  const Shape shape = {2, kGemmMaxDepth, 17};
+  for (const auto& [left, right] : {std::pair{-128, -128}, std::pair{-128, 127}, std::pair{127, 127}}) {
+    const Problem problem(shape, std::vector(shape.rows * shape.depth, static_cast<std::int8_t>(left)),
+                          std::vector(shape.depth * shape.columns, static_cast<std::int8_t>(right)));
+    constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
+    check(std::abs(problem.sums[0]) <= kLimit, "kGemmMaxDepth is too large");
+    check(right != -128 || problem.sums[0] + 128 * 128 > kLimit, "kGemmMaxDepth is too small");
+    check_problem(function, problem, false, false);
+  }
+}
+
+// Any split of the blocks, written between canaries, of which none may change: neither those around the
+// matrix nor those in the columns of other blocks. And any split of the rows.
+void test_splits(GemmFunction* function) {
+  constexpr std::size_t kGuards = 64;
+  constexpr float kCanary = 1e30f;
+  const Problem problem({33, 1030, 150});
+  const std::size_t rows = problem.shape.rows, columns = problem.shape.columns;
+  const std::vector<float> expected = problem.expected(true, true);
+  for (const auto& [begin, end] :
+       std::vector<std::pair<std::size_t, std::size_t>>{{0, 1}, {1, 4}, {4, 9}, {9, 10}, {3, 3}, {0, 10}}) {
+    for (const std::size_t rows_at_once : {33u, 10u}) {
+      const GuardedBuffer<float> out(std::vector<float>(kGuards + rows * columns, kCanary));
+      for (std::size_t row = 0; row < rows; row += rows_at_once) {
+        GemmArgs args = problem.args(out.data() + kGuards + row * columns, true, true);
+        args.left += row * problem.groups * kGemmDepthPerGroup;
+        args.left_scales += row;
+        args.left_sums += row;
+        args.residual += row * args.residual_stride;
+        args.rows = std::min(rows_at_once, rows - row);
+        function(args, begin, end);
+      }
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        const std::size_t column = (i - kGuards) % columns;
+        const bool is_written = i >= kGuards && column >= begin * 16 && column < end * 16;
+        check(same(out[i], is_written ? expected[i - kGuards] : kCanary), "blocks " + std::to_string(begin) +
+                                                                              " to " + std::to_string(end) +
+                                                                              ", place " + std::to_string(i));
+      }
+    }
+  }
 }
 
 // A row's bits do not depend on the rows beside it.
@@ -188,13 +250,16 @@ void test_rows_alone(GemmFunction* function) {
 
 void test_gemm(Suite& suite) {
   const auto run = [&](const char* name, void (*test)(GemmFunction*)) {
-    suite.run_rows(gemm_f32_s8row_s8col_table(), name, test);
+    suite.run_rows(gemm_f32_s8row_s8col, name, test);
   };
   run("exact at tile edges", test_shapes);
+  run("exact where large", test_large);
   run("bias and residual", test_epilogues);
   run("residual in place", test_residual_in_place);
   run("ends of int8", test_extremes);
+  run("ends of int8 mixed", test_mixed_extremes);
   run("the largest depth", test_largest_depth);
+  run("any split, and nothing beside it", test_splits);
   run("rows alone", test_rows_alone);
 }
 

@@ -1,7 +1,7 @@
 // Choosing a kernel: names, what is built and supported, CHUNKRT_FORCE_ISA.
 #include <cstdlib>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/tests.h"
 
 namespace chunkrt::testing {
@@ -52,34 +52,23 @@ void test_names() {
 }
 
 template <typename Function>
-void check_selection(KernelTable<Function> table, Isa limit) {
-  check(table.back().isa == Isa::reference, std::string(table.back().name) + " is last, but not portable");
-  const KernelRow<Function>& selected = select_kernel(table);
+void check_selection(const Kernel<Function>& kernel, Isa limit) {
+  const std::string name(kernel.name);
+  check(kernel.rows.back().isa == Isa::reference, name + "'s last implementation is not the portable one");
+  const KernelRow<Function>& selected = select_kernel(kernel);
   check(selected.isa <= limit, std::string(selected.name) + " exceeds CHUNKRT_FORCE_ISA");
-  for (const KernelRow<Function>& row : table) {
-    check(row.is_built() == (row.function != nullptr && is_built(row.isa)),
-          std::string(row.name) + " and its instruction set disagree on being built");
-    const bool is_usable = row.is_built() && row.is_supported() && row.isa <= limit;
-    check(!is_usable || row.isa <= selected.isa, std::string(row.name) + " is better than what was selected");
+  for (const KernelRow<Function>& row : kernel.rows) {
+    const std::string full_name(row.name);
+    check(full_name == name + "_" + std::string(name_of(row.isa)),
+          full_name + " is not named as it should be");
+    check(is_built(row.isa), full_name + " and its instruction set disagree on being built");
+    const bool is_usable = row.is_supported() && row.isa <= limit;
+    check(!is_usable || row.isa <= selected.isa, full_name + " is better than what was selected");
   }
 }
 
 void check_all_selections(Isa limit) {
-  check_selection(gemm_f32_s8row_s8col_table(), limit);
-  check_selection(quantize_s8row_f32_table(), limit);
-  check_selection(quantize_s8grid_f32_table(), limit);
-  check_selection(rms_norm_f32_f32_table(), limit);
-  check_selection(add_f32_f32_f32_table(), limit);
-  check_selection(mul_f32_f32_f32_table(), limit);
-  check_selection(sigmoid_f32_f32_table(), limit);
-  check_selection(silu_mul_f32_f32_f32_table(), limit);
-  check_selection(round_to_grid_f32_f32_f32_table(), limit);
-  check_selection(widen_f32_f16_table(), limit);
-  check_selection(find_outliers_f32_f32_table(), limit);
-  check_selection(dequantize_row_f32_s8col_table(), limit);
-  check_selection(add_outer_product_f32_f32_f32_table(), limit);
-  check_selection(append_cache_f32_table(), limit);
-  check_selection(attend_f32_f32_cache_table(), limit);
+  for_each_kernel([limit](const auto& kernel) { check_selection(kernel, limit); });
 }
 
 void test_selection() {
@@ -91,7 +80,7 @@ void test_selection() {
     if (is_built(isa) && is_supported(isa)) {
       check_all_selections(isa);
     } else {
-      const std::string message = message_of([] { select_kernel(gemm_f32_s8row_s8col_table()); });
+      const std::string message = message_of([] { select_kernel(gemm_f32_s8row_s8col); });
       check(message.starts_with("CHUNKRT_FORCE_ISA"), "unexpected message: " + message);
     }
   }

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "program/builder.h"
+#include "program/operators/operators.h"
 #include "tests/random.h"
 #include "tests/tests.h"
 
@@ -30,15 +30,15 @@ std::unique_ptr<Program> build(std::size_t budget) {
   const ValueId second_columns = builder.state("second_columns", {fixed(kWidth / 3), fixed(kTaps - 1)});
   const auto minus_one = std::make_shared<std::vector<float>>(kValueHeads, -1.0f);
   const ValueId signs = builder.constant(minus_one->data(), Dtype::float32, {kValueHeads}, minus_one);
-  const ValueId gate = builder.mul(builder.softplus(a), signs);
-  const ValueId attended = builder.gated_delta_rule(
-      qkv, gate, builder.sigmoid(a), random_constant(builder, {kChannels, 1, kTaps}, 1), {}, first_columns,
-      state, {kKeyHeads, kValueHeads, kKeyDim, kValueDim, true});
+  const ValueId gate = mul(builder, softplus(builder, a), signs);
+  const ValueId attended = gated_delta_rule(
+      builder, qkv, gate, sigmoid(builder, a), random_constant(builder, {kChannels, 1, kTaps}, 1), {},
+      first_columns, state, {kKeyHeads, kValueHeads, kKeyDim, kValueDim, true});
   const ValueId normed =
-      builder.head_norm(attended, random_constant(builder, {kValueHeads, kValueDim}, 2), 1e-6f);
-  builder.output("y", builder.short_conv(builder.gelu(builder.tanh(normed)),
-                                         random_constant(builder, {kWidth / 3, 1, kTaps}, 3),
-                                         random_constant(builder, {kWidth / 3}, 4), second_columns));
+      head_norm(builder, attended, random_constant(builder, {kValueHeads, kValueDim}, 2), 1e-6f);
+  builder.output("y", short_conv(builder, gelu(builder, tanh(builder, normed)),
+                                 random_constant(builder, {kWidth / 3, 1, kTaps}, 3),
+                                 random_constant(builder, {kWidth / 3}, 4), second_columns));
   return builder.build();
 }
 

@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -159,8 +159,8 @@ void test_delta_rule(DeltaRuleFunction* function) {
 // Of all but the reference: the same bits as the first that this processor has.
 void test_delta_rule_bits(DeltaRuleFunction* function) {
   if (function == gated_delta_rule_f32_f32_reference) return;
-  for (const KernelRow<DeltaRuleFunction>& row : gated_delta_rule_f32_f32_table()) {
-    if (row.isa == Isa::reference || !row.is_built() || !row.is_supported()) continue;
+  for (const KernelRow<DeltaRuleFunction>& row : gated_delta_rule_f32_f32.rows) {
+    if (row.isa == Isa::reference || !row.is_supported()) continue;
     for (const Heads& heads : kHeads) {
       const Problem problem(heads, 37);
       const Result found = run(function, problem, 37), expected = run(row.function, problem, 37);
@@ -238,13 +238,10 @@ void test_convolution(ConvolutionFunction* function) {
 }  // namespace
 
 void test_linear_attention(Suite& suite) {
-  suite.run_rows(causal_convolution_f32_f32_table(), "bits of the reference, in any chunks",
-                 test_convolution);
-  suite.run_rows(gated_delta_rule_f32_f32_table(), "double precision, the reference, any chunks",
-                 test_delta_rule);
-  suite.run_rows(gated_delta_rule_f32_f32_table(), "the same bits on all", test_delta_rule_bits);
-  suite.run_rows(gated_delta_rule_f32_f32_table(), "what is not a number reaches no earlier row",
-                 test_not_a_number);
+  suite.run_rows(causal_convolution_f32_f32, "bits of the reference, in any chunks", test_convolution);
+  suite.run_rows(gated_delta_rule_f32_f32, "double precision, the reference, any chunks", test_delta_rule);
+  suite.run_rows(gated_delta_rule_f32_f32, "the same bits on all", test_delta_rule_bits);
+  suite.run_rows(gated_delta_rule_f32_f32, "what is not a number reaches no earlier row", test_not_a_number);
 }
 
 }  // namespace chunkrt::testing

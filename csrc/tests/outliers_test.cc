@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -174,9 +174,9 @@ void test_add_blocks(AddBlockOutliersFunction* function) {
 }  // namespace
 
 void test_outliers(Suite& suite) {
-  suite.run_rows(take_outliers_f32_f32_table(), "rows of every kind", test_take);
-  suite.run_rows(add_outliers_f32_s8col_table(), "its definition at every width", test_add);
-  suite.run_rows(add_outliers_f32_u4block_table(), "the portable one", test_add_blocks);
+  suite.run_rows(take_outliers_f32_f32, "rows of every kind", test_take);
+  suite.run_rows(add_outliers_f32_s8col, "its definition at every width", test_add);
+  suite.run_rows(add_outliers_f32_u4block, "the portable one", test_add_blocks);
 }
 
 }  // namespace chunkrt::testing

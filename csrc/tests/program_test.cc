@@ -3,7 +3,7 @@
 #include <thread>
 #include <vector>
 
-#include "program/builder.h"
+#include "program/operators/operators.h"
 #include "tests/random.h"
 #include "tests/tests.h"
 
@@ -27,8 +27,8 @@ class Constants {
   }
 
   ValueId linear(ValueId input, std::size_t depth, std::size_t columns, std::optional<ValueId> residual) {
-    return builder_.linear(input, packed(depth, columns), floats({columns}, 2e-3f), floats({columns}, 0.1f),
-                           residual, 1);
+    return chunkrt::linear(builder_, input, packed(depth, columns), floats({columns}, 2e-3f),
+                           floats({columns}, 0.1f), residual, 1);
   }
 
   ValueId block_linear(ValueId input, std::size_t depth, std::size_t columns) {
@@ -43,22 +43,22 @@ class Constants {
         builder_.constant(packed->data(), Dtype::uint8, {blocks, depth / 32, 4, 16, 4}, packed);
     const ValueId scales =
         builder_.constant(halves->data(), Dtype::float16, {blocks, depth / 32, 2, 16}, halves);
-    return builder_.block_linear(input, weight, scales, columns, floats({columns}, 0.1f), {});
+    return chunkrt::block_linear(builder_, input, weight, scales, columns, floats({columns}, 0.1f), {});
   }
 
   // On a static grid, of 8 or 16 bits.
   ValueId grid_linear(ValueId input, std::size_t depth, std::size_t columns, std::size_t num_digits) {
     const float step = num_digits == 2 ? 1e-4f : 0.03f;
-    const ValueId sums =
-        builder_.linear(input, packed(depth, columns), floats({columns}, 2e-3f), {}, {}, num_digits, step);
-    return builder_.round_to_grid(sums, constant({step}), num_digits == 2 ? 32639 : 127);
+    const ValueId sums = chunkrt::linear(builder_, input, packed(depth, columns), floats({columns}, 2e-3f),
+                                         {}, {}, num_digits, step);
+    return round_to_grid(builder_, sums, constant({step}), num_digits == 2 ? 32639 : 127);
   }
 
   // Its rows 3 and 7 are hot; all but the smallest inputs are outliers.
   ValueId shadow_linear(ValueId input, std::size_t depth, std::size_t columns) {
     const auto hot = std::make_shared<std::vector<std::int32_t>>(std::initializer_list<std::int32_t>{3, 7});
     const ValueId hot_channels = builder_.constant(hot->data(), Dtype::int32, {hot->size()}, hot);
-    return builder_.shadow_linear(input, packed(depth, columns), floats({columns}, 2e-3f), 1e-4f,
+    return chunkrt::shadow_linear(builder_, input, packed(depth, columns), floats({columns}, 2e-3f), 1e-4f,
                                   hot_channels);
   }
 
@@ -90,29 +90,29 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   const ValueId key_cache = builder.state("key_cache", cache_shape);
   const ValueId value_cache = builder.state("value_cache", cache_shape);
 
-  const ValueId hidden = builder.gather(constants.floats({kVocabulary, kHidden}, 1.0f), ids);
-  const ValueId normed = builder.rms_norm(hidden, constants.floats({kHidden}, 1.0f), 1e-5f);
+  const ValueId hidden = gather(builder, constants.floats({kVocabulary, kHidden}, 1.0f), ids);
+  const ValueId normed = rms_norm(builder, hidden, constants.floats({kHidden}, 1.0f), 1e-5f);
   const ValueId qkv = constants.linear(normed, kHidden, kQkvWidth, std::nullopt);
   const ValueId cos = constants.floats({kLength, kHeadDim / 2}, 1.0f);
   const ValueId sin = constants.floats({kLength, kHeadDim / 2}, 1.0f);
-  const ValueId attended = builder.attention(
-      qkv, position, position, cos, sin, key_cache, value_cache,
-      {.num_heads = kHeads, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .scale = 0.25f});
+  const ValueId attended =
+      attention(builder, qkv, position, position, cos, sin, key_cache, value_cache,
+                {.num_heads = kHeads, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .scale = 0.25f});
   const ValueId residual = constants.linear(attended, kHeads * kHeadDim, kHidden, hidden);
-  const ValueId mlp_in = builder.rms_norm(residual, constants.floats({kHidden}, 1.0f), 1e-5f);
+  const ValueId mlp_in = rms_norm(builder, residual, constants.floats({kHidden}, 1.0f), 1e-5f);
   const ValueId gate_up = constants.linear(mlp_in, kHidden, 2 * kInner, std::nullopt);
-  const ValueId gate = builder.columns(gate_up, 0, kInner), up = builder.columns(gate_up, kInner, kInner);
-  const ValueId apart = builder.mul(builder.mul(gate, builder.sigmoid(gate)), up);
-  const ValueId inner = builder.add(builder.silu_mul(gate_up), apart);
+  const ValueId gate = columns(builder, gate_up, 0, kInner), up = columns(builder, gate_up, kInner, kInner);
+  const ValueId apart = mul(builder, mul(builder, gate, sigmoid(builder, gate)), up);
+  const ValueId inner = add(builder, silu_mul(builder, gate_up), apart);
   const ValueId dynamic = constants.linear(inner, kInner, kHidden, residual);
-  const ValueId grids = builder.add(constants.grid_linear(inner, kInner, kHidden, 1),
-                                    constants.grid_linear(inner, kInner, kHidden, 2));
-  const ValueId whole_block = builder.columns(inner, 0, 32);
+  const ValueId grids = add(builder, constants.grid_linear(inner, kInner, kHidden, 1),
+                            constants.grid_linear(inner, kInner, kHidden, 2));
+  const ValueId whole_block = columns(builder, inner, 0, 32);
   const ValueId in_blocks = constants.block_linear(whole_block, 32, kHidden);
-  const ValueId out = builder.add(builder.add(builder.add(dynamic, grids), in_blocks),
-                                  constants.shadow_linear(inner, kInner, kHidden));
+  const ValueId out = add(builder, add(builder, add(builder, dynamic, grids), in_blocks),
+                          constants.shadow_linear(inner, kInner, kHidden));
   builder.output("logits",
-                 constants.linear(builder.gather(out, logit_rows), kHidden, kVocabulary, std::nullopt));
+                 constants.linear(gather(builder, out, logit_rows), kHidden, kVocabulary, std::nullopt));
   return builder.build();
 }
 
@@ -195,7 +195,8 @@ void test_static_linear() {
         const ValueId weights =
             builder.constant(packed.data(), Dtype::int8, {blocks, groups, 16, 4}, nullptr);
         const ValueId column_scales = builder.constant(scales.data(), Dtype::float32, {columns}, nullptr);
-        builder.output("y", builder.linear(input, weights, column_scales, {}, {}, num_digits, step));
+        builder.output("y",
+                       chunkrt::linear(builder, input, weights, column_scales, {}, {}, num_digits, step));
         std::vector<float> found(rows * columns), expected(rows * columns);
         const TensorView inputs[] = {{x.data(), "float32", {rows, depth}, true, false}};
         const TensorView outputs[] = {{found.data(), "float32", {rows, columns}, true, true}};
@@ -264,7 +265,8 @@ void test_shadow_linear() {
               builder.constant(packed.data(), Dtype::int8, {blocks, groups, 16, 4}, nullptr);
           const ValueId column_scales = builder.constant(scales.data(), Dtype::float32, {columns}, nullptr);
           const ValueId hot_channels = builder.constant(hot.data(), Dtype::int32, {hot.size()}, nullptr);
-          builder.output("y", builder.shadow_linear(input, weights, column_scales, step, hot_channels));
+          builder.output("y",
+                         chunkrt::shadow_linear(builder, input, weights, column_scales, step, hot_channels));
           std::vector<float> found(rows * columns, 99.0f);
           const TensorView inputs[] = {{x.data(), "float32", {rows, depth}, true, false}};
           const TensorView outputs[] = {{found.data(), "float32", {rows, columns}, true, true}};
@@ -278,6 +280,33 @@ void test_shadow_linear() {
   }
 }
 
+// Sizes whose product leaves std::size_t are an error of what makes the value, not less memory than it needs.
+void test_too_large() {
+  const auto check_refused = [](const std::function<void()>& act, const std::string& what) {
+    try {
+      act();
+    } catch (const std::invalid_argument& error) {
+      const bool is_named = std::string(error.what()).find("bytes") != std::string::npos;
+      return check(is_named, what + ": " + error.what());
+    }
+    throw Failure(what + " was not refused");
+  };
+  constexpr std::size_t kHuge = std::size_t{1} << 61;
+  const auto pool = std::make_shared<ThreadPool>(1);
+  for (const std::size_t rows : {std::size_t{1} << 44, kHuge, kHuge + 1, ~std::size_t{0}}) {
+    ProgramBuilder builder(pool, rows);
+    const std::string what = std::to_string(rows) + " rows";
+    check_refused([&] { builder.input("x", Dtype::float32, {kRows, fixed(8)}); }, what);
+    check_refused([&] { builder.temporary(Dtype::float32, {kRows, fixed(8)}); }, what);
+    check_refused([&] { builder.temporary(Dtype::int8, {fixed(32), kLogitRows}); }, what);
+  }
+  ProgramBuilder builder(pool, 4);
+  check_refused([&] { builder.input("x", Dtype::float32, {kRows, fixed(kHuge)}); }, "a width");
+  check_refused([&] { builder.state("s", {fixed(kHuge), kPositions, fixed(8)}); }, "a state");
+  check_refused([&] { builder.constant(nullptr, Dtype::int8, {0, ~std::size_t{0}}, nullptr); }, "no rows");
+  check_refused([&] { builder.constant(nullptr, Dtype::int8, {kHuge, 16, 4}, nullptr); }, "a packed weight");
+}
+
 }  // namespace
 
 void test_program(Suite& suite) {
@@ -285,6 +314,7 @@ void test_program(Suite& suite) {
   suite.run("program: callers together", test_callers_together);
   suite.run("program: a linear on a static grid", test_static_linear);
   suite.run("program: the shadow of a linear", test_shadow_linear);
+  suite.run("program: sizes that memory cannot have", test_too_large);
 }
 
 }  // namespace chunkrt::testing

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "program/builder.h"
+#include "program/operators/operators.h"
 #include "tests/random.h"
 #include "tests/tests.h"
 
@@ -33,7 +33,7 @@ struct Weight {
     const ValueId integers = builder.constant(of_expert, Dtype::int8, {blocks, groups, 16, 4}, nullptr);
     const ValueId of_columns =
         builder.constant(scales.data() + expert * columns, Dtype::float32, {columns}, nullptr);
-    return builder.linear(input, integers, of_columns, {}, {}, 1);
+    return chunkrt::linear(builder, input, integers, of_columns, {}, {}, 1);
   }
 
   std::size_t groups, blocks, columns;
@@ -61,8 +61,8 @@ std::vector<float> run(Case& given, std::size_t budget, std::size_t chunk, bool 
   const ValueId logits = builder.input("logits", Dtype::float32, {kRows, fixed(kExperts)});
   const auto [gate_up, gate_up_scales] = given.gate_up.all(builder);
   const auto [down, down_scales] = given.down.all(builder);
-  builder.output("y", builder.routed_experts(input, logits, gate_up, gate_up_scales, down, down_scales,
-                                             kPicked, norm_topk_prob));
+  builder.output("y", routed_experts(builder, input, logits, gate_up, gate_up_scales, down, down_scales,
+                                     kPicked, norm_topk_prob));
   const auto program = builder.build();
   std::vector<float> out(kLength * kWidth);
   for (std::size_t start = 0; start < kLength; start += chunk) {
@@ -83,7 +83,7 @@ std::vector<std::vector<float>> run_experts(Case& given) {
   std::vector<std::vector<float>> results(kExperts, std::vector<float>(kLength * kWidth));
   std::vector<TensorView> outputs;
   for (std::size_t expert = 0; expert < kExperts; ++expert) {
-    const ValueId activated = builder.silu_mul(given.gate_up.linear(builder, input, expert));
+    const ValueId activated = silu_mul(builder, given.gate_up.linear(builder, input, expert));
     builder.output(std::to_string(expert), given.down.linear(builder, activated, expert));
     outputs.push_back({results[expert].data(), "float32", {kLength, kWidth}, true, true});
   }

@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/tables.h"
+#include "kernels/dispatch.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -191,11 +191,11 @@ void test_outer_product(AddOuterProductFunction* function) {
 }  // namespace
 
 void test_shadow(Suite& suite) {
-  suite.run_rows(find_outliers_f32_f32_table(), "its definition at every width", test_find_at_widths);
-  suite.run_rows(find_outliers_f32_f32_table(), "around the threshold", test_find_at_the_threshold);
-  suite.run_rows(find_outliers_f32_f32_table(), "from nothing to NaN", test_find_extremes);
-  suite.run_rows(dequantize_row_f32_s8col_table(), "every channel and column", test_dequantize);
-  suite.run_rows(add_outer_product_f32_f32_f32_table(), "its definition at every width", test_outer_product);
+  suite.run_rows(find_outliers_f32_f32, "its definition at every width", test_find_at_widths);
+  suite.run_rows(find_outliers_f32_f32, "around the threshold", test_find_at_the_threshold);
+  suite.run_rows(find_outliers_f32_f32, "from nothing to NaN", test_find_extremes);
+  suite.run_rows(dequantize_row_f32_s8col, "every channel and column", test_dequantize);
+  suite.run_rows(add_outer_product_f32_f32_f32, "its definition at every width", test_outer_product);
 }
 
 }  // namespace chunkrt::testing

@@ -39,12 +39,11 @@ class Suite {
 
   void run(const std::string& name, const std::function<void()>& test);
 
-  // Runs test(function) for every row of a dispatch table that is built; one that this processor lacks is
-  // skipped and says so.
+  // Runs test(function) for every implementation of a kernel; one that this processor lacks is skipped and
+  // says so.
   template <typename Function, std::invocable<Function*> Test>
-  void run_rows(KernelTable<Function> table, const std::string& name, const Test& test) {
-    for (const KernelRow<Function>& row : table) {
-      if (!row.is_built()) continue;
+  void run_rows(const Kernel<Function>& kernel, const std::string& name, const Test& test) {
+    for (const KernelRow<Function>& row : kernel.rows) {
       const std::string full_name = std::string(row.name) + ": " + name;
       if (row.is_supported()) {
         run(full_name, [&] { test(row.function); });

@@ -1,20 +1,16 @@
-"""The product with 4-bit blocks against NumPy for every instruction set of this processor, and the program's linear."""
+"""A program's linear with 4-bit blocks against NumPy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from guarded_kernels import run_guarded
 from hypothesis import given, settings
-from native_isas import isa_parameters
 
-from chunkrt import _native
 from chunkrt._native import ProgramBuilder, ThreadPool
 
-ISAS = isa_parameters("reference", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni")
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33]
 DEPTH_BLOCKS = [1, 2, 3, 5, 18, 48]
 COLUMNS = [1, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 65, 97]
@@ -49,34 +45,13 @@ class Weight:
         return self.q * scales + minima
 
 
-@dataclass(frozen=True)
-class Case:
-    left: np.ndarray
-    left_scales: np.ndarray
-    weight: Weight
-    bias: np.ndarray
-    residual: np.ndarray
-
-
-def random_weight(rng: np.random.Generator, depth_blocks: int, columns: int, *, extreme: bool = False) -> Weight:
+def random_weight(rng: np.random.Generator, depth_blocks: int, columns: int) -> Weight:
     shape = depth_blocks, columns
-    scales = rng.random(shape) * (2.0 ** rng.integers(-26, 2, shape) if extreme else 0.01)  # subnormals too
+    scales = rng.random(shape) * 0.01
     return Weight(
-        q=rng.choice([0, 15] if extreme else np.arange(16), (depth_blocks * 32, columns)).astype(np.uint8),
+        q=rng.integers(0, 16, (depth_blocks * 32, columns), np.uint8),
         scales=scales.astype(np.float16),
         minima=(scales * rng.uniform(-16, 1, shape)).astype(np.float16),
-    )
-
-
-def random_case(seed: int, rows: int, depth_blocks: int, columns: int, *, extreme: bool) -> Case:
-    rng = np.random.default_rng(seed)
-    choices = np.array([-127, 127] if extreme else np.arange(-127, 128), np.int8)
-    return Case(
-        left=rng.choice(choices, (rows, depth_blocks * 32)),
-        left_scales=rng.random(rows, np.float32) + np.float32(0.01),
-        weight=random_weight(rng, depth_blocks, columns, extreme=extreme),
-        bias=rng.standard_normal(columns, np.float32),
-        residual=rng.standard_normal((rows, columns), np.float32),
     )
 
 
@@ -106,75 +81,6 @@ def product(left: np.ndarray, weight: Weight) -> np.ndarray:
         value = fma(sums.astype(np.float32), scale.astype(np.float32), value)
         value = fma(activations.sum(axis=1, keepdims=True).astype(np.float32), minimum.astype(np.float32), value)
     return value
-
-
-def expected(case: Case, *, bias: bool, residual: bool) -> np.ndarray:
-    value = product(case.left, case.weight) * case.left_scales[:, None]
-    if bias:
-        value = value + case.bias
-    return value + case.residual if residual else value
-
-
-def block_gemm(
-    case: Case, isa: str, *, bias: bool = False, residual: bool = False, blocks: tuple[int, int] | None = None
-) -> np.ndarray:
-    rows, columns = case.residual.shape
-    packed, scales = case.weight.packed()
-    operands = (
-        case.left,
-        case.left_scales,
-        case.left.reshape(rows, -1, 32).sum(axis=2, dtype=np.int32),
-        packed,
-        scales.view(np.uint16),
-        case.bias if bias else None,
-        case.residual if residual else None,
-    )
-    return run_guarded(_native.kernels.block_gemm, operands, rows, columns, blocks, isa)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.sampled_from(ROWS),
-    depth_blocks=st.sampled_from(DEPTH_BLOCKS),
-    columns=st.sampled_from(COLUMNS),
-    extreme=st.booleans(),
-    bias=st.booleans(),
-    residual=st.booleans(),
-)
-@settings(max_examples=60, deadline=None)
-def test_equals_numpy_exactly(
-    isa: str, seed: int, rows: int, depth_blocks: int, columns: int, extreme: bool, bias: bool, residual: bool
-) -> None:
-    case = random_case(seed, rows, depth_blocks, columns, extreme=extreme)
-    found = block_gemm(case, isa, bias=bias, residual=residual)
-    np.testing.assert_array_equal(found, expected(case, bias=bias, residual=residual))
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_splitting_changes_no_bit(isa: str) -> None:
-    case = random_case(1, 33, 5, 150, extreme=False)
-    whole = block_gemm(case, isa, bias=True, residual=True)
-    for begin, end in [(0, 1), (1, 4), (4, 9), (9, 10), (3, 3)]:
-        part = block_gemm(case, isa, bias=True, residual=True, blocks=(begin, end))
-        columns = slice(begin * 16, end * 16)
-        np.testing.assert_array_equal(part[:, columns], whole[:, columns])
-    for first in range(0, 33, 10):
-        rows = slice(first, first + 10)
-        some = replace(case, left=case.left[rows], left_scales=case.left_scales[rows], residual=case.residual[rows])
-        np.testing.assert_array_equal(block_gemm(some, isa, bias=True, residual=True), whole[rows])
-
-
-def test_wrong_arguments_are_refused() -> None:
-    case = random_case(2, 4, 2, 16, extreme=False)
-    with pytest.raises(ValueError, match="shapes do not fit"):
-        block_gemm(replace(case, left_scales=case.left_scales[:3]), "reference")
-    with pytest.raises(ValueError, match="shapes do not fit"):
-        block_gemm(replace(case, left=case.left[:, :32].copy()), "reference")
-    with pytest.raises(ValueError, match="no such blocks"):
-        block_gemm(case, "reference", blocks=(0, 2))
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        block_gemm(replace(case, left=case.left.astype(np.int16)), "reference")
 
 
 def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from native_isas import isa_parameters
 
 from chunkrt import _native
 from chunkrt.backends.native.backend import NativeBackend
@@ -24,6 +25,15 @@ def test_cpu_info_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", "reference")
     assert set(cpu_info()["selected"].values()) == {"reference"}
+
+
+@pytest.mark.parametrize("isa", isa_parameters())
+def test_forcing_an_instruction_set_selects_nothing_above_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni"]
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
+    selected = set(cpu_info()["selected"].values())
+    assert isa in selected
+    assert all(order.index(name) <= order.index(isa) for name in selected)
 
 
 def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,16 +105,24 @@ def test_temporaries_share_memory() -> None:
     builder = ProgramBuilder(ThreadPool(1), 16)
     value = builder.input("x", "float32", ["T", 16])
     for _ in range(50):
-        value = builder.gather(value, builder.input("rows", "int64", ["T"]))  # each a stage of its own
+        value = builder.gather(value, builder.input("rows", "int64", ["T"]))  # each a loop of its own
     builder.output("y", value)
     assert builder.build().arena_bytes <= 3 * 16 * 16 * 4
 
 
-def test_row_wise_operators_share_a_stage() -> None:
+def test_row_wise_operators_share_a_loop() -> None:
     builder = ProgramBuilder(ThreadPool(1), 16)
     value = builder.input("x", "float32", ["T", 16])
     builder.output("y", builder.mul(builder.sigmoid(value), builder.add(value, value)))
-    assert builder.build().num_stages == 1
+    assert builder.build().num_loops == 1
+
+
+@pytest.mark.parametrize(("rows", "width"), [(2**61, 8), (2**44, 8), (2**64 - 1, 1), (1, 2**62)])
+def test_sizes_that_memory_cannot_have_are_refused(rows: int, width: int) -> None:
+    """Their product is not taken modulo 2^64: 2^61 rows of 8 floats would need no memory then."""
+    builder = ProgramBuilder(ThreadPool(1), rows)
+    with pytest.raises(ValueError, match=rf"float32 \[T, {width}\] with up to {rows} rows is more than .* bytes"):
+        builder.output("y", builder.sigmoid(builder.sigmoid(builder.input("x", "float32", ["T", width]))))
 
 
 @pytest.mark.parametrize(

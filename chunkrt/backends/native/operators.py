@@ -101,10 +101,27 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
     return ""
 
 
-@operators.register("embedding", NATIVE)
-@operators.register("gather_rows", NATIVE)
-def _gather(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.gather(*lowering.values(node))]
+def _emitter(call: Callable[..., int]) -> Emitter:
+    return lambda lowering, node: [call(lowering.builder, *lowering.values(node))]
+
+
+_CALLS: dict[str, Callable[..., int]] = {
+    "embedding": ProgramBuilder.gather,
+    "gather_rows": ProgramBuilder.gather,
+    "float_linear": ProgramBuilder.float_linear,
+    "add": ProgramBuilder.add,
+    "mul": ProgramBuilder.mul,
+    "sigmoid": ProgramBuilder.sigmoid,
+    "gelu": ProgramBuilder.gelu,
+    "softplus": ProgramBuilder.softplus,
+    "tanh": ProgramBuilder.tanh,
+    "silu_mul": ProgramBuilder.silu_mul,
+    "gelu_mul": ProgramBuilder.gelu_mul,
+}
+"""Operators that take what their nodes read, and no attributes."""
+
+for _operator, _call in _CALLS.items():
+    operators.register(_operator, NATIVE)(_emitter(_call))
 
 
 @operators.register("rms_norm", NATIVE)
@@ -151,11 +168,6 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     return [builder.shadow_linear(lowering.value(left), packed, scales, input_step, hot_channels)]
 
 
-@operators.register("float_linear", NATIVE)
-def _float_linear(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.float_linear(*lowering.values(node))]
-
-
 @operators.register("routed_experts", NATIVE)
 def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
     hidden, router_logits, *experts = node.inputs
@@ -170,36 +182,6 @@ def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
     return [value]
 
 
-@operators.register("add", NATIVE)
-def _add(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.add(*lowering.values(node))]
-
-
-@operators.register("mul", NATIVE)
-def _mul(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.mul(*lowering.values(node))]
-
-
-@operators.register("sigmoid", NATIVE)
-def _sigmoid(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.sigmoid(*lowering.values(node))]
-
-
-@operators.register("gelu", NATIVE)
-def _gelu(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.gelu(*lowering.values(node))]
-
-
-@operators.register("softplus", NATIVE)
-def _softplus(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.softplus(*lowering.values(node))]
-
-
-@operators.register("tanh", NATIVE)
-def _tanh(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.tanh(*lowering.values(node))]
-
-
 @operators.register("split", NATIVE)
 def _split(lowering: Lowering, node: Node) -> list[int]:
     source, begin, parts = lowering.value(node.inputs[0]), 0, []
@@ -207,16 +189,6 @@ def _split(lowering: Lowering, node: Node) -> list[int]:
         parts.append(lowering.builder.columns(source, begin, lowering.width(name)))
         begin += lowering.width(name)
     return parts
-
-
-@operators.register("silu_mul", NATIVE)
-def _silu_mul(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.silu_mul(lowering.value(node.inputs[0]))]
-
-
-@operators.register("gelu_mul", NATIVE)
-def _gelu_mul(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.gelu_mul(lowering.value(node.inputs[0]))]
 
 
 @operators.register("cached_attention", NATIVE)

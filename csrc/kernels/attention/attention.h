@@ -79,14 +79,4 @@ std::size_t attend_items(const AttentionArgs& args);
 // Runs items [begin, end) of one phase.
 using AttentionFunction = void(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch);
 
-AttentionFunction append_cache_f32_reference;
-AttentionFunction append_cache_f32_avx2;
-AttentionFunction append_cache_f32_avx512vnni;
-AttentionFunction append_cache_f32_neon;
-
-AttentionFunction attend_f32_f32_cache_reference;
-AttentionFunction attend_f32_f32_cache_avx2;
-AttentionFunction attend_f32_f32_cache_avx512vnni;
-AttentionFunction attend_f32_f32_cache_neon;
-
 }  // namespace chunkrt

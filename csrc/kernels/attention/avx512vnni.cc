@@ -4,6 +4,7 @@
 
 #include "kernels/attention/blocked.h"
 #include "kernels/lanes_avx512.h"
+#include "kernels/list.h"
 
 namespace chunkrt {
 namespace {

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "kernels/attention/blocked.h"
+#include "kernels/list.h"
 
 namespace chunkrt {
 namespace {

@@ -6,8 +6,7 @@
 #include <limits>
 
 #include "kernels/attention/queries.h"
-#include "kernels/elementwise/elementwise.h"
-#include "kernels/quantize/quantize.h"
+#include "kernels/list.h"
 
 namespace chunkrt {
 namespace {

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kernels/block_gemm/block_gemm.h"
+#include "kernels/store_avx2.h"
 
 namespace chunkrt {
 namespace {
@@ -86,20 +87,6 @@ template <std::size_t Rows>
   for (std::size_t m = 0; m < Rows; ++m) out.of[m] = values[m];
 }
 
-void store(const BlockGemmArgs& args, std::size_t row, std::size_t column, __m256 value) {
-  const std::size_t valid = args.columns - column;
-  const int count = static_cast<int>(valid < kTileColumns ? valid : kTileColumns);
-  const __m256i mask =
-      _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  value = _mm256_mul_ps(value, _mm256_set1_ps(args.left_scales[row]));
-  if (args.bias != nullptr) value = _mm256_add_ps(value, _mm256_maskload_ps(args.bias + column, mask));
-  if (args.residual != nullptr) {
-    const float* residual = args.residual + row * args.residual_stride + column;
-    value = _mm256_add_ps(value, _mm256_maskload_ps(residual, mask));
-  }
-  _mm256_maskstore_ps(args.out + row * args.out_stride + column, mask, value);
-}
-
 template <std::size_t Rows>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column) {
   const std::size_t block = column / kBlockColumns * args.depth_blocks;
@@ -109,7 +96,7 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column
   Values values;
   accumulate<Rows>(args, row, args.right + block * kBlockBytes + tile * kTileBytesPerGroup,
                    args.right_scales + block * 2 * kBlockColumns + tile * kTileColumns, blocks_ahead, values);
-  for (std::size_t m = 0; m < Rows; ++m) store(args, row + m, column, values.of[m]);
+  for (std::size_t m = 0; m < Rows; ++m) store_columns(args, row + m, column, values.of[m], nullptr);
 }
 
 }  // namespace

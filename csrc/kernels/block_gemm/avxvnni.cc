@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "kernels/block_gemm/block_gemm.h"
+#include "kernels/store_avx2.h"
 
 namespace chunkrt {
 namespace {
@@ -116,29 +117,13 @@ template <std::size_t Rows>
   }
 }
 
-// Eight neighbouring columns of one row. Columns past N are not written.
-void store(const BlockGemmArgs& args, std::size_t row, std::size_t column, __m256 value) {
-  if (column >= args.columns) return;
-  const std::size_t valid = args.columns - column;
-  const int count = static_cast<int>(valid < kVectorColumns ? valid : kVectorColumns);
-  const __m256i mask =
-      _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  value = _mm256_mul_ps(value, _mm256_set1_ps(args.left_scales[row]));
-  if (args.bias != nullptr) value = _mm256_add_ps(value, _mm256_maskload_ps(args.bias + column, mask));
-  if (args.residual != nullptr) {
-    const float* residual = args.residual + row * args.residual_stride + column;
-    value = _mm256_add_ps(value, _mm256_maskload_ps(residual, mask));
-  }
-  _mm256_maskstore_ps(args.out + row * args.out_stride + column, mask, value);
-}
-
 template <std::size_t Rows>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block) {
   Values values;
   accumulate<Rows>(args, row, block, values);
   for (std::size_t m = 0; m < Rows; ++m) {
     for (std::size_t v = 0; v < kVectors; ++v) {
-      store(args, row + m, block * kBlockColumns + v * kVectorColumns, values.of[m][v]);
+      store_columns(args, row + m, block * kBlockColumns + v * kVectorColumns, values.of[m][v], nullptr);
     }
   }
 }

@@ -44,11 +44,4 @@ struct BlockGemmArgs {
 // Computes the columns of blocks [block_begin, block_end) of 16 for all rows; columns past N are not written.
 using BlockGemmFunction = void(const BlockGemmArgs& args, std::size_t block_begin, std::size_t block_end);
 
-BlockGemmFunction block_gemm_f32_s8row_u4block_reference;
-BlockGemmFunction block_gemm_f32_s8row_u4block_avx2;
-BlockGemmFunction block_gemm_f32_s8row_u4block_avxvnni;
-BlockGemmFunction block_gemm_f32_s8row_u4block_avx512vnni;
-BlockGemmFunction block_gemm_f32_s8row_u4block_neon_dotprod;
-BlockGemmFunction block_gemm_f32_s8row_u4block_neon_i8mm;
-
 }  // namespace chunkrt

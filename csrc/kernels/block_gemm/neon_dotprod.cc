@@ -3,6 +3,7 @@
 #include <arm_neon.h>
 
 #include "kernels/block_gemm/block_gemm.h"
+#include "kernels/store_neon.h"
 
 namespace chunkrt {
 namespace {
@@ -18,29 +19,6 @@ constexpr std::size_t vectors_beside(std::size_t rows) { return rows <= 2 ? kVec
 
 float32x4_t load_halves(const std::uint16_t* source) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(source)));
-}
-
-// Four neighbouring columns of one row. Columns past N are not written.
-void store(const BlockGemmArgs& args, std::size_t row, std::size_t column, float32x4_t value) {
-  if (column >= args.columns) return;
-  const std::size_t valid = args.columns - column;
-  const float* residual =
-      args.residual == nullptr ? nullptr : args.residual + row * args.residual_stride + column;
-  float* out = args.out + row * args.out_stride + column;
-  value = vmulq_n_f32(value, args.left_scales[row]);
-  if (valid >= 4) {
-    if (args.bias != nullptr) value = vaddq_f32(value, vld1q_f32(args.bias + column));
-    if (residual != nullptr) value = vaddq_f32(value, vld1q_f32(residual));
-    vst1q_f32(out, value);
-    return;
-  }
-  float values[4];
-  vst1q_f32(values, value);
-  for (std::size_t i = 0; i < valid; ++i) {
-    if (args.bias != nullptr) values[i] += args.bias[column + i];
-    if (residual != nullptr) values[i] += residual[i];
-    out[i] = values[i];
-  }
 }
 
 // Adds 8 k, of which the activations have 4 in `Lane` and 4 in the lane after it.
@@ -96,7 +74,7 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block,
   }
   for (std::size_t m = 0; m < Rows; ++m) {
     for (std::size_t v = 0; v < Vectors; ++v) {
-      store(args, row + m, block * kBlockColumns + first + v * 4, values[m][v]);
+      store_columns(args, row + m, block * kBlockColumns + first + v * 4, values[m][v], nullptr);
     }
   }
 }

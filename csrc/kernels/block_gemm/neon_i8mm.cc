@@ -5,6 +5,7 @@
 #include <arm_neon.h>
 
 #include "kernels/block_gemm/block_gemm.h"
+#include "kernels/store_neon.h"
 
 namespace chunkrt {
 namespace {
@@ -17,29 +18,6 @@ constexpr std::size_t kGroupBytes = kGroupDepth * kBlockColumns / 2;
 
 constexpr std::size_t column_pairs_beside(std::size_t row_pairs) {
   return row_pairs == 1 ? 8 : row_pairs == 2 ? 4 : 2;
-}
-
-// Four neighbouring columns of one row. Columns past N are not written.
-void store(const BlockGemmArgs& args, std::size_t row, std::size_t column, float32x4_t value) {
-  if (column >= args.columns) return;
-  const std::size_t valid = args.columns - column;
-  const float* residual =
-      args.residual == nullptr ? nullptr : args.residual + row * args.residual_stride + column;
-  float* out = args.out + row * args.out_stride + column;
-  value = vmulq_n_f32(value, args.left_scales[row]);
-  if (valid >= 4) {
-    if (args.bias != nullptr) value = vaddq_f32(value, vld1q_f32(args.bias + column));
-    if (residual != nullptr) value = vaddq_f32(value, vld1q_f32(residual));
-    vst1q_f32(out, value);
-    return;
-  }
-  float values[4];
-  vst1q_f32(values, value);
-  for (std::size_t i = 0; i < valid; ++i) {
-    if (args.bias != nullptr) values[i] += args.bias[column + i];
-    if (residual != nullptr) values[i] += residual[i];
-    out[i] = values[i];
-  }
 }
 
 // Two pairs of columns, 8 k each.
@@ -114,9 +92,11 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block,
     for (std::size_t c = 0; c < ColumnPairs; c += 2) {
       const float32x4_t left = values[m][c], right_values = values[m][c + 1];
       const std::size_t column = block * kBlockColumns + first + c * 2;
-      store(args, rows[m][0], column, vcombine_f32(vget_low_f32(left), vget_low_f32(right_values)));
+      store_columns(args, rows[m][0], column, vcombine_f32(vget_low_f32(left), vget_low_f32(right_values)),
+                    nullptr);
       if (rows[m][1] == rows[m][0]) continue;
-      store(args, rows[m][1], column, vcombine_f32(vget_high_f32(left), vget_high_f32(right_values)));
+      store_columns(args, rows[m][1], column, vcombine_f32(vget_high_f32(left), vget_high_f32(right_values)),
+                    nullptr);
     }
   }
 }

@@ -1,8 +1,7 @@
 // block_gemm, portable: the definition that every other implementation must match bit for bit.
 #include <cmath>
 
-#include "kernels/block_gemm/block_gemm.h"
-#include "kernels/elementwise/elementwise.h"
+#include "kernels/list.h"
 
 namespace chunkrt {
 namespace {

@@ -39,73 +39,16 @@ inline constexpr float kTanhCoefficients[5] = {-0x1.555532p-2f, 0x1.110726p-3f, 
 inline constexpr float kLog1pCoefficients[5] = {0x1.555558p-1f, 0x1.9996d6p-2f, 0x1.2504fcp-2f,
                                                 0x1.b73066p-3f, 0x1.f07286p-3f};
 
-// out = left + right, out = left * right; out may be left or right.
+// out = left + right, out = left * right; silu_mul: out = (left * sigmoid(left)) * right, gelu_mul: out =
+// gelu(left) * right. out may be left or right.
 using BinaryFunction = void(const float* left, const float* right, float* out, std::size_t count);
 // out = sigmoid(input) and so on; out may be input.
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
-// out = (gate * sigmoid(gate)) * up, out = gelu(gate) * up; out may be gate or up.
-using SiluMulFunction = BinaryFunction;
-using GeluMulFunction = BinaryFunction;
 // out = q * step, q = round_half_to_even(input / step) in [-levels, levels], with a step for each element;
 // quotient and product are rounded to float32. Infinities saturate, a NaN stays a NaN. out may be input.
 using RoundToGridFunction = void(const float* input, const float* steps, float levels, float* out,
                                  std::size_t count);
 // out = input, IEEE 754 binary16 (as uint16) to float32: exact; infinities and quiet NaNs stay what they are.
 using WidenFunction = void(const std::uint16_t* input, float* out, std::size_t count);
-
-BinaryFunction add_f32_f32_f32_reference;
-BinaryFunction add_f32_f32_f32_avx2;
-BinaryFunction add_f32_f32_f32_avx512vnni;
-BinaryFunction add_f32_f32_f32_neon;
-
-BinaryFunction mul_f32_f32_f32_reference;
-BinaryFunction mul_f32_f32_f32_avx2;
-BinaryFunction mul_f32_f32_f32_avx512vnni;
-BinaryFunction mul_f32_f32_f32_neon;
-
-UnaryFunction sigmoid_f32_f32_reference;
-UnaryFunction sigmoid_f32_f32_avx2;
-UnaryFunction sigmoid_f32_f32_avx512vnni;
-UnaryFunction sigmoid_f32_f32_neon;
-
-UnaryFunction exp_f32_f32_reference;
-UnaryFunction exp_f32_f32_avx2;
-UnaryFunction exp_f32_f32_avx512vnni;
-UnaryFunction exp_f32_f32_neon;
-
-UnaryFunction gelu_f32_f32_reference;
-UnaryFunction gelu_f32_f32_avx2;
-UnaryFunction gelu_f32_f32_avx512vnni;
-UnaryFunction gelu_f32_f32_neon;
-
-UnaryFunction softplus_f32_f32_reference;
-UnaryFunction softplus_f32_f32_avx2;
-UnaryFunction softplus_f32_f32_avx512vnni;
-UnaryFunction softplus_f32_f32_neon;
-
-UnaryFunction tanh_f32_f32_reference;
-UnaryFunction tanh_f32_f32_avx2;
-UnaryFunction tanh_f32_f32_avx512vnni;
-UnaryFunction tanh_f32_f32_neon;
-
-SiluMulFunction silu_mul_f32_f32_f32_reference;
-SiluMulFunction silu_mul_f32_f32_f32_avx2;
-SiluMulFunction silu_mul_f32_f32_f32_avx512vnni;
-SiluMulFunction silu_mul_f32_f32_f32_neon;
-
-GeluMulFunction gelu_mul_f32_f32_f32_reference;
-GeluMulFunction gelu_mul_f32_f32_f32_avx2;
-GeluMulFunction gelu_mul_f32_f32_f32_avx512vnni;
-GeluMulFunction gelu_mul_f32_f32_f32_neon;
-
-RoundToGridFunction round_to_grid_f32_f32_f32_reference;
-RoundToGridFunction round_to_grid_f32_f32_f32_avx2;
-RoundToGridFunction round_to_grid_f32_f32_f32_avx512vnni;
-RoundToGridFunction round_to_grid_f32_f32_f32_neon;
-
-WidenFunction widen_f32_f16_reference;
-WidenFunction widen_f32_f16_avx2;
-WidenFunction widen_f32_f16_avx512vnni;
-WidenFunction widen_f32_f16_neon;
 
 }  // namespace chunkrt

@@ -23,9 +23,4 @@ struct FloatLinearArgs {
 // Computes items [begin, end): item i is the columns from i * kFloatLinearColumns on, of all rows.
 using FloatLinearFunction = void(const FloatLinearArgs& args, std::size_t begin, std::size_t end);
 
-FloatLinearFunction float_linear_f32_f32_reference;
-FloatLinearFunction float_linear_f32_f32_avx2;
-FloatLinearFunction float_linear_f32_f32_avx512vnni;
-FloatLinearFunction float_linear_f32_f32_neon;
-
 }  // namespace chunkrt

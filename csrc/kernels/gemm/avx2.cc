@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/store_avx2.h"
 
 namespace chunkrt {
 namespace {
@@ -76,20 +77,6 @@ template <std::size_t Rows>
   }
 }
 
-void store(const GemmArgs& args, std::size_t row, std::size_t column, __m256i sums) {
-  const int count = static_cast<int>(smaller(args.columns - column, kTileColumns));
-  const __m256i mask =
-      _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(args.left_scales[row]));
-  value = _mm256_mul_ps(value, _mm256_maskload_ps(args.right_scales + column, mask));
-  if (args.bias != nullptr) value = _mm256_add_ps(value, _mm256_maskload_ps(args.bias + column, mask));
-  if (args.residual != nullptr) {
-    const float* residual = args.residual + row * args.residual_stride + column;
-    value = _mm256_add_ps(value, _mm256_maskload_ps(residual, mask));
-  }
-  _mm256_maskstore_ps(args.out + row * args.out_stride + column, mask, value);
-}
-
 template <std::size_t Rows>
 void compute_panel(const GemmArgs& args, std::size_t row, std::size_t block, std::size_t num_blocks) {
   const std::size_t num_columns =
@@ -114,7 +101,8 @@ void compute_panel(const GemmArgs& args, std::size_t row, std::size_t block, std
     for (std::size_t m = 0; m < Rows; ++m) {
       // hadd adds the pairs within 128-bit lanes and leaves columns 0 1 4 5 2 3 6 7.
       const __m256i pairs = _mm256_hadd_epi32(panel.sums[tile].of[m][0], panel.sums[tile].of[m][1]);
-      store(args, row + m, column, _mm256_permute4x64_epi64(pairs, 0b11011000));
+      store_columns(args, row + m, column, _mm256_cvtepi32_ps(_mm256_permute4x64_epi64(pairs, 0b11011000)),
+                    args.right_scales);
     }
   }
 }

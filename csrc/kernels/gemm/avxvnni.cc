@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/store_avx2.h"
 
 namespace chunkrt {
 namespace {
@@ -65,30 +66,14 @@ template <std::size_t Rows>
   }
 }
 
-// Eight neighbouring columns of one row. Columns past N are not written.
-void store(const GemmArgs& args, std::size_t row, std::size_t column, __m256i sums) {
-  if (column >= args.columns) return;
-  const std::size_t valid = args.columns - column;
-  const int count = static_cast<int>(valid < kVectorColumns ? valid : kVectorColumns);
-  const __m256i mask =
-      _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(args.left_scales[row]));
-  value = _mm256_mul_ps(value, _mm256_maskload_ps(args.right_scales + column, mask));
-  if (args.bias != nullptr) value = _mm256_add_ps(value, _mm256_maskload_ps(args.bias + column, mask));
-  if (args.residual != nullptr) {
-    const float* residual = args.residual + row * args.residual_stride + column;
-    value = _mm256_add_ps(value, _mm256_maskload_ps(residual, mask));
-  }
-  _mm256_maskstore_ps(args.out + row * args.out_stride + column, mask, value);
-}
-
 template <std::size_t Rows>
 void compute_tile(const GemmArgs& args, std::size_t row, std::size_t block) {
   Sums sums;
   accumulate<Rows>(args, row, block, sums);
   for (std::size_t m = 0; m < Rows; ++m) {
     for (std::size_t v = 0; v < kVectors; ++v) {
-      store(args, row + m, block * kGemmColumnsPerBlock + v * kVectorColumns, sums.of[m][v]);
+      store_columns(args, row + m, block * kGemmColumnsPerBlock + v * kVectorColumns,
+                    _mm256_cvtepi32_ps(sums.of[m][v]), args.right_scales);
     }
   }
 }

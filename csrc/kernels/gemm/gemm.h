@@ -41,11 +41,4 @@ struct GemmArgs {
 // Computes the columns of blocks [block_begin, block_end) for all rows; columns past N are not written.
 using GemmFunction = void(const GemmArgs& args, std::size_t block_begin, std::size_t block_end);
 
-GemmFunction gemm_f32_s8row_s8col_reference;
-GemmFunction gemm_f32_s8row_s8col_avx2;
-GemmFunction gemm_f32_s8row_s8col_avxvnni;
-GemmFunction gemm_f32_s8row_s8col_avx512vnni;
-GemmFunction gemm_f32_s8row_s8col_neon_dotprod;
-GemmFunction gemm_f32_s8row_s8col_neon_i8mm;
-
 }  // namespace chunkrt

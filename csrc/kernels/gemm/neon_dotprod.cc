@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/store_neon.h"
 
 namespace chunkrt {
 namespace {
@@ -11,32 +12,6 @@ namespace {
 // 4 rows by the 16 columns of a block fill 16 of the 32 registers with sums.
 constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kVectors = kGemmColumnsPerBlock / 4;
-
-// Four neighbouring columns of one row. Columns past N are not written.
-void store(const GemmArgs& args, std::size_t row, std::size_t column, int32x4_t sums) {
-  if (column >= args.columns) return;
-  const std::size_t valid = args.columns - column;
-  const float row_scale = args.left_scales[row];
-  const float* residual =
-      args.residual == nullptr ? nullptr : args.residual + row * args.residual_stride + column;
-  float* out = args.out + row * args.out_stride + column;
-  float32x4_t value = vmulq_n_f32(vcvtq_f32_s32(sums), row_scale);
-  if (valid >= 4) {
-    value = vmulq_f32(value, vld1q_f32(args.right_scales + column));
-    if (args.bias != nullptr) value = vaddq_f32(value, vld1q_f32(args.bias + column));
-    if (residual != nullptr) value = vaddq_f32(value, vld1q_f32(residual));
-    vst1q_f32(out, value);
-    return;
-  }
-  float values[4];
-  vst1q_f32(values, value);
-  for (std::size_t i = 0; i < valid; ++i) {
-    values[i] *= args.right_scales[column + i];
-    if (args.bias != nullptr) values[i] += args.bias[column + i];
-    if (residual != nullptr) values[i] += residual[i];
-    out[i] = values[i];
-  }
-}
 
 template <std::size_t Rows, int Lane>
 void add_group(int32x4_t (&sums)[Rows][kVectors], const int8x16_t (&left)[Rows], const std::int8_t* right) {
@@ -74,7 +49,8 @@ void compute_tile(const GemmArgs& args, std::size_t row, std::size_t column, con
     add_group<Rows, 0>(sums, activations, right);
   }
   for (std::size_t m = 0; m < Rows; ++m) {
-    for (std::size_t v = 0; v < kVectors; ++v) store(args, row + m, column + v * 4, sums[m][v]);
+    for (std::size_t v = 0; v < kVectors; ++v)
+      store_columns(args, row + m, column + v * 4, vcvtq_f32_s32(sums[m][v]), args.right_scales);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/store_neon.h"
 
 namespace chunkrt {
 namespace {
@@ -14,32 +15,6 @@ namespace {
 constexpr std::size_t kTileRowPairs = 4;
 constexpr std::size_t kTileColumns = 8;
 constexpr std::size_t kColumnPairs = kTileColumns / 2;
-
-// Four neighbouring columns of one row. Columns past N are not written.
-void store(const GemmArgs& args, std::size_t row, std::size_t column, int32x4_t sums) {
-  if (column >= args.columns) return;
-  const std::size_t valid = args.columns - column;
-  const float row_scale = args.left_scales[row];
-  const float* residual =
-      args.residual == nullptr ? nullptr : args.residual + row * args.residual_stride + column;
-  float* out = args.out + row * args.out_stride + column;
-  float32x4_t value = vmulq_n_f32(vcvtq_f32_s32(sums), row_scale);
-  if (valid >= 4) {
-    value = vmulq_f32(value, vld1q_f32(args.right_scales + column));
-    if (args.bias != nullptr) value = vaddq_f32(value, vld1q_f32(args.bias + column));
-    if (residual != nullptr) value = vaddq_f32(value, vld1q_f32(residual));
-    vst1q_f32(out, value);
-    return;
-  }
-  float values[4];
-  vst1q_f32(values, value);
-  for (std::size_t i = 0; i < valid; ++i) {
-    values[i] *= args.right_scales[column + i];
-    if (args.bias != nullptr) values[i] += args.bias[column + i];
-    if (residual != nullptr) values[i] += residual[i];
-    out[i] = values[i];
-  }
-}
 
 // Pairs of columns, 8 k each, of four columns in two neighbouring groups.
 void zip_groups(int8x16_t first, int8x16_t second, int8x16_t* pairs) {
@@ -99,9 +74,11 @@ void compute_tile(const GemmArgs& args, std::size_t row, std::size_t column, con
     for (std::size_t c = 0; c < kColumnPairs; c += 2) {
       const int64x2_t low = vreinterpretq_s64_s32(sums[m][c]), high = vreinterpretq_s64_s32(sums[m][c + 1]);
       const std::size_t first = row + 2 * m;
-      store(args, first, column + c * 2, vreinterpretq_s32_s64(vzip1q_s64(low, high)));
+      store_columns(args, first, column + c * 2, vcvtq_f32_s32(vreinterpretq_s32_s64(vzip1q_s64(low, high))),
+                    args.right_scales);
       if (first + 1 < args.rows) {
-        store(args, first + 1, column + c * 2, vreinterpretq_s32_s64(vzip2q_s64(low, high)));
+        store_columns(args, first + 1, column + c * 2,
+                      vcvtq_f32_s32(vreinterpretq_s32_s64(vzip2q_s64(low, high))), args.right_scales);
       }
     }
   }

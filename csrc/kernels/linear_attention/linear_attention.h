@@ -72,14 +72,4 @@ using ConvolutionFunction = void(const ConvolutionArgs& args, std::size_t begin,
                                  float* scratch);
 using DeltaRuleFunction = void(const DeltaRuleArgs& args, std::size_t begin, std::size_t end, float* scratch);
 
-ConvolutionFunction causal_convolution_f32_f32_reference;
-ConvolutionFunction causal_convolution_f32_f32_avx2;
-ConvolutionFunction causal_convolution_f32_f32_avx512vnni;
-ConvolutionFunction causal_convolution_f32_f32_neon;
-
-DeltaRuleFunction gated_delta_rule_f32_f32_reference;
-DeltaRuleFunction gated_delta_rule_f32_f32_avx2;
-DeltaRuleFunction gated_delta_rule_f32_f32_avx512vnni;
-DeltaRuleFunction gated_delta_rule_f32_f32_neon;
-
 }  // namespace chunkrt

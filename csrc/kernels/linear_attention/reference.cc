@@ -5,6 +5,16 @@
 
 namespace chunkrt {
 
+std::size_t convolution_items(std::size_t channels) {
+  return (channels + kChannelsPerItem - 1) / kChannelsPerItem;
+}
+
+std::size_t convolution_scratch_floats(std::size_t taps) { return (2 * taps + 1) * kChannelsPerItem; }
+
+std::size_t delta_rule_scratch_floats(std::size_t k_dim, std::size_t v_dim) {
+  return kDeltaRows * (3 * k_dim + 2 * kDeltaRows + 2 * v_dim);
+}
+
 void causal_convolution_f32_f32_reference(const ConvolutionArgs& args, std::size_t begin, std::size_t end,
                                           float* scratch) {
   const std::size_t last = std::min(end * kChannelsPerItem, args.channels), kept = args.taps - 1;

@@ -22,9 +22,4 @@ struct RmsNormArgs {
 
 using RmsNormFunction = void(const RmsNormArgs& args, std::size_t row_begin, std::size_t row_end);
 
-RmsNormFunction rms_norm_f32_f32_reference;
-RmsNormFunction rms_norm_f32_f32_avx2;
-RmsNormFunction rms_norm_f32_f32_avx512vnni;
-RmsNormFunction rms_norm_f32_f32_neon;
-
 }  // namespace chunkrt

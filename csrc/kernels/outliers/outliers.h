@@ -45,11 +45,6 @@ struct TakeOutliersArgs {
 
 using TakeOutliersFunction = void(const TakeOutliersArgs& args, std::size_t row_begin, std::size_t row_end);
 
-TakeOutliersFunction take_outliers_f32_f32_reference;
-TakeOutliersFunction take_outliers_f32_f32_avx2;
-TakeOutliersFunction take_outliers_f32_f32_avx512vnni;
-TakeOutliersFunction take_outliers_f32_f32_neon;
-
 struct AddOutliersArgs {
   RowOutliers outliers;
   const std::int8_t* packed;  // the weight, as kernels/gemm/gemm.h has it
@@ -63,11 +58,6 @@ struct AddOutliersArgs {
 // Adds the outliers' products to the columns of blocks [block_begin, block_end).
 using AddOutliersFunction = void(const AddOutliersArgs& args, std::size_t block_begin, std::size_t block_end);
 
-AddOutliersFunction add_outliers_f32_s8col_reference;
-AddOutliersFunction add_outliers_f32_s8col_avx2;
-AddOutliersFunction add_outliers_f32_s8col_avx512vnni;
-AddOutliersFunction add_outliers_f32_s8col_neon;
-
 struct AddBlockOutliersArgs {
   RowOutliers outliers;
   const std::uint8_t* right;          // the weight, as kernels/block_gemm/block_gemm.h has it
@@ -80,10 +70,5 @@ struct AddBlockOutliersArgs {
 
 using AddBlockOutliersFunction = void(const AddBlockOutliersArgs& args, std::size_t block_begin,
                                       std::size_t block_end);
-
-AddBlockOutliersFunction add_outliers_f32_u4block_reference;
-AddBlockOutliersFunction add_outliers_f32_u4block_avx2;
-AddBlockOutliersFunction add_outliers_f32_u4block_avx512vnni;
-AddBlockOutliersFunction add_outliers_f32_u4block_neon;
 
 }  // namespace chunkrt

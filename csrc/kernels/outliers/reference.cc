@@ -3,9 +3,7 @@
 #include <array>
 #include <cmath>
 
-#include "kernels/block_gemm/block_gemm.h"
-#include "kernels/elementwise/elementwise.h"
-#include "kernels/gemm/gemm.h"
+#include "kernels/list.h"
 #include "kernels/outliers/list.h"
 
 namespace chunkrt {

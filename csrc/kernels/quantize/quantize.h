@@ -35,11 +35,6 @@ struct QuantizeArgs {
 
 using QuantizeFunction = void(const QuantizeArgs& args, std::size_t row_begin, std::size_t row_end);
 
-QuantizeFunction quantize_s8row_f32_reference;
-QuantizeFunction quantize_s8row_f32_avx2;
-QuantizeFunction quantize_s8row_f32_avx512vnni;
-QuantizeFunction quantize_s8row_f32_neon;
-
 // The most that q can be: of two digits, those that make the largest number without a high digit of -128.
 inline constexpr std::int32_t kOneDigitLevels = 127;
 inline constexpr std::int32_t kTwoDigitLevels = 127 * 256 + 127;
@@ -61,10 +56,5 @@ struct GridQuantizeArgs {
 };
 
 using GridQuantizeFunction = void(const GridQuantizeArgs& args, std::size_t row_begin, std::size_t row_end);
-
-GridQuantizeFunction quantize_s8grid_f32_reference;
-GridQuantizeFunction quantize_s8grid_f32_avx2;
-GridQuantizeFunction quantize_s8grid_f32_avx512vnni;
-GridQuantizeFunction quantize_s8grid_f32_neon;
 
 }  // namespace chunkrt

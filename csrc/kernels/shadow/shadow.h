@@ -43,11 +43,6 @@ struct FindOutliersArgs {
 using FindOutliersFunction = void(const FindOutliersArgs& args, std::size_t block_begin,
                                   std::size_t block_end);
 
-FindOutliersFunction find_outliers_f32_f32_reference;
-FindOutliersFunction find_outliers_f32_f32_avx2;
-FindOutliersFunction find_outliers_f32_f32_avx512vnni;
-FindOutliersFunction find_outliers_f32_f32_neon;
-
 struct DequantizeRowArgs {
   const std::int8_t* packed;  // int8, as kernels/gemm/gemm.h has it
   const float* scales;        // float32 [columns]
@@ -61,11 +56,6 @@ struct DequantizeRowArgs {
 using DequantizeRowFunction = void(const DequantizeRowArgs& args, std::size_t block_begin,
                                    std::size_t block_end);
 
-DequantizeRowFunction dequantize_row_f32_s8col_reference;
-DequantizeRowFunction dequantize_row_f32_s8col_avx2;
-DequantizeRowFunction dequantize_row_f32_s8col_avx512vnni;
-DequantizeRowFunction dequantize_row_f32_s8col_neon;
-
 struct AddOuterProductArgs {
   const std::int32_t* rows;  // int32 [count]: rows of `out`
   const float* left;         // float32 [count]
@@ -78,10 +68,5 @@ struct AddOuterProductArgs {
 
 // out[rows[i], n] += left[i] * right[n]; product and sum round apart.
 using AddOuterProductFunction = void(const AddOuterProductArgs& args);
-
-AddOuterProductFunction add_outer_product_f32_f32_f32_reference;
-AddOuterProductFunction add_outer_product_f32_f32_f32_avx2;
-AddOuterProductFunction add_outer_product_f32_f32_f32_avx512vnni;
-AddOuterProductFunction add_outer_product_f32_f32_f32_neon;
 
 }  // namespace chunkrt

@@ -6,8 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/gemm/gemm.h"
-#include "program/program.h"
+#include "program/operators/activations.h"
 
 namespace chunkrt {
 
@@ -16,19 +15,9 @@ namespace chunkrt {
 // likes three best, the others do not mind.
 inline constexpr std::size_t kBlocksPerPanel = 3;
 
-inline std::size_t ceil_divide(std::size_t value, std::size_t divisor) {
-  return (value + divisor - 1) / divisor;
-}
-
-// Columns of an int8 row as the gemm kernel reads it.
-inline std::size_t padded_depth(std::size_t depth) {
-  return ceil_divide(depth, kGemmDepthPerGroup) * kGemmDepthPerGroup;
-}
-
 // Computes the columns of blocks [begin, end): the digits' products with the weight, and the bias and the
-// residual once; `add_outliers` adds to a panel's columns afterwards. A digit names its values int8, scales
-// float32 and sums int32 in the frame.
-template <typename Args, typename Digit, typename AddOutliers>
+// residual once; `add_outliers` adds to a panel's columns afterwards.
+template <typename Args, typename AddOutliers>
 void multiply_panels(void (*kernel)(const Args&, std::size_t, std::size_t), const Args& args,
                      const Frame& frame, const std::vector<Digit>& digits, std::size_t begin, std::size_t end,
                      const AddOutliers& add_outliers) {

@@ -3,9 +3,9 @@
 #include <span>
 #include <utility>
 
-#include "kernels/tables.h"
-#include "program/builder.h"
-#include "program/panels.h"
+#include "kernels/dispatch.h"
+#include "program/operators/activations.h"
+#include "program/operators/operators.h"
 
 namespace chunkrt {
 namespace {
@@ -62,36 +62,38 @@ void multiply(const ShadowKernels& kernels, const FindOutliersArgs& found, Shado
 
 }  // namespace
 
-ValueId ProgramBuilder::shadow_linear(ValueId input, ValueId packed, ValueId scales, float input_step,
-                                      ValueId hot_channels) {
-  const Symbol symbol = rows_of(input, "shadow_linear's input");
-  const std::size_t depth = width_of(input);
+ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
+                      float input_step, ValueId hot_channels) {
+  const Symbol symbol = builder.rows_of(input, "shadow_linear's input");
+  const std::size_t depth = builder.width_of(input);
   for (const ValueId id : {scales, hot_channels}) {
-    require(value(id).shape.size() == 1, "shadow_linear: expected scales [N] and hot channels [H], got " +
-                                             describe(value(id).dtype, value(id).shape));
+    require(builder.value(id).shape.size() == 1,
+            "shadow_linear: expected scales [N] and hot channels [H], got " +
+                describe(builder.value(id).dtype, builder.value(id).shape));
   }
-  const std::size_t columns = value(scales).shape[0].size, num_hot = value(hot_channels).shape[0].size;
+  const std::size_t columns = builder.value(scales).shape[0].size,
+                    num_hot = builder.value(hot_channels).shape[0].size;
   const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
   const std::size_t column_blocks = ceil_divide(columns, kGemmColumnsPerBlock);
-  require_constant(scales, Dtype::float32, {fixed(columns)}, "shadow_linear's scales");
-  require_constant(hot_channels, Dtype::int32, {fixed(num_hot)}, "shadow_linear's hot channels");
-  require_constant(
+  builder.require_constant(scales, Dtype::float32, {fixed(columns)}, "shadow_linear's scales");
+  builder.require_constant(hot_channels, Dtype::int32, {fixed(num_hot)}, "shadow_linear's hot channels");
+  builder.require_constant(
       packed, Dtype::int8,
       {fixed(column_blocks), fixed(groups), fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
       "shadow_linear's packed weight");
   require_step(input_step, "shadow_linear's input step");
-  const ShadowKernels kernels = {select_kernel(dequantize_row_f32_s8col_table()).function,
-                                 select_kernel(add_outer_product_f32_f32_f32_table()).function};
+  const ShadowKernels kernels = {select_kernel(dequantize_row_f32_s8col).function,
+                                 select_kernel(add_outer_product_f32_f32_f32).function};
 
-  DequantizeRowArgs row = {.packed = static_cast<const std::int8_t*>(value(packed).data),
-                           .scales = static_cast<const float*>(value(scales).data),
+  DequantizeRowArgs row = {.packed = static_cast<const std::int8_t*>(builder.value(packed).data),
+                           .scales = static_cast<const float*>(builder.value(scales).data),
                            .out = nullptr,
                            .channel = 0,
                            .columns = columns,
                            .groups = groups};
-  std::vector<float> dequantized(num_hot * columns);
+  std::vector<float> dequantized(checked_multiply(num_hot, columns));
   for (std::size_t i = 0; i < num_hot; ++i) {
-    const auto* channels = static_cast<const std::int32_t*>(value(hot_channels).data);
+    const auto* channels = static_cast<const std::int32_t*>(builder.value(hot_channels).data);
     row.channel = static_cast<std::size_t>(channels[i]);
     require(channels[i] >= 0 && row.channel < depth && (i == 0 || channels[i - 1] < channels[i]),
             "shadow_linear: expected ascending hot channels from 0 to " + std::to_string(depth - 1) +
@@ -99,14 +101,14 @@ ValueId ProgramBuilder::shadow_linear(ValueId input, ValueId packed, ValueId sca
     row.out = dequantized.data() + i * columns;
     kernels.dequantize_row(row, 0, column_blocks);
   }
-  const ValueId hot_rows = floats(std::move(dequantized));
+  const ValueId hot_rows = builder.floats(std::move(dequantized));
 
   // Room for every element to be an outlier.
   const std::size_t channel_blocks = ceil_divide(depth, kShadowChannelsPerBlock);
-  const ValueId block_counts = temporary(Dtype::int32, {fixed(channel_blocks)});
-  const ValueId counts = temporary(Dtype::int32, {fixed(depth)});
-  const ValueId rows = temporary(Dtype::int32, {fixed(depth), rows_dimension(symbol)});
-  const ValueId remainders = temporary(Dtype::float32, {fixed(depth), rows_dimension(symbol)});
+  const ValueId block_counts = builder.temporary(Dtype::int32, {fixed(channel_blocks)});
+  const ValueId counts = builder.temporary(Dtype::int32, {fixed(depth)});
+  const ValueId rows = builder.temporary(Dtype::int32, {fixed(depth), rows_dimension(symbol)});
+  const ValueId remainders = builder.temporary(Dtype::float32, {fixed(depth), rows_dimension(symbol)});
   const auto outliers = [=](const Frame& frame) {
     return FindOutliersArgs{.input = frame.get<const float>(input),
                             .step = input_step,
@@ -118,23 +120,24 @@ ValueId ProgramBuilder::shadow_linear(ValueId input, ValueId packed, ValueId sca
                             .width = depth};
   };
   std::vector<ValueId> uses = {input, block_counts, counts, rows, remainders};
-  FindOutliersFunction* find = select_kernel(find_outliers_f32_f32_table()).function;
-  add_stage([=](const Frame&) { return channel_blocks; }, kChannelBlocksPerPiece, uses,
-            [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-              find(outliers(frame), begin, end);
-            });
+  FindOutliersFunction* find = select_kernel(find_outliers_f32_f32).function;
+  builder.add_loop([=](const Frame&) { return channel_blocks; }, kChannelBlocksPerPiece, uses,
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                     find(outliers(frame), begin, end);
+                   });
 
-  const ValueId out = temporary(Dtype::float32, {rows_dimension(symbol), fixed(columns)});
+  const ValueId out = builder.float_rows(symbol, columns);
   uses.insert(uses.end(), {packed, scales, hot_channels, hot_rows, out});
-  definition_.scratch_floats = std::max(definition_.scratch_floats, columns);
-  add_stage([=](const Frame&) { return column_blocks; }, kColumnBlocksPerPiece, uses,
-            [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-              ShadowWeight weight = {.packed = row,
-                                     .hot_channels = {frame.get<const std::int32_t>(hot_channels), num_hot},
-                                     .hot_rows = frame.get<const float>(hot_rows)};
-              weight.packed.out = scratch;
-              multiply(kernels, outliers(frame), weight, frame.get<float>(out), begin, end);
-            });
+  builder.need_scratch(columns);
+  builder.add_loop([=](const Frame&) { return column_blocks; }, kColumnBlocksPerPiece, uses,
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                     ShadowWeight weight = {
+                         .packed = row,
+                         .hot_channels = {frame.get<const std::int32_t>(hot_channels), num_hot},
+                         .hot_rows = frame.get<const float>(hot_rows)};
+                     weight.packed.out = scratch;
+                     multiply(kernels, outliers(frame), weight, frame.get<float>(out), begin, end);
+                   });
   return out;
 }
 

@@ -1,10 +1,10 @@
-// ProgramBuilder::attention: its operands, what every run must fulfil, and its two phases.
+// attention: its operands, what every run must fulfil, and its two phases.
 #include <algorithm>
 #include <stdexcept>
 
 #include "kernels/attention/queries.h"
-#include "kernels/tables.h"
-#include "program/builder.h"
+#include "kernels/dispatch.h"
+#include "program/operators/operators.h"
 
 namespace chunkrt {
 namespace {
@@ -43,10 +43,10 @@ void check_ring(const std::string& name, std::int64_t first, std::size_t rows, s
 
 }  // namespace
 
-ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId table_row, ValueId cos, ValueId sin,
-                                  ValueId key_cache, ValueId value_cache, const AttentionShape& shape) {
+ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
+                  ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape) {
   const std::size_t num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
-  const std::size_t most_heads = head_dim > 0 ? width_of(qkv) / head_dim : 0;
+  const std::size_t most_heads = head_dim > 0 ? builder.width_of(qkv) / head_dim : 0;
   require(num_heads <= most_heads && num_kv_heads <= most_heads,
           "attention: more heads than qkv has room for: " + std::to_string(num_heads) + " and " +
               std::to_string(num_kv_heads) + " of " + std::to_string(head_dim) + " columns");
@@ -54,37 +54,37 @@ ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId table_r
           "attention: expected the number of heads to be a multiple of that of kv heads, got " +
               std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
   const std::size_t qkv_width = (num_heads + 2 * num_kv_heads) * head_dim;
-  require(rows_of(qkv, "attention's qkv") == Symbol::T && width_of(qkv) == qkv_width,
+  require(builder.rows_of(qkv, "attention's qkv") == Symbol::T && builder.width_of(qkv) == qkv_width,
           "attention: expected qkv " +
               describe(Dtype::float32, {rows_dimension(Symbol::T), fixed(qkv_width)}) + ", got " +
-              describe(Dtype::float32, value(qkv).shape));
+              describe(Dtype::float32, builder.value(qkv).shape));
   for (const auto& [id, what] : {std::pair{position, "position"}, std::pair{table_row, "table_row"}}) {
-    const Value& start = value(id);
+    const Value& start = builder.value(id);
     require(start.kind == ValueKind::input && start.dtype == Dtype::int64 && start.shape == Shape{fixed(1)},
             "attention: expected " + std::string(what) + " to be an input int64 [1], got " +
                 describe(start.dtype, start.shape));
   }
-  const Shape& found_shape = value(key_cache).shape;
+  const Shape& found_shape = builder.value(key_cache).shape;
   const bool is_ring = shape.window > 0 && found_shape.size() == 3 && found_shape[1].symbol == Symbol::W;
   const Symbol slots = is_ring ? Symbol::W : Symbol::P;
   const Shape cache_shape = {fixed(num_kv_heads), rows_dimension(slots), fixed(head_dim)};
   for (const ValueId id : {key_cache, value_cache}) {
-    const Value& cache = value(id);
+    const Value& cache = builder.value(id);
     require(cache.kind == ValueKind::state && cache.shape == cache_shape,
             "attention: expected the caches to be states " + describe(cache.dtype, cache_shape) + ", got " +
                 describe(cache.dtype, cache.shape));
-    definition_.values[id].is_cache = true;
+    builder.use_as_cache(id);
   }
-  const Shape table_shape = value(cos).shape;
+  const Shape table_shape = builder.value(cos).shape;
   require(table_shape.size() == 2 && 2 * table_shape[1].size <= head_dim,
           "attention: expected cos [context, rotary_dim / 2] with rotary_dim <= " + std::to_string(head_dim) +
-              ", got " + describe(value(cos).dtype, table_shape));
-  require_constant(cos, Dtype::float32, table_shape, "attention's cos");
-  require_constant(sin, Dtype::float32, table_shape, "attention's sin");
+              ", got " + describe(builder.value(cos).dtype, table_shape));
+  builder.require_constant(cos, Dtype::float32, table_shape, "attention's cos");
+  builder.require_constant(sin, Dtype::float32, table_shape, "attention's sin");
   const std::size_t context = table_shape[0].size;
 
-  definition_.checks.push_back([=, name = value(position).name,
-                                table_name = value(table_row).name](const Frame& frame) {
+  builder.add_check([=, name = builder.value(position).name,
+                     table_name = builder.value(table_row).name](const Frame& frame) {
     if (frame.dtypes[key_cache] != frame.dtypes[value_cache]) {
       throw std::invalid_argument("attention: the key and value caches must be of one type, got " +
                                   std::string(name_of(frame.dtypes[key_cache])) + " and " +
@@ -113,7 +113,7 @@ ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId table_r
     }
   });
 
-  const ValueId out = temporary(Dtype::float32, {rows_dimension(Symbol::T), fixed(num_heads * head_dim)});
+  const ValueId out = builder.float_rows(Symbol::T, num_heads * head_dim);
   const auto arguments = [=](const Frame& frame) {
     return AttentionArgs{.qkv = frame.get<const float>(qkv),
                          .cos = frame.get<const float>(cos),
@@ -134,17 +134,18 @@ ValueId ProgramBuilder::attention(ValueId qkv, ValueId position, ValueId table_r
                          .rotary_dim = 2 * table_shape[1].size,
                          .scale = shape.scale};
   };
-  definition_.scratch_floats = std::max(definition_.scratch_floats, attention_scratch_floats(head_dim));
-  AttentionFunction* append = select_kernel(append_cache_f32_table()).function;
-  AttentionFunction* attend = select_kernel(attend_f32_f32_cache_table()).function;
+  builder.need_scratch(attention_scratch_floats(head_dim));
+  AttentionFunction* append = select_kernel(append_cache_f32).function;
+  AttentionFunction* attend = select_kernel(attend_f32_f32_cache).function;
   const std::vector<ValueId> uses = {qkv, cos, sin, key_cache, value_cache, out};
-  add_row_step(Symbol::T, uses, [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-    append(arguments(frame), begin, end, scratch);
-  });
-  add_stage([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, uses,
-            [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-              attend(arguments(frame), begin, end, scratch);
-            });
+  builder.add_row_step(Symbol::T, uses,
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                         append(arguments(frame), begin, end, scratch);
+                       });
+  builder.add_loop([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, uses,
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                     attend(arguments(frame), begin, end, scratch);
+                   });
   return out;
 }
 

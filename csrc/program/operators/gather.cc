@@ -1,0 +1,85 @@
+// gather and columns: rows and columns picked out of what is there.
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "kernels/dispatch.h"
+#include "program/operators/operators.h"
+
+namespace chunkrt {
+namespace {
+
+void check_indices(const std::string& name, const std::int64_t* indices, std::size_t count,
+                   std::size_t limit) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (indices[i] < 0 || static_cast<std::size_t>(indices[i]) >= limit) {
+      throw std::out_of_range("input '" + name + "': index " + std::to_string(indices[i]) + " at row " +
+                              std::to_string(i) + " is outside 0.." + std::to_string(limit - 1));
+    }
+  }
+}
+
+}  // namespace
+
+ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
+  const Value& source = builder.value(table);
+  const Value& rows = builder.value(indices);
+  require(rows.kind == ValueKind::input && rows.dtype == Dtype::int64 && rows.shape.size() == 1 &&
+              counts_rows(rows.shape[0]),
+          "gather: expected the indices to be an input int64 [T] or [R], got " +
+              describe(rows.dtype, rows.shape));
+  const bool is_constant = source.kind == ValueKind::constant && source.shape.size() == 2;
+  if (!is_constant) builder.rows_of(table, "gather's table");
+  const bool is_half = is_constant && source.dtype == Dtype::float16;
+  require(is_half || source.dtype == Dtype::float32,
+          "gather: expected a float32 or float16 table, got " + describe(source.dtype, source.shape));
+
+  const Symbol symbol = *rows.shape[0].symbol;
+  const Dimension height = source.shape[0];
+  const std::size_t width = source.shape[1].size;
+  builder.add_check([=, name = rows.name](const Frame& frame) {
+    const std::size_t limit = height.symbol ? frame.size_of(*height.symbol) : height.size;
+    check_indices(name, frame.get<const std::int64_t>(indices), frame.size_of(symbol), limit);
+  });
+
+  const ValueId out = builder.float_rows(symbol, width);
+  WidenFunction* widen = select_kernel(widen_f32_f16).function;
+  Step step = [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+    const std::int64_t* index = frame.get<const std::int64_t>(indices);
+    for (std::size_t row = begin; row < end; ++row) {
+      float* target = frame.get<float>(out) + row * width;
+      const std::size_t offset = static_cast<std::size_t>(index[row]) * width;
+      if (is_half) {
+        widen(frame.get<const std::uint16_t>(table) + offset, target, width);
+      } else {
+        std::memcpy(target, frame.get<const float>(table) + offset, width * sizeof(float));
+      }
+    }
+  };
+  if (is_constant) {
+    builder.add_row_step(symbol, {table, indices, out}, std::move(step));
+  } else {  // other rows of the table may still be in the making: a loop of its own
+    builder.add_loop([symbol](const Frame& frame) { return frame.size_of(symbol); }, 1, {table, indices, out},
+                     std::move(step));
+  }
+  return out;
+}
+
+ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin_column, std::size_t width) {
+  const Symbol symbol = builder.rows_of(input, "columns");
+  const std::size_t input_width = builder.width_of(input);
+  require(width >= 1 && width <= input_width && begin_column <= input_width - width,
+          "columns: " + std::to_string(width) + " columns from " + std::to_string(begin_column) +
+              " on are not inside " + describe(Dtype::float32, builder.value(input).shape));
+  const ValueId out = builder.float_rows(symbol, width);
+  builder.add_row_step(
+      symbol, {input, out}, [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+        for (std::size_t row = begin; row < end; ++row) {
+          const float* source = frame.get<const float>(input) + row * input_width + begin_column;
+          std::memcpy(frame.get<float>(out) + row * width, source, width * sizeof(float));
+        }
+      });
+  return out;
+}
+
+}  // namespace chunkrt

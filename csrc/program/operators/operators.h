@@ -1,0 +1,109 @@
+// The operators: functions that append one to a program. Values are float32 [T, width] or [R, width],
+// constants as each says. Every function throws std::invalid_argument for operands that do not fit.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+#include "program/builder.h"
+
+namespace chunkrt {
+
+// Rows of table (constant float32 or float16 [V, H], or a value [T, H]) at int64 indices [T] or [R] (an
+// input).
+ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices);
+// Columns [begin, begin + width), copied.
+ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin, std::size_t width);
+
+// See kernels/norm/norm.h; weight float32 [width].
+ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
+// rms_norm of each of the first n slices of D columns with its own row of a weight float32 [n, D]; the
+// columns after them pass through.
+ValueId head_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
+
+// left + right, left * right; right has left's shape or is a constant float32 [width]; that of mul may also
+// be a column [rows, 1].
+ValueId add(ProgramBuilder& builder, ValueId left, ValueId right);
+ValueId mul(ProgramBuilder& builder, ValueId left, ValueId right);
+// See kernels/elementwise/elementwise.h; gelu is its tanh form.
+ValueId sigmoid(ProgramBuilder& builder, ValueId input);
+ValueId exp(ProgramBuilder& builder, ValueId input);
+ValueId gelu(ProgramBuilder& builder, ValueId input);
+ValueId softplus(ProgramBuilder& builder, ValueId input);
+ValueId tanh(ProgramBuilder& builder, ValueId input);
+// clip(round_half_to_even(input / step), -levels, levels) * step, constant step float32 [1] or [width].
+ValueId round_to_grid(ProgramBuilder& builder, ValueId input, ValueId step, std::size_t levels);
+// input [rows, 2 * I] holds gate | up: silu(gate) * up or gelu(gate) * up, [rows, I].
+ValueId silu_mul(ProgramBuilder& builder, ValueId input);
+ValueId gelu_mul(ProgramBuilder& builder, ValueId input);
+
+// input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
+// [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N].
+// The few large values of a row are left out of that and multiplied in float32: see kernels/outliers.
+// With an input step (finite, above 0) the activations of all rows are on its grid instead, as integers q
+// of 8 bits or, in two digits, 16: the result is float(q @ weight) * (input_step * scales), without bias or
+// residual. Each operation rounds once; q @ weight does so where each digit's part of it is within 2^24.
+ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
+               std::optional<ValueId> bias, std::optional<ValueId> residual, std::size_t num_digits,
+               std::optional<float> input_step = {});
+// input @ weight in float32, a constant float32 [K, N]: see kernels/float_linear/float_linear.h.
+ValueId float_linear(ProgramBuilder& builder, ValueId input, ValueId weight);
+// input @ weight in 4-bit blocks, activations quantised as linear does without an input step: see
+// kernels/block_gemm/block_gemm.h. The input's width K is a multiple of 32. packed uint8
+// [ceil(N / 16), K / 32, 4, 16, 4], block_scales float16 [ceil(N / 16), K / 32, 2, 16], `columns` is N;
+// bias and residual are as in linear.
+ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId block_scales,
+                     std::size_t columns, std::optional<ValueId> bias, std::optional<ValueId> residual);
+// What saturation takes from a linear of one digit on the grid of `input_step`, times its weight: see
+// kernels/shadow/shadow.h. Beside that linear's operands, hot_channels int32 [H], ascending: rows of the
+// weight that the program keeps in float32. Others are dequantised in every run that finds outliers in
+// their channel.
+ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
+                      float input_step, ValueId hot_channels);
+// The sum of the feed-forwards that a router picks for each row, the experts of its top_k largest
+// router_logits [rows, E] (of equals the first), weighted by the softmax over all of these; with
+// norm_topk_prob the weights of the picked are divided by their sum. Weights as in linear, with an axis [E]
+// before: gate_up with scales [E, 2 * I], columns gate | up, and down with scales [E, width]. Rows are
+// quantised as linear does without an input step, before each product.
+ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
+                       ValueId gate_up_scales, ValueId down, ValueId down_scales, std::size_t top_k,
+                       bool norm_topk_prob);
+
+struct AttentionShape {
+  std::size_t num_heads;
+  std::size_t num_kv_heads;
+  std::size_t head_dim;
+  float scale;
+  std::size_t window = 0;     // 0: none
+  bool has_raw_keys = false;  // the cache holds keys before rotary embedding
+};
+
+// See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
+// table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
+// caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings.
+ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
+                  ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape);
+
+// See kernels/linear_attention/linear_attention.h; rows are T. bcx [T, 3 * C] holds the gate before, the
+// gate after, and x. conv_weight constant float32 [C, 1, taps], conv_bias [C], conv_state a state [C, taps
+// - 1]. The result is [T, C].
+ValueId short_conv(ProgramBuilder& builder, ValueId bcx, ValueId conv_weight,
+                   std::optional<ValueId> conv_bias, ValueId conv_state);
+
+// Of q | k | v: num_k_heads heads of head_k_dim in q and in k, num_v_heads of head_v_dim in v.
+struct DeltaRuleShape {
+  std::size_t num_k_heads;
+  std::size_t num_v_heads;  // a multiple of num_k_heads
+  std::size_t head_k_dim;
+  std::size_t head_v_dim;
+  bool use_qk_l2norm;  // q and k of each head are multiplied by rsqrt(sum of their squares + 1e-6)
+};
+
+// qkv [T, C] passes through the convolution, without gates, and SiLU. Then the gated delta rule, q scaled
+// by head_k_dim^-1/2: gate (the logarithm of the decay) and beta [T, num_v_heads], recurrent_state a state
+// [num_v_heads, head_k_dim, head_v_dim]. The result is [T, num_v_heads * head_v_dim].
+ValueId gated_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta,
+                         ValueId conv_weight, std::optional<ValueId> conv_bias, ValueId conv_state,
+                         ValueId recurrent_state, const DeltaRuleShape& shape);
+
+}  // namespace chunkrt

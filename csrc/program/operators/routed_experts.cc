@@ -1,0 +1,269 @@
+// routed_experts: rows go to the few experts that a router picks for them, and come back as a weighted sum.
+//
+// A slot is a row on its way through one expert. Slots of an expert are adjacent, so that an expert's weights
+// are multiplied with all of its rows at once; a row's results are added in ascending order of experts, so
+// that nothing depends on which rows came along.
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "kernels/dispatch.h"
+#include "program/operators/activations.h"
+#include "program/operators/operators.h"
+#include "program/operators/panels.h"
+
+namespace chunkrt {
+namespace {
+
+// What becomes of the rows that a router sends to experts. `weights` and `slots` are [rows, top_k], `rows` is
+// by slot, `begins` has the first slot of each expert and the end of the last.
+struct Routing {
+  Symbol symbol;
+  std::size_t num_experts;
+  std::size_t top_k;
+  ValueId weights;
+  ValueId begins;
+  ValueId slots;
+  ValueId rows;
+};
+
+// What is multiplied: int8 rows, and what was too large for them.
+struct SlotRows {
+  Digit digit;
+  Outliers outliers;
+};
+
+using RowOfSlot = std::function<const float*(const Frame& frame, std::size_t slot, float* scratch)>;
+
+// The top_k largest, of equals the first, in ascending order of experts.
+void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, std::size_t top_k) {
+  std::size_t count = 0;  // so far, the largest first
+  for (std::size_t expert = 0; expert < num_experts; ++expert) {
+    if (count == top_k && !(logits[expert] > logits[picked[top_k - 1]])) continue;
+    std::size_t place = count < top_k ? count++ : top_k - 1;
+    for (; place > 0 && logits[expert] > logits[picked[place - 1]]; --place)
+      picked[place] = picked[place - 1];
+    picked[place] = static_cast<std::int32_t>(expert);
+  }
+  std::sort(picked, picked + top_k);
+}
+
+// The softmax over all experts at those that are picked; `scores` has room for all.
+void weigh(const float* logits, std::size_t num_experts, const std::int32_t* picked, std::size_t top_k,
+           bool norm_topk_prob, UnaryFunction* exp, float* scores, float* weights) {
+  const float largest = *std::max_element(logits, logits + num_experts);
+  for (std::size_t expert = 0; expert < num_experts; ++expert) scores[expert] = logits[expert] - largest;
+  exp(scores, scores, num_experts);
+  float sum = 0.0f, sum_of_picked = 0.0f;
+  for (std::size_t expert = 0; expert < num_experts; ++expert) sum += scores[expert];
+  for (std::size_t i = 0; i < top_k; ++i) sum_of_picked += weights[i] = scores[picked[i]] / sum;
+  if (!norm_topk_prob) return;
+  for (std::size_t i = 0; i < top_k; ++i) weights[i] /= sum_of_picked;
+}
+
+// Sorts slots by expert, rows in order: begins [num_experts + 1] are the experts' first slots, slots [count]
+// those of each pick, rows [count] those of each slot.
+void group(const std::int32_t* picked, std::size_t count, std::size_t top_k, std::size_t num_experts,
+           std::int32_t* begins, std::int32_t* slots, std::int32_t* rows) {
+  std::fill_n(begins, num_experts + 1, 0);
+  for (std::size_t i = 0; i < count; ++i) ++begins[picked[i]];
+  for (std::size_t expert = 0; expert < num_experts; ++expert) begins[expert + 1] += begins[expert];
+  for (std::size_t i = count; i-- > 0;) {  // from each expert's end to its begin
+    slots[i] = --begins[picked[i]];
+    rows[slots[i]] = static_cast<std::int32_t>(i / top_k);
+  }
+}
+
+RowOutliers from_slot(const RowOutliers& outliers, std::size_t slot) {
+  return {.counts = outliers.counts + slot,
+          .channels = outliers.channels + slot * outliers.capacity,
+          .values = outliers.values + slot * outliers.capacity,
+          .capacity = outliers.capacity};
+}
+
+Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k, bool norm_topk_prob) {
+  const Symbol symbol = builder.rows_of(router_logits, "routed_experts' router logits");
+  const std::size_t num_experts = builder.width_of(router_logits);
+  require(top_k >= 1 && top_k <= num_experts, "routed_experts: " + std::to_string(top_k) + " of " +
+                                                  std::to_string(num_experts) + " experts cannot be picked");
+  require(builder.max_rows() <= std::numeric_limits<std::int32_t>::max() / top_k,
+          "routed_experts: " + std::to_string(builder.max_rows()) + " rows are too many to be counted");
+  const Shape of_slots = {rows_dimension(symbol), fixed(top_k)};
+  const Routing routing = {.symbol = symbol,
+                           .num_experts = num_experts,
+                           .top_k = top_k,
+                           .weights = builder.temporary(Dtype::float32, of_slots),
+                           .begins = builder.temporary(Dtype::int32, {fixed(num_experts + 1)}),
+                           .slots = builder.temporary(Dtype::int32, of_slots),
+                           .rows = builder.temporary(Dtype::int32, of_slots)};
+  const ValueId picked = builder.temporary(Dtype::int32, of_slots);
+  builder.need_scratch(num_experts);
+  UnaryFunction* exp = select_kernel(exp_f32_f32).function;
+  builder.add_row_step(symbol, {router_logits, picked, routing.weights},
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                         for (std::size_t row = begin; row < end; ++row) {
+                           const float* logits = frame.get<const float>(router_logits) + row * num_experts;
+                           std::int32_t* of_row = frame.get<std::int32_t>(picked) + row * top_k;
+                           pick(logits, num_experts, of_row, top_k);
+                           weigh(logits, num_experts, of_row, top_k, norm_topk_prob, exp, scratch,
+                                 frame.get<float>(routing.weights) + row * top_k);
+                         }
+                       });
+  builder.add_loop([](const Frame&) { return std::size_t{1}; }, 1,
+                   {picked, routing.begins, routing.slots, routing.rows},
+                   [=](const Frame& frame, std::size_t, std::size_t, float*) {
+                     group(frame.get<const std::int32_t>(picked), frame.size_of(symbol) * top_k, top_k,
+                           num_experts, frame.get<std::int32_t>(routing.begins),
+                           frame.get<std::int32_t>(routing.slots), frame.get<std::int32_t>(routing.rows));
+                   });
+  return routing;
+}
+
+// `row_of` gives the float row of a slot, and may build it in the scratch that it is handed.
+SlotRows quantize_slots(ProgramBuilder& builder, const Routing& routing, std::size_t width,
+                        std::vector<ValueId> uses, RowOfSlot row_of) {
+  const std::size_t padded = padded_depth(width);
+  const Shape of_width = {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(width)};
+  const Digit out = digit_for(builder, of_width);
+  const Outliers outliers = outliers_for(builder, of_width);
+  uses.insert(uses.end(), {out.values, out.scales, out.sums, outliers.rest, outliers.counts,
+                           outliers.channels, outliers.values});
+  builder.need_scratch(width);
+  TakeOutliersFunction* take = select_kernel(take_outliers_f32_f32).function;
+  QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
+  builder.add_loop([=](const Frame& frame) { return frame.size_of(routing.symbol) * routing.top_k; }, 1, uses,
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                     for (std::size_t slot = begin; slot < end; ++slot) {
+                       float* rest = frame.get<float>(outliers.rest) + slot * width;
+                       take({.input = row_of(frame, slot, scratch),
+                             .rest = rest,
+                             .outliers = from_slot(outliers.in(frame), slot),
+                             .width = width},
+                            0, 1);
+                       kernel({.input = rest,
+                               .values = frame.get<std::int8_t>(out.values) + slot * padded,
+                               .scales = frame.get<float>(out.scales) + slot,
+                               .sums = frame.get<std::int32_t>(out.sums) + slot,
+                               .width = width,
+                               .padded_width = padded},
+                              0, 1);
+                     }
+                   });
+  return {.digit = out, .outliers = outliers};
+}
+
+ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const SlotRows& left,
+                       std::size_t depth, ValueId packed, ValueId scales) {
+  const std::size_t columns = builder.value(scales).shape.back().size;
+  const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
+  const std::size_t blocks = ceil_divide(columns, kGemmColumnsPerBlock);
+  require(depth <= kGemmMaxDepth, "routed_experts: " + std::to_string(depth) +
+                                      " inputs are too many to sum in int32; at most " +
+                                      std::to_string(kGemmMaxDepth) + " are");
+  builder.require_constant(scales, Dtype::float32, {fixed(routing.num_experts), fixed(columns)},
+                           "routed_experts' scales");
+  builder.require_constant(packed, Dtype::int8,
+                           {fixed(routing.num_experts), fixed(blocks), fixed(groups),
+                            fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
+                           "routed_experts' packed weight");
+  const ValueId out = builder.temporary(
+      Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
+  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
+  AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
+  // A piece is some columns of all experts: it is as much work whatever the router picks.
+  builder.add_loop([blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
+                   {left.digit.values, left.digit.scales, left.digit.sums, left.outliers.counts,
+                    left.outliers.channels, left.outliers.values, routing.begins, packed, scales, out},
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                     const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
+                     for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
+                       const auto first = static_cast<std::size_t>(begins[expert]);
+                       const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
+                       if (num_rows == 0) continue;
+                       const std::int8_t* right = frame.get<const std::int8_t>(packed) +
+                                                  expert * blocks * groups * kGemmBytesPerGroup;
+                       const float* right_scales = frame.get<const float>(scales) + expert * columns;
+                       float* results = frame.get<float>(out) + first * columns;
+                       kernel({.left = frame.get<const std::int8_t>(left.digit.values) +
+                                       first * groups * kGemmDepthPerGroup,
+                               .left_scales = frame.get<const float>(left.digit.scales) + first,
+                               .left_sums = frame.get<const std::int32_t>(left.digit.sums) + first,
+                               .right = right,
+                               .right_scales = right_scales,
+                               .bias = nullptr,
+                               .residual = nullptr,
+                               .out = results,
+                               .rows = num_rows,
+                               .columns = columns,
+                               .groups = groups,
+                               .residual_stride = columns,
+                               .out_stride = columns},
+                              begin, end);
+                       add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
+                                     .packed = right,
+                                     .scales = right_scales,
+                                     .out = results,
+                                     .rows = num_rows,
+                                     .columns = columns,
+                                     .groups = groups},
+                                    begin, end);
+                     }
+                   });
+  return out;
+}
+
+}  // namespace
+
+ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
+                       ValueId gate_up_scales, ValueId down, ValueId down_scales, std::size_t top_k,
+                       bool norm_topk_prob) {
+  const Symbol symbol = builder.rows_of(hidden, "routed_experts' input");
+  const std::size_t width = builder.width_of(hidden);
+  require(builder.rows_of(router_logits, "routed_experts' router logits") == symbol,
+          "routed_experts: the router logits have other rows than the input");
+  for (const ValueId scales : {gate_up_scales, down_scales}) {
+    require(builder.value(scales).shape.size() == 2,
+            "routed_experts: expected scales float32 [E, N], got " +
+                describe(builder.value(scales).dtype, builder.value(scales).shape));
+  }
+  const std::size_t both = builder.width_of(gate_up_scales), inner = both / 2;
+  require(both % 2 == 0 && both > 0 && builder.width_of(down_scales) == width,
+          "routed_experts: expected an even number of columns of gate and up, and " + std::to_string(width) +
+              " of down, got " + std::to_string(both) + " and " +
+              std::to_string(builder.width_of(down_scales)));
+
+  const Routing routing = route(builder, router_logits, top_k, norm_topk_prob);
+  const SlotRows rows = quantize_slots(
+      builder, routing, width, {hidden, routing.rows}, [=](const Frame& frame, std::size_t slot, float*) {
+        const auto row = static_cast<std::size_t>(frame.get<const std::int32_t>(routing.rows)[slot]);
+        return frame.get<const float>(hidden) + row * width;
+      });
+  const ValueId gates_and_ups = multiply_slots(builder, routing, rows, width, gate_up, gate_up_scales);
+  BinaryFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32).function;
+  const SlotRows activated = quantize_slots(
+      builder, routing, inner, {gates_and_ups}, [=](const Frame& frame, std::size_t slot, float* scratch) {
+        const float* gate = frame.get<const float>(gates_and_ups) + slot * both;
+        silu_mul(gate, gate + inner, scratch, inner);
+        return static_cast<const float*>(scratch);
+      });
+  const ValueId results = multiply_slots(builder, routing, activated, inner, down, down_scales);
+
+  const ValueId out = builder.float_rows(symbol, width);
+  builder.add_row_step(symbol, {results, routing.weights, routing.slots, out},
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                         for (std::size_t row = begin; row < end; ++row) {
+                           float* sum = frame.get<float>(out) + row * width;
+                           std::fill_n(sum, width, 0.0f);
+                           for (std::size_t i = row * top_k; i < (row + 1) * top_k; ++i) {
+                             const float weight = frame.get<const float>(routing.weights)[i];
+                             const auto slot =
+                                 static_cast<std::size_t>(frame.get<const std::int32_t>(routing.slots)[i]);
+                             const float* result = frame.get<const float>(results) + slot * width;
+                             for (std::size_t n = 0; n < width; ++n) sum[n] += weight * result[n];
+                           }
+                         }
+                       });
+  return out;
+}
+
+}  // namespace chunkrt
