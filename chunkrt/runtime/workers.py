@@ -108,8 +108,7 @@ class Workers:
             with running_on(self._cpus):
                 for thread in self._threads:
                     thread.start()
-            with self._lock:
-                self._caller.wait_for(lambda: self._schedule.is_finished)
+            self._wait()
         finally:
             self.close()
         if self._policy_error is not None:
@@ -129,6 +128,10 @@ class Workers:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
+
+    def _wait(self) -> None:
+        with self._lock:
+            self._caller.wait_for(lambda: self._schedule.is_finished)
 
     def _work(self, processor: Processor, idle: Condition, worker: int) -> None:
         with self._lock:

@@ -40,6 +40,7 @@ class ToyEngine(SimpleNamespace):
             tokenizer=None,
             make_sampler=Sampler,
             is_closed=False,
+            check_process=lambda: None,
             fails=False,
             num_run=0,
             executor=Executor(plan, executables, chunk_length=CHUNK, processors=shared_cpu(1), policy=policy),

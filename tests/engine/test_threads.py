@@ -44,10 +44,10 @@ def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         has_looked.clear()
         make(self, schedule, held, **options)
 
-    def look_and_wait(self, progress) -> None:
+    def look_and_wait(self) -> None:
         seen.append(threads_now())
         has_looked.set()
-        wait(self, progress)
+        wait(self)
 
     monkeypatch.setattr(Workers, "__init__", make_held)
     monkeypatch.setattr(Workers, "_wait", look_and_wait)
