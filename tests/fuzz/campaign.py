@@ -96,8 +96,10 @@ def main() -> None:
     minutes, formats = float(sys.argv[1]), sys.argv[2:]
     from fuzz.targets import TARGETS
 
+    from chunkrt.runtime.affinity import available_cpus
+
     formats = formats or list(TARGETS)
-    jobs = os.cpu_count() or 1
+    jobs = len(available_cpus())
     share = minutes * 60 * jobs / len(formats)
     waiting, running, totals = list(formats), [], {format: Counter[str]() for format in formats}
     while waiting or running:
