@@ -31,6 +31,7 @@ def draw(record: RunRecord, path: Path) -> None:
         raise ConfigError(f"cannot draw {path}: it is no file; name one")
     picture = make_picture(record)
     try:
+        path.parent.stat()  # a folder that is not there is not made
         with written_aside(path) as aside:
             aside.write_text(to_svg(picture) if path.suffix.lower() == ".svg" else to_html(picture), "utf-8")
     except OSError as error:
