@@ -43,6 +43,9 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
         add_bos, bos_id = (True, prefix) if prefix is not None else (False, bos_id)
     eos_id = _token_id(library, config.get("eos_token"))
     declared = [*_ids(eos_id), *_ids(generation.get("eos_token_id")), *_ids(model_config.get("eos_token_id"))]
+    size = model_config.get("vocab_size")
+    if isinstance(size, int) and (outside := [token_id for token_id in declared if not 0 <= token_id < size]):
+        raise ModelError(f"eos_token_id is {outside[0]}, outside the vocabulary of {size}")
     added = library.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     return library, TextSettings(

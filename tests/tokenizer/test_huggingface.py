@@ -149,3 +149,9 @@ def test_a_damaged_file_is_a_model_error_that_names_it(folder, file, contents, m
     with pytest.raises(ModelError) as caught:
         read(folder)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("token_id", [1000, -1, 10**9])
+def test_an_end_that_the_model_cannot_give_is_refused(folder, token_id):
+    with pytest.raises(ModelError, match=f"eos_token_id is {token_id}, outside the vocabulary of 1000"):
+        read(folder, vocab_size=1000, eos_token_id=[3, token_id])
