@@ -151,7 +151,8 @@ class Overhead:
 def start_command(model: str, threads: int, options: Mapping[str, Any]) -> float:
     """Seconds from starting `chunkrt run` to the first byte of the answer."""
     settings = [f"--{name.removesuffix('_length')}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "chunkrt", "run", model, "--raw", "-p", PROMPT, "-n", "8", f"--threads={threads}"]
+    program = [sys.executable, "-P", "-m", "chunkrt"]  # the one installed: a source folder has no native module
+    command = [*program, "run", model, "--raw", "-p", PROMPT, "-n", "8", f"--threads={threads}"]
     start = perf_counter()
     with subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
         assert process.stdout is not None

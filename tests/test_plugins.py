@@ -98,6 +98,7 @@ def test_doctor_lists_them_and_says_what_is_wrong(cli):
         "chunkrt.operators tiny": True,
         "chunkrt.backends broken": False,
         "chunkrt.backends tiny": True,
+        "chunkrt.backends tiny_float": True,
         "chunkrt.backends tiny_npu": True,
         "chunkrt.decoders broken_llama": False,
         "chunkrt.decoders tiny_llama": True,
@@ -164,7 +165,7 @@ def test_an_operator_runs_once_a_chunk_where_it_is_switched_on(python):
 BACKENDS_CONFORM = """
 from chunkrt.backends import make_backend
 from chunkrt.testing import check_backend
-for name in ("tiny", "tiny_npu"):
+for name in ("tiny", "tiny_npu", "tiny_float"):
     check_backend(make_backend(name, threads=1))
 """
 
@@ -210,6 +211,32 @@ else:
 def test_a_backend_plays_both_roles_or_the_npus_alone(python):
     status, _, err = python("-c", ROLES, checkpoint("llama_biased_gguf"))
     assert status == 0, err
+
+
+FLOAT_ROLES = """
+import sys
+import chunkrt, numpy as np
+logits = []
+for npu in ("reference", "tiny_float"):
+    with chunkrt.load(sys.argv[1], npu=npu, scheme="float", chunk_length=8) as engine:
+        session = engine.session()
+        prefill, token = session.prefill(range(3, 30)), session.prefill([5])
+        logits.append(np.stack([prefill.logits, token.logits]))
+        backends = engine.npu_backend.name, engine.cpu_backend.name
+assert backends == ("tiny_float", "onnxrt"), backends
+device = [s.device for s in engine.plan.subgraphs]
+assert {(device[e.task.subgraph], e.processor) for e in prefill.events} == {("npu", "npu"), ("cpu", "cpu")}
+assert {e.processor for e in token.events} == {"cpu"}
+np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
+"""
+
+
+def test_beside_an_npu_that_has_float_alone_the_cpu_is_played_by_one_that_has_it_too(python, cli):
+    status, _, err = python("-c", FLOAT_ROLES, checkpoint(FAMILY))
+    assert status == 0, err
+    assert err.count("onnxrt plays the CPU: native has no linears under the scheme float") == 1
+    report = run_answer(cli("ops", checkpoint(FAMILY), "--npu", "tiny_float", "--json"))
+    assert (report["scheme"], report["npu"], report["cpu"]) == ("float", "tiny_float", "onnxrt")
 
 
 DECODER = """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,14 +78,10 @@ def peers(
         raise click.ClickException(str(error)) from error
     forms = Forms(checkpoint.resolve(), peers_dir / "models", python, _tell)
     room = max(test.count for test in wanted) + ROOM
-    running, absent = _start(contenders, forms, python, threads, room)
-    try:
+    with _started(contenders, forms, python, threads, room) as (running, absent):
         _tell(f"measuring {len(running)} contenders, {rounds} rounds after one that warms up")
         agrees = _agreement_texts(agreement(running, prompts))
         results = measure(running, wanted, rounds=rounds, vocabulary_size=vocabulary_size, seed=seed)
-    finally:
-        for process in running.values():
-            process.close()
     report = Report(
         conditions={
             "model": f"{shape}, random weights" if shape else checkpoint.name,
@@ -123,27 +120,33 @@ def choose(kinds: Sequence[str], chunk: int | None) -> list[Contender]:
     ]
 
 
-def _start(
+@contextmanager
+def _started(
     contenders: Sequence[Contender], forms: Forms, python: str, threads: int, room: int
-) -> tuple[dict[str, ContenderProcess], dict[str, str]]:
-    """The contenders that run, and why the others do not. chunkrt runs in this interpreter, others in theirs."""
+) -> Iterator[tuple[dict[str, ContenderProcess], dict[str, str]]]:
+    """The contenders that run, and why the others do not. chunkrt runs in this interpreter, others in theirs.
+
+    None outlives the context, nor a Ctrl-C while the others start.
+    """
     running: dict[str, ContenderProcess] = {}
     absent: dict[str, str] = {}
-    for contender in contenders:
-        _tell(f"starting {contender.name}")
-        try:
-            running[contender.name] = ContenderProcess(
-                contender,
-                python=sys.executable if contender.kind == "chunkrt" else python,
-                model=forms.make(contender.form),
-                threads=threads,
-                context_length=room,
-                log=forms.folder / f"{contender.name}.log",
-            )
-        except ContenderError as error:
-            absent[contender.name] = str(error)
-            _tell(f"{contender.name} is absent: {error}")
-    return running, absent
+    with ExitStack() as stack:
+        for contender in contenders:
+            _tell(f"starting {contender.name}")
+            try:
+                process = ContenderProcess(
+                    contender,
+                    python=sys.executable if contender.kind == "chunkrt" else python,
+                    model=forms.make(contender.form),
+                    threads=threads,
+                    context_length=room,
+                    log=forms.folder / f"{contender.name}.log",
+                )
+                running[contender.name] = stack.enter_context(process)
+            except ContenderError as error:
+                absent[contender.name] = str(error)
+                _tell(f"{contender.name} is absent: {error}")
+        yield running, absent
 
 
 def _random_model(shape: str, tokenizer: Path, peers_dir: Path) -> Path:

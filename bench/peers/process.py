@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from peers.contenders import ENGINES, Contender
 
@@ -20,10 +20,13 @@ class ContenderError(Exception):
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a child process: modules of this folder, so many OpenMP threads, and no network."""
+    """The environment of a child process: modules of this folder, so many OpenMP threads, and no network.
+
+    Not those of the working folder: the source folder's chunkrt has no native module, and would hide the installed one.
+    """
     paths = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
     pools = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return os.environ | pools | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    return os.environ | pools | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def last_line(log: Path) -> str:
@@ -33,7 +36,7 @@ def last_line(log: Path) -> str:
 
 
 class ContenderProcess:
-    """Starts a contender and asks it. Raises ContenderError wherever it fails."""
+    """Starts a contender and asks it; leaving it as a context ends it. Raises ContenderError wherever it fails."""
 
     def __init__(
         self, contender: Contender, *, python: str, model: Path, threads: int, context_length: int, log: Path
@@ -52,8 +55,8 @@ class ContenderProcess:
             )
         try:
             found = self._answer()
-        except ContenderError:
-            self.close()
+        except BaseException:  # Ctrl-C too, while it loads
+            self.kill()
             raise
         self.versions: Mapping[str, str] = found["versions"]
         self.settings: str = found["settings"]
@@ -68,13 +71,28 @@ class ContenderProcess:
             pass  # it has ended, and the answer is missing too
         return self._answer()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
     def close(self) -> None:
         """Let the process end, and wait for it."""
         try:
             self._process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+        except BaseException as error:
+            self.kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+
+    def kill(self) -> None:
+        """End the process at once: what it is doing is wanted no more."""
+        self._process.kill()
+        self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -54,7 +54,8 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
     """Write MODEL, a catalogue name, a GGUF file or a Hugging Face folder, as an ONNX decoder in float.
 
     The fixed-window form has static shapes and caches in and out; docs/onnx.md has its contract. The tokenizer's files
-    are written beside the model.
+    are written beside the model. Before anything is written in fp16, a short window is computed in it; a model with
+    values beyond float16 is refused.
     """
     if output is None and static_subgraphs is None:
         raise ConfigError("nothing is to be written; name a file with -o, or a folder with --static-subgraphs")
@@ -74,18 +75,23 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
         def told(done: int, total: int) -> None:
             progress("writing ONNX", done, total)
 
+        def tried(done: int, total: int) -> None:
+            progress("checking float16", done, total)
+
+        chosen = onnx_export.SubgraphSettings(
+            window=settings["window"], dtype=settings["dtype"], opset=int(settings["opset"])
+        )
         if output is not None:
             exported, files = (_dynamic if dynamic else _window)(planned, output, settings)
             files |= onnx_export.tokenizer_files(planned)
             onnx_export.check_beside(output.parent, files)
+        onnx_export.check_float16(planned, chosen, tried)
+        if output is not None:
             onnx_export.save_model(exported, output, external_data=settings["external_data"], progress=told)
             onnx_export.write_beside(output.parent, files)
             num_bytes = sum(f.stat().st_size for f in onnx_export.model_files(output) if f.exists())
             click.echo(f"{output}: {num_bytes / 1e6:.0f} MB", err=True)
         if static_subgraphs is not None:
-            chosen = onnx_export.SubgraphSettings(
-                window=settings["window"], dtype=settings["dtype"], opset=int(settings["opset"])
-            )
             parts = onnx_export.save_static_subgraphs(
                 planned, static_subgraphs, chosen, external_data=settings["external_data"], progress=told
             )

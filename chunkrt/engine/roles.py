@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from chunkrt.backends import Backend, Support, make_backend, qnn
+from chunkrt.backends import BACKENDS, Backend, Support, make_backend, qnn
 from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.checkpoints import catalogue
@@ -37,7 +37,9 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
         npu = open_npu(manifest, folder, options) or cpu
     else:
         npu = make_backend(options.npu, threads=threads)
-        cpu = npu if npu.concurrency is None else make_backend("native", threads=threads)
+        cpu = npu if npu.concurrency is None else _beside_npu(manifest.scheme, threads)
+        if cpu.name != "native" and cpu is not npu:
+            log.warning("%s plays the CPU: native has no linears under the scheme %s", cpu.name, manifest.scheme.name)
         _mind_soc(options)
     if options.cache_dtype not in (None, *cpu.cache_dtypes):
         raise ConfigError(
@@ -70,11 +72,20 @@ def check_npu(options: EngineOptions) -> None:
 def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tuple[str, Supports]]:
     """Who plays each role for a model under a scheme, by name, and what tells what it takes. Raises as `asked_npu`."""
     npu = asked_npu(options)
-    cpu = "native" if npu or options.npu in ("auto", "qnn", "off") else options.npu
-    on_cpu = cpu, make_backend(cpu, threads=1).supports
+    if options.npu in ("auto", "qnn", "off"):
+        cpu = make_backend("native", threads=1)
+    else:
+        cpu = _beside_npu(scheme, 1) if npu else make_backend(options.npu, threads=1)
+    on_cpu = cpu.name, cpu.supports
     if npu is None or (options.npu == "auto" and linear_refusal(npu, scheme)):
         return {"npu": on_cpu, "cpu": on_cpu}
     return {"npu": ("qnn" if options.npu == "auto" else options.npu, npu), "cpu": on_cpu}
+
+
+def _beside_npu(scheme: Scheme, threads: int) -> Backend:
+    """Who plays the CPU beside a plug-in's NPU: native, or the next that has linears under the scheme."""
+    backends = (make_backend(name, threads=threads) for name in BACKENDS)
+    return next(backend for backend in backends if not linear_refusal(backend.supports, scheme))
 
 
 def default_npu_scheme(npu: Supports, default: str) -> str:

@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +161,66 @@ def test_an_absent_runtime_is_an_error_in_a_line(tmp_path, monkeypatch):
             context_length=8,
             log=tmp_path / "log",
         )
+
+
+def contender_process(tmp_path, kind="chunkrt", **options):
+    """A contender that has no model to load."""
+    contender = peers("contenders").Contender(name=kind, kind=kind)
+    sizes = {"model": tmp_path / "none.gguf", "threads": 1, "context_length": 8, "log": tmp_path / "log"}
+    return peers("process").ContenderProcess(contender, **{"python": sys.executable, **sizes, **options})
+
+
+def test_a_contender_imports_what_is_installed_and_nothing_of_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "chunkrt").mkdir()
+    (tmp_path / "chunkrt" / "__init__.py").write_text("raise ImportError('a source folder, without a native module')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(peers("process").ContenderError, match=r"none\.gguf") as raised:
+        contender_process(tmp_path)
+    assert "native module" not in str(raised.value)
+
+
+@pytest.fixture
+def busy(tmp_path, monkeypatch):
+    """An interpreter that is busy for minutes whatever it is told, and the processes that were started."""
+    path, started, popen = tmp_path / "busy", [], subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    path.write_text('#!/bin/sh\necho \'{"versions": {}, "settings": ""}\'\nexec sleep 600\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(peers("process").subprocess, "Popen", start)
+    yield str(path), started
+    for process in started:
+        process.kill()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for an interpreter")
+def test_ctrl_c_ends_the_contender_that_starts_and_those_that_run(tmp_path, monkeypatch, busy):
+    python, started = busy
+    contenders, process, command = peers("contenders"), peers("process"), peers("command")
+    pair = [contenders.Contender(name=name, kind="torch") for name in ("first", "second")]
+    answer = process.ContenderProcess._answer
+
+    def interrupted(self):
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return answer(self)
+
+    monkeypatch.setattr(process.ContenderProcess, "_answer", interrupted)
+    forms = SimpleNamespace(make=lambda form: tmp_path, folder=tmp_path)
+    with pytest.raises(KeyboardInterrupt), command._started(pair, forms, python, 1, 8):
+        pass
+    assert [each.poll() for each in started] == [-9, -9]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for an interpreter")
+def test_ctrl_c_while_a_contender_is_asked_ends_it_at_once(tmp_path, busy):
+    python, started = busy
+    with pytest.raises(KeyboardInterrupt), contender_process(tmp_path, python=python):
+        raise KeyboardInterrupt
+    assert [each.poll() for each in started] == [-9]
 
 
 def test_a_form_that_cannot_be_made_is_an_error_in_a_line_and_leaves_nothing(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from fixture_checkpoints import checkpoint
 
@@ -18,6 +19,7 @@ from chunkrt.simulate.work import cut
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from roofline_machine import PEAK_ASKS, READ_PIECE_BYTES, Machine
+from roofline_prefill import start_command
 from roofline_tables import markdown
 from roofline_work import Bounds, Peaks, Spread, Work, attainable, work_of
 
@@ -171,3 +173,11 @@ def test_all_tables_are_as_wide_as_their_heads(machine: Machine) -> None:
     assert len(tables[2]) == 2 + len(machine.cases)
     for table in tables:
         assert {line.count("|") for line in table} == {table[0].count("|")}
+
+
+def test_a_fresh_process_is_of_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chunkrt").mkdir()
+    (tmp_path / "chunkrt" / "__init__.py").write_text("raise ImportError('a source folder, without a native module')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(click.ClickException, match=r"status 1: chunkrt: .*none\.gguf"):
+        start_command(str(tmp_path / "none.gguf"), 1, {})

@@ -90,6 +90,23 @@ def test_a_tied_head_is_stored_once():
     assert "lm_head.weight" in scaled.graph.initializers  # the embedding's table is multiplied
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("layers.4", "layers.5", "layers.6"), ("stem", "blocks.7", "top"), ("layers.3.a", "layers.3.b", "layers.9")],
+)
+def test_states_are_numbered_whatever_the_family_calls_its_layers(names):
+    decoder = planned("llama_gqa")
+    text = decoder.plan.to_json()
+    for index, name in enumerate(names):
+        text = text.replace(f"layers.{index}.self_attn.key_cache", f"{name}.key_cache")
+        text = text.replace(f"layers.{index}.self_attn.value_cache", f"{name}.value_cache")
+    renamed = Planned(source=decoder.source, decoder=decoder.decoder, plan=Plan.from_json(text))
+    states = [f"{number}.{kind}" for number in range(3) for kind in ("key", "value")]
+    for model in (window_model(renamed, WindowSettings(**SIZES)), window_model(decoder, WindowSettings(**SIZES))):
+        assert [v.name for v in model.graph.inputs[2:]] == [f"past_key_values.{state}" for state in states]
+        assert [v.name for v in model.graph.outputs[1:]] == [f"present.{state}" for state in states]
+
+
 def test_metadata_holds_what_a_graph_does_not_say():
     decoder = planned("phi3_longrope_long")
     model = window_model(decoder, WindowSettings(**SIZES))
@@ -167,7 +184,8 @@ def test_more_than_one_file_holds_is_an_error(tmp_path, monkeypatch):
     save_model(model, tmp_path / "decoder.onnx", external_data=True)
 
 
-def test_nothing_is_left_of_an_export_that_failed(tmp_path):
+@pytest.mark.parametrize("external_data", [True, False])
+def test_nothing_is_left_of_an_export_that_failed(tmp_path, external_data):
     decoder = planned("llama_gqa")
 
     class Failing(Planned):
@@ -176,7 +194,7 @@ def test_nothing_is_left_of_an_export_that_failed(tmp_path):
 
     failing = Failing(source=decoder.source, decoder=decoder.decoder, plan=decoder.plan)
     with pytest.raises(QuantizationError, match=r"down_proj.weight holds .*beyond float16's 65504"):
-        save_model(window_model(failing, WindowSettings(**SIZES)), tmp_path / "d.onnx", external_data=True)
+        save_model(window_model(failing, WindowSettings(**SIZES)), tmp_path / "d.onnx", external_data=external_data)
     assert not list(tmp_path.iterdir())
 
 

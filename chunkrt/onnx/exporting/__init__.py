@@ -7,6 +7,7 @@ from chunkrt.onnx.exporting.genai import genai_config
 from chunkrt.onnx.exporting.save import check_absent, model_files, save_model
 from chunkrt.onnx.exporting.settings import DynamicSettings, SubgraphSettings, WindowSettings
 from chunkrt.onnx.exporting.subgraphs import save_static_subgraphs
+from chunkrt.onnx.exporting.verification import check_float16
 from chunkrt.onnx.exporting.window import window_model
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "WindowSettings",
     "check_absent",
     "check_beside",
+    "check_float16",
     "dynamic_model",
     "genai_config",
     "model_files",

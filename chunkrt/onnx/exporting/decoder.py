@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
@@ -24,7 +23,6 @@ PLAN_KEY, SETTINGS_KEY, ROPE_KEY = "chunkrt.plan", "chunkrt.export", "chunkrt.ro
 """Where a model's metadata has the plan, what the export was asked for, and the rotary tables' frequencies."""
 
 _STATES = {"key_cache": "key", "value_cache": "value"}
-_LAYER = re.compile(r"\.(\d+)\.")
 
 Dimensions = Sequence[int | str]
 EmitLayer = Callable[[Node, Sequence[ir.Value]], Sequence[ir.Value]]
@@ -59,8 +57,9 @@ def emit_decoder(
     Raises:
         UnsupportedModelError: an operator that has no form.
     """
+    names = state_names(plan)
     states = {
-        tensor.name: e.input(f"past_key_values.{state_name(tensor)}", dtype, past)
+        tensor.name: e.input(f"past_key_values.{names[tensor.name]}", dtype, past)
         for tensor in plan.state_tensors
         for dtype, past, _ in [describe(tensor)]
     }
@@ -74,7 +73,7 @@ def emit_decoder(
     e.output(e.read(plan.output, e.dtype), "logits", [*rows, plan.vocab_size])
     for tensor in plan.state_tensors:
         _, _, present = describe(tensor)
-        e.output(new[tensor.name], f"present.{state_name(tensor)}", present)
+        e.output(new[tensor.name], f"present.{names[tensor.name]}", present)
 
 
 def emit_node(e: Emitter, node: Node) -> None:
@@ -87,12 +86,17 @@ def emit_node(e: Emitter, node: Node) -> None:
         raise UnsupportedModelError(f"{node.name} is a {node.domain or 'standard'} {node.op}, which has no ONNX form")
 
 
-def state_name(tensor: Tensor) -> str:
-    """Of a layer's state in a model's inputs and outputs: "3.key", "3.value", "3.conv_state", "3.recurrent_state"."""
-    layer = _LAYER.search(tensor.name)
-    assert layer, tensor.name
-    kind = tensor.name.rpartition(".")[2]
-    return f"{layer[1]}.{_STATES.get(kind, kind)}"
+def state_names(plan: Plan) -> dict[str, str]:
+    """What a model's inputs and outputs call each state: "3.key", "3.value", "3.conv_state", "3.recurrent_state".
+
+    The number is that of the module which owns it among those with state, whatever the family calls its layers.
+    """
+    names: dict[str, str] = {}
+    owners: dict[str, int] = {}
+    for tensor in plan.state_tensors:
+        owner, _, kind = tensor.name.rpartition(".")
+        names[tensor.name] = f"{owners.setdefault(owner, len(owners))}.{_STATES.get(kind, kind)}"
+    return names
 
 
 def metadata(planned: Planned, settings: Settings) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.files import remove
 
 DATA_SUFFIX = ".data"
@@ -48,6 +48,7 @@ def save_model(
 
     Raises:
         ConfigError: there is a file already, it cannot be written, or it is too large for one file.
+        QuantizationError: a weight is beyond the type that it is written in.
     """
     check_absent(path)
     tensors = [value.const_value for value in model.graph.initializers.values()]
@@ -70,6 +71,11 @@ def save_model(
         )
         for file in sorted(aside.iterdir(), key=lambda file: file.name == path.name):  # with the model, all is there
             file.rename(path.with_name(file.name))
+    except ir.serde.SerdeError as error:  # what a weight raised as it was read, wrapped again and again
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ChunkrtError):
+            cause = cause.__cause__
+        raise cause or error from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     finally:

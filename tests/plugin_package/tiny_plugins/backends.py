@@ -1,4 +1,4 @@
-"""Two backends: one that plays both roles, and one that plays the NPU's beside the native backend."""
+"""Backends: one that plays both roles, and two that play the NPU's alone, with grids and in float."""
 
 from chunkrt.backends import Support
 from chunkrt.backends.reference import ReferenceBackend
@@ -27,8 +27,20 @@ class TinyNpu(ReferenceBackend):
     def compile(self, subgraph, plan, chunk_length, scheme, weights):
         """As the reference does it."""
         if not (support := self.supports(subgraph, plan, scheme)):
-            raise PartitionError(f"tiny_npu cannot run {subgraph.name}: {support.reason}")
+            raise PartitionError(f"{self.name} cannot run {subgraph.name}: {support.reason}")
         return super().compile(subgraph, plan, chunk_length, scheme, weights)
+
+
+class TinyFloat(TinyNpu):
+    """Static subgraphs alone, in float: what a GPU's library has before it has integers."""
+
+    name = "tiny_float"
+
+    def supports(self, subgraph, plan, scheme):
+        """Yes, for what is the same for every chunk."""
+        if not subgraph.is_static or scheme.weight_bits is not None:
+            return Support(ok=False, node=subgraph.nodes[0].name, reason="tiny_float has float alone")
+        return ReferenceBackend.supports(self, subgraph, plan, scheme)
 
 
 def make(*, threads):
@@ -39,3 +51,8 @@ def make(*, threads):
 def make_npu(*, threads):
     """The backend `tiny_npu`."""
     return TinyNpu()
+
+
+def make_float(*, threads):
+    """The backend `tiny_float`."""
+    return TinyFloat()
