@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from chunkrt.cli.choice import choice_lines
-from chunkrt.cli.options import progress_bar, quantisation_options, verbose_option
+from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, progress_bar, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.search import cached_choice
@@ -40,7 +40,7 @@ NUM_SHOWN = 5
 @click.option("--tokens", "num_tokens", type=int, help=f"Tokens to use.  [default: up to {DEFAULT_NUM_TOKENS}]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a copy to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@quantisation_options
+@engine_fields(*QUANTISATION_FIELDS)
 @verbose_option
 def calibrate(
     model: str,

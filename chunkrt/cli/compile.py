@@ -10,14 +10,7 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.cli.options import (
-    QUANTISATION_FIELDS,
-    htp_option,
-    progress_bar,
-    quantisation_options,
-    settings_option,
-    verbose_option,
-)
+from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, progress_bar, settings_option, verbose_option
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
@@ -28,10 +21,9 @@ from chunkrt.graph.placement import Placement
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
 @click.option("--soc", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
 @click.option("--chunk", "chunk_length", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
-@quantisation_options
-@click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules.")
+@engine_fields(*QUANTISATION_FIELDS, "placement")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-@htp_option
+@engine_fields("htp")
 @verbose_option
 @settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "htp")
 def compile(

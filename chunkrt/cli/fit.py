@@ -7,7 +7,7 @@ import json
 import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.options import engine_fields, verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
@@ -20,7 +20,7 @@ from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 @click.option("--soc", "soc_name", required=True, help="The device's SoC, as in SM8650 or 8gen3.")
 @click.option("--scheme", type=click.Choice(STATIC_SCHEMES), help="Quantisation.  [default: w8a16, or as compiled]")
 @click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]")
-@click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]")
+@engine_fields("context_length")
 @click.option("--ram", "ram_gb", type=float, help="The device's RAM in GB.  [default: a guess by the SoC]")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from chunkrt.engine.options import DEFAULT_CONTEXT_KEEP
+from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import FinishReason, Session
 
@@ -27,19 +27,6 @@ _OPTIONS = (
     click.option("--seed", type=int, help="Seed of the random numbers."),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system", help="A system message before the prompt."),
-    click.option(
-        "--context-shift/--no-context-shift",
-        default=False,
-        help="When the context is full, drop the older half of its tokens and go on.  [default: end there]",
-    ),
-    click.option(
-        "--keep",
-        "context_keep",
-        type=int,
-        default=DEFAULT_CONTEXT_KEEP,
-        show_default=True,
-        help="First tokens that --context-shift never drops.",
-    ),
 )
 _SAMPLING = tuple(SamplingOptions.__dataclass_fields__)
 
@@ -75,6 +62,7 @@ def generation_options(command: Command) -> Command:
 
     They arrive as keyword arguments.
     """
+    command = engine_fields(*CONTEXT_FIELDS)(command)
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

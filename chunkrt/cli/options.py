@@ -13,12 +13,9 @@ from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine.engine import Engine, load
-from chunkrt.engine.options import ON_NPU_FAILURE, OUTPUTS, EngineOptions, npu_choices
+from chunkrt.engine.options import DECLARED
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
-from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES
-from chunkrt.runtime.affinity import NO_AFFINITY
-from chunkrt.runtime.policy import DEFAULT_POLICY, policy_names
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import check_trace_path, write_trace
 
@@ -42,15 +39,6 @@ class OneOf(click.ParamType[str]):
         return click.Choice(self._names()).convert(value, param, ctx)
 
 
-_HTP = click.option(
-    "--htp",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=lambda context, parameter, value: HtpOptions.parse(value),
-    help="A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
-)
-
-
 def _budget(text: str | None) -> float | None:
     if text is None:
         return None
@@ -70,92 +58,43 @@ def _equalisation(text: str | None) -> float | Literal["off"] | None:
 
 
 QUANTISATION_FIELDS = ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation")
-_QUANTISATION_OPTIONS = (
-    click.option("--scheme", type=click.Choice(SCHEME_NAMES), help="Quantisation.  [default: the model's]"),
-    click.option(
-        "--calibration", type=click.Path(path_type=Path), help="What `chunkrt calibrate` wrote.  [default: made]"
-    ),
-    click.option(
-        "--shadow",
-        metavar="none|all|auto|LIST",
-        help="8-bit linears whose largest inputs are computed in float beside them; auto: the fewest within --budget.  "
-        "[default: none]",
-    ),
-    click.option(
-        "--budget",
-        metavar="kl=NATS",
-        callback=lambda context, parameter, value: _budget(value),
-        help="Mean KL divergence from the float model allowed to --shadow auto and --scheme mixed.  "
-        f"[default: kl={DEFAULT_BUDGETS['shadow']} and kl={DEFAULT_BUDGETS['mixed']}]",
-    ),
-    click.option(
-        "--outputs",
-        type=click.Choice(OUTPUTS),
-        help="Of static linears: rounded to a grid, as an NPU does, or float.  "
-        "[default: float for w8a8 on a CPU, else grid]",
-    ),
-    click.option(
-        "--equalise",
-        "equalisation",
-        metavar="0..1|off",
-        callback=lambda context, parameter, value: _equalisation(value),
-        help="Unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
-    ),
-    click.option(
-        "--rotate/--no-rotate", "rotation", help="Rotate the residual stream before a static scheme quantises."
-    ),
-)
-_ENGINE_OPTIONS = (
-    click.option(
-        "--npu",
-        type=OneOf(npu_choices),
-        default="auto",
-        show_default=True,
-        help="Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
-        "off: no partition, all on the CPU; or a plug-in.",
-    ),
-    click.option(
-        "--ops",
-        multiple=True,
-        metavar="all|none|+NAME|-NAME",
-        callback=lambda context, parameter, value: value or None,
-        help="Operators in the form of their backend or a plug-in, the others in the reference's; several with commas "
-        "or repeated. `chunkrt ops` lists them.  [default: all; none for --npu reference]",
-    ),
-    click.option(
-        "--chunk",
-        "chunk_length",
-        type=int,
-        help="Tokens of a chunk.  [default: as compiled, else 32 with an NPU, 128 without]",
-    ),
-    click.option(
-        "--policy",
-        type=OneOf(policy_names),
-        default=DEFAULT_POLICY,
-        show_default=True,
-        help="Order of tasks.",
-    ),
-    click.option(
-        "--in-flight", "chunks_in_flight", type=int, help="Chunks under way at once.  [default: as many as help]"
-    ),
-    click.option("--threads", type=int, help="Thread budget.  [default: the cores, or those of --affinity]"),
-    click.option(
-        "--affinity",
-        default=NO_AFFINITY,
-        show_default=True,
-        metavar="none|big|LIST",
-        help="CPUs to run on: big for the fast cores, or a list such as 0,2,4-7. On Linux.",
-    ),
-    click.option("--context", "context_length", type=int, help="Positions to hold.  [default: the model's]"),
-    click.option("--place", "placement", type=click.Path(path_type=Path), help="TOML file that places modules."),
-    click.option("--soc", help="The SoC whose NPU is used or emulated.  [default: this one, or SM8650]"),
-    click.option(
-        "--on-npu-failure",
-        type=click.Choice(ON_NPU_FAILURE),
-        help="Go on on the CPU, or fail.  [default: fallback for auto, else fail]",
-    ),
-    _HTP,
-)
+CONTEXT_FIELDS = ("context_shift", "context_keep")
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "budget": _budget,
+    "equalisation": _equalisation,
+    "ops": lambda given: given or None,
+    "htp": HtpOptions.parse,
+}
+_TYPES: dict[str, Any] = {"int": int, "bool": bool, "Path": click.Path(path_type=Path)}
+
+
+def engine_fields(*names: str) -> Callable[[Command], Command]:
+    """Give a command some of the options that `EngineOptions` declares; they arrive as keyword arguments."""
+
+    def decorate(command: Command) -> Command:
+        for name in reversed(names):
+            command = _engine_option(name)(command)
+        return command
+
+    return decorate
+
+
+def _engine_option(name: str) -> Callable[[Command], Command]:
+    kind, default, declared = DECLARED[name]
+    read = _READERS.get(name)
+    return click.option(
+        declared.flag,
+        name,
+        type=OneOf(declared.choices) if declared.choices else _TYPES.get(kind),
+        default=None if read else default,
+        show_default=not read and type(default) in (str, int),
+        multiple=name in ("ops", "htp"),
+        metavar=declared.metavar,
+        callback=(lambda context, parameter, value: read(value)) if read else None,
+        help=declared.help,
+    )
+
+
 _SETTINGS = click.option(
     "--settings",
     "settings_file",
@@ -171,10 +110,9 @@ def engine_options(command: Command) -> Command:
 
     It stands below all other options of the command.
     """
-    command = settings_option(*EngineOptions.__dataclass_fields__)(command)
-    for option in reversed((*_ENGINE_OPTIONS[:1], *_QUANTISATION_OPTIONS, *_ENGINE_OPTIONS[1:], _VERBOSE)):
-        command = option(command)
-    return command
+    command = _VERBOSE(settings_option(*DECLARED)(command))
+    flags = [name for name, (_, _, declared) in DECLARED.items() if declared.flag and name not in CONTEXT_FIELDS]
+    return engine_fields(*flags)(command)
 
 
 def settings_option(*names: str) -> Callable[[Command], Command]:
@@ -196,18 +134,6 @@ def settings_option(*names: str) -> Callable[[Command], Command]:
         return _SETTINGS(cast(Command, with_settings))
 
     return decorate
-
-
-def quantisation_options(command: Command) -> Command:
-    """Give a command those of the engine's options that say how a checkpoint is quantised."""
-    for option in reversed(_QUANTISATION_OPTIONS):
-        command = option(command)
-    return command
-
-
-def htp_option(command: Command) -> Command:
-    """Give a command --htp alone."""
-    return _HTP(command)
 
 
 def verbose_option(command: Command) -> Command:

@@ -1,11 +1,12 @@
-"""How an engine runs a model: every choice, checked where it is made."""
+"""How an engine runs a model: every option declared once, with its check and what the command line says of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
-from typing import Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 from chunkrt.backends import BACKENDS, PLUGINS
 from chunkrt.backends.qnn.options import HtpOptions
@@ -13,10 +14,10 @@ from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.backends.switches import Switches
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
-from chunkrt.quant.scheme import find_scheme
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
-from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy
+from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy, policy_names
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
@@ -24,134 +25,206 @@ DEFAULT_CHUNK_LENGTH = 32
 """With an NPU."""
 CPU_CHUNK_LENGTH = 128
 """Without one: a processor reads weights once for all rows of a chunk, and pads none."""
-DEFAULT_CONTEXT_KEEP = 4
 MOST_THREADS = 256
 
 Outputs = Literal["grid", "float"]
-OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 OnNpuFailure = Literal["fallback", "fail"]
-ON_NPU_FAILURE: tuple[OnNpuFailure, ...] = get_args(OnNpuFailure)
+
+
+def npu_choices() -> tuple[str, ...]:
+    """Who can play the NPU, plug-ins too."""
+    return (*NPU_CHOICES, *PLUGINS.names)
+
+
+def _check_npu(name: str) -> None:
+    if PLUGINS.find(name) is None and name not in NPU_CHOICES:
+        raise unknown_name("NPU choice", name, npu_choices())
+
+
+def _check_threads(number: int) -> None:
+    if number > MOST_THREADS:
+        raise ConfigError(f"threads is {number}, expected at most {MOST_THREADS}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda value: isinstance(value, str), "text"),
+    "int": (_is_whole, "a whole number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What there is to say of an option beside its name, type and default.
+
+    flag: as click takes it; none for what the command line does not have.
+    choices: names to choose from. With a `noun` for them, others are refused here; else `check` does it.
+    must: what a value has to be, and in words, where its type does not say all.
+    """
+
+    flag: str
+    help: str
+    metavar: str | None = None
+    choices: Callable[[], Sequence[str]] | None = None
+    noun: str | None = None
+    must: tuple[Callable[[Any], bool], str] | None = None
+    check: Callable[[Any], object] = id
+
+    def require(self, name: str, kind: str, value: Any) -> None:
+        """Raise ConfigError unless the option may have this value; a whole number is at least 1."""
+        accepts, expected = self.must or _KINDS.get(kind, (lambda value: True, ""))
+        if not accepts(value):
+            raise ConfigError(f"{name} is {value!r}, expected {expected}")
+        if kind == "int" and value < 1 and not self.must:
+            raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.noun and self.choices and value not in self.choices():
+            raise unknown_name(self.noun, value, self.choices())
+        self.check(value)
+
+
+def _option(flag: str, help: str, *, default: Any = None, **more: Any) -> Any:
+    flag, _, metavar = flag.partition(" ")
+    return field(
+        default=default, metadata={"option": Declaration(flag=flag, metavar=metavar or None, help=help, **more)}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How an engine runs a model.
 
-    npu: who plays the NPU: "auto" (an NPU if there is one, else "native"), "qnn" (Qualcomm's NPU, emulated where there
-        is none), "native", "onnxrt", "reference", a plug-in's name, or "off": the whole decoder is one subgraph on the
-        CPU.
-    ops: which operators run in the form of their backend or of a plug-in, and which in the reference's: "all", "none",
-        "+name", "-name", several with commas between or as several texts; see `backends/switches.py`. By default "all",
-        and "none" for npu "reference".
-    chunk_length: tokens of a chunk, 1 to the context length; by default what an engine directory was compiled for
-        (of several lengths 32, or else the longest), else 32 with an NPU and up to 128 without one.
-    scheme: how linears are quantised; by default what an engine directory was compiled with, else the catalogue's or
-        "w8a8-dynamic"; "w8a16" on an NPU that does not have those.
-    policy: the order of tasks, by name; see `runtime/policy.py`. Results do not depend on it.
-    chunks_in_flight: chunks that are under way at once, 1 to 256, each with buffers of its own; by default as many as
-        help and fit into 64 MiB.
-    threads: the budget for workers and kernel threads together; by default as many as the CPUs of `affinity`, or the
-        processor's cores.
-    affinity: the CPUs that the threads run on: "none" (the system chooses), "big" (the fast cores), or a list such as
-        "0,2,4-7". Only on Linux.
-    context_length: positions a session can hold; by default the model's.
-    context_shift: whether tokens may outgrow the context: then the oldest half of them is dropped, except for the first
-        `context_keep`, and the others move down. Keys are then cached before RoPE, which costs time at every use. By
-        default a prompt that does not fit is refused, and a generation ends.
-    context_keep: the first tokens, which a shift leaves where they are; 0 to the context length less 2.
-    cache_dtype: of keys and values; by default float16 on the native backend, float32 elsewhere. The native backend has
-        int8 as well, with a scale for each position of a head.
-    placement: devices by patterns of module paths, or a TOML file of them; see `graph/placement.py`.
-    calibration: a file that `chunkrt calibrate` wrote, for static schemes; by default one is made from a text that
-        comes with chunkrt.
-    shadow: which linears of 8 bits get a shadow (`quant/scheme.py`): "none", "all", "auto" (the fewest that keep the
-        loss within the budget), or patterns of weight names with commas between. By default "none"; scheme "mixed"
-        chooses by itself.
-    budget: of "auto" and of scheme "mixed": the most mean KL divergence from the float model, in nats; by default
-        0.015 and 0.01.
-    outputs: what static linears give: "grid", as many bits as they take, which is Hexagon's rule; or "float". By
-        default "float" for scheme "w8a8" where that can be run, else "grid".
-    equalisation: how much of the unevenness of activations moves into the weights, 0 to 1, or "off"; by default the
-        scheme's.
-    rotation: whether the residual stream is rotated before static schemes quantise.
-    soc: the processor whose NPU is compiled for, such as "SM8650"; by default this machine's, and in emulation what an
-        engine directory was compiled for.
-    htp: settings of Qualcomm's NPU.
-    on_npu_failure: "fallback" finishes on the CPU, with a warning; "fail" raises DeviceLostError. By default "fallback"
-        for npu "auto", else "fail".
+    Where they are declared they say what they are, in the words of `--help`. Beyond that:
+
+    scheme: by default what an engine directory was compiled with, else the catalogue's or "w8a8-dynamic"; "w8a16" on
+        an NPU that does not have those.
+    shadow: "mixed" chooses by itself. A list is patterns of weight names with commas between.
+    chunk_length: of several lengths that an engine directory was compiled for 32, or else the longest.
+    chunks_in_flight: 1 to 256, each with buffers of its own; as many as help, and fit into 64 MiB.
+    threads: for workers and kernel threads together.
+    placement: devices by patterns of module paths, or a file of them; see `graph/placement.py`.
+    soc: in emulation by default what an engine directory was compiled for.
+    context_shift: keys are then cached before RoPE, which costs time at every use.
+    context_keep: 0 to the context length less 2.
     """
 
-    npu: str = "auto"
-    ops: str | tuple[str, ...] | None = None
-    chunk_length: int | None = None
-    scheme: str | None = None
-    policy: str = DEFAULT_POLICY
-    chunks_in_flight: int | None = None
-    threads: int | None = None
-    affinity: str = NO_AFFINITY
-    context_length: int | None = None
-    context_shift: bool = False
-    context_keep: int = DEFAULT_CONTEXT_KEEP
-    cache_dtype: CacheDtype | None = None
-    placement: Path | Placement | None = None
-    calibration: Path | None = None
-    shadow: str | None = None
-    budget: float | None = None
-    outputs: Outputs | None = None
-    equalisation: float | Literal["off"] | None = None
-    rotation: bool = False
-    soc: str | None = None
-    htp: HtpOptions = field(default_factory=HtpOptions)
-    on_npu_failure: OnNpuFailure | None = None
+    npu: str = _option(
+        "--npu",
+        "Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
+        "off: no partition, all on the CPU; or a plug-in.",
+        default="auto",
+        choices=npu_choices,
+        check=_check_npu,
+    )
+    scheme: str | None = _option(
+        "--scheme", "Quantisation.  [default: the model's]", choices=lambda: SCHEME_NAMES, check=find_scheme
+    )
+    calibration: Path | None = _option("--calibration", "What `chunkrt calibrate` wrote.  [default: made]")
+    shadow: str | None = _option(
+        "--shadow none|all|auto|LIST",
+        "8-bit linears whose largest inputs are computed in float beside them; auto: the fewest within --budget.  "
+        "[default: none]",
+    )
+    budget: float | None = _option(
+        "--budget kl=NATS",
+        "Mean KL divergence from the float model allowed to --shadow auto and --scheme mixed.  "
+        f"[default: kl={DEFAULT_BUDGETS['shadow']} and kl={DEFAULT_BUDGETS['mixed']}]",
+        must=(lambda value: _is_number(value) and value > 0, "a number of nats above 0"),
+    )
+    outputs: Outputs | None = _option(
+        "--outputs",
+        "Of static linears: rounded to a grid, as an NPU does, or float.  "
+        "[default: float for w8a8 on a CPU, else grid]",
+        choices=lambda: get_args(Outputs),
+        noun="kind of outputs",
+    )
+    equalisation: float | Literal["off"] | None = _option(
+        "--equalise 0..1|off",
+        "Unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
+        must=(lambda value: value == "off" or (_is_number(value) and 0 <= value <= 1), "0 to 1, or 'off'"),
+    )
+    rotation: bool = _option(
+        "--rotate/--no-rotate", "Rotate the residual stream before a static scheme quantises.", default=False
+    )
+    ops: tuple[str, ...] | str | None = _option(
+        "--ops all|none|+NAME|-NAME",
+        "Operators in the form of their backend or a plug-in, the others in the reference's; several with commas "
+        "or repeated. `chunkrt ops` lists them.  [default: all; none for --npu reference]",
+        check=Switches.parse,
+    )
+    chunk_length: int | None = _option(
+        "--chunk", "Tokens of a chunk.  [default: as compiled, else 32 with an NPU, 128 without]"
+    )
+    policy: str = _option(
+        "--policy", "Order of tasks.", default=DEFAULT_POLICY, choices=policy_names, check=find_policy
+    )
+    chunks_in_flight: int | None = _option(
+        "--in-flight", "Chunks under way at once.  [default: as many as help]", check=check_chunks_in_flight
+    )
+    threads: int | None = _option(
+        "--threads", "Thread budget.  [default: the cores, or those of --affinity]", check=_check_threads
+    )
+    affinity: str = _option(
+        "--affinity none|big|LIST",
+        "CPUs to run on: big for the fast cores, or a list such as 0,2,4-7. On Linux.",
+        default=NO_AFFINITY,
+        check=check_affinity,
+    )
+    context_length: int | None = _option("--context", "Positions to hold.  [default: the model's]")
+    placement: Path | Placement | None = _option(
+        "--place",
+        "TOML file that places modules.",
+        check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
+    )
+    soc: str | None = _option(
+        "--soc", "The SoC whose NPU is used or emulated.  [default: this one, or SM8650]", check=find_soc
+    )
+    on_npu_failure: OnNpuFailure | None = _option(
+        "--on-npu-failure",
+        "Go on on the CPU, or fail.  [default: fallback for auto, else fail]",
+        choices=lambda: get_args(OnNpuFailure),
+        noun="answer to an NPU's failure",
+    )
+    htp: HtpOptions = _option(
+        "--htp NAME=VALUE",
+        "A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
+        default=HtpOptions(),
+    )
+    context_shift: bool = _option(
+        "--context-shift/--no-context-shift",
+        "When the context is full, drop the older half of its tokens and go on.  [default: end there]",
+        default=False,
+    )
+    context_keep: int = _option(
+        "--keep",
+        "First tokens that --context-shift never drops.",
+        default=4,
+        must=(lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more"),
+    )
+    cache_dtype: CacheDtype | None = _option(
+        "",
+        "Of keys and values; int8, on native alone, has a scale for each position of a head.  "
+        "[default: float16 on native, else float32]",
+        choices=lambda: CACHE_DTYPES,
+        noun="type of the cache",
+    )
 
     def __post_init__(self) -> None:
-        always = ("npu", "policy", "affinity")
-        for name in (*always, "scheme", "cache_dtype", "shadow", "outputs", "soc", "on_npu_failure"):
+        for name, (kind, default, declared) in DECLARED.items():
             value = getattr(self, name)
-            if not (isinstance(value, str) or (value is None and name not in always)):
-                raise ConfigError(f"{name} is {value!r}, expected text")
-        if PLUGINS.find(self.npu) is None and self.npu not in NPU_CHOICES:
-            raise unknown_name("NPU choice", self.npu, npu_choices())
+            if value is not None or default is not None:
+                declared.require(name, kind, value)
         if self.npu == "off" and self.placement is not None:
             raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
-        for name in ("chunk_length", "chunks_in_flight", "threads", "context_length"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-                raise ConfigError(f"{name} is {value!r}, expected a whole number")
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, expected at least 1")
-        if self.chunks_in_flight is not None:
-            check_chunks_in_flight(self.chunks_in_flight)
-        if self.placement is not None and not isinstance(self.placement, Path):
-            check_placement(self.placement, "placement")
-        if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
-            raise unknown_name("type of the cache", self.cache_dtype, CACHE_DTYPES)
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
             raise ConfigError(f"npu {self.npu!r} has no caches of int8; choose float32 or float16, or another npu")
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise ConfigError(f"threads is {self.threads}, expected at most {MOST_THREADS}")
-        if self.on_npu_failure is not None and self.on_npu_failure not in ON_NPU_FAILURE:
-            raise unknown_name("answer to an NPU's failure", self.on_npu_failure, ON_NPU_FAILURE)
-        if self.outputs is not None and self.outputs not in OUTPUTS:
-            raise unknown_name("kind of outputs", self.outputs, OUTPUTS)
-        for name in ("rotation", "context_shift"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected true or false")
-        if isinstance(self.context_keep, bool) or not isinstance(self.context_keep, Integral) or self.context_keep < 0:
-            raise ConfigError(f"context_keep is {self.context_keep!r}, expected a whole number, 0 or more")
-        if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
-            raise ConfigError(f"budget is {self.budget!r}, expected a number of nats above 0")
-        if self.equalisation not in (None, "off") and not (
-            _is_number(self.equalisation) and 0 <= self.equalisation <= 1
-        ):
-            raise ConfigError(f"equalisation is {self.equalisation!r}, expected 0 to 1, or 'off'")
-        Switches.parse(self.ops)
-        check_affinity(self.affinity)
-        find_policy(self.policy)
-        if self.scheme is not None:
-            find_scheme(self.scheme)
-        if self.soc is not None:
-            find_soc(self.soc)
 
     @property
     def num_threads(self) -> int:
@@ -164,13 +237,14 @@ class EngineOptions:
         return (self.on_npu_failure or ("fallback" if self.npu == "auto" else "fail")) == "fallback"
 
 
-def npu_choices() -> tuple[str, ...]:
-    """Who can play the NPU, plug-ins too."""
-    return (*NPU_CHOICES, *PLUGINS.names)
+def _kind(option: Field[Any]) -> str:
+    return "str" if option.metadata["option"].noun else str(option.type).split(" | ")[0]
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+DECLARED: dict[str, tuple[str, Any, Declaration]] = {
+    option.name: (_kind(option), option.default, option.metadata["option"]) for option in fields(EngineOptions)
+}
+"""By name: the first type of its annotation, the default, and what else is declared."""
 
 
 def available_cores() -> int:
