@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
@@ -76,6 +77,7 @@ def compile_checkpoint(
     model: str,
     calibration: Path | None = None,
     ranks: Ranks = ALONE,
+    check: Callable[[Plan, Scheme], None] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """Write the engine directory of a checkpoint, aside and then renamed.
@@ -86,6 +88,7 @@ def compile_checkpoint(
         calibration: for a static scheme; by default one is made from the text that comes with chunkrt. One that was
             made for another equalisation or rotation gives its text, and is made anew.
         ranks: which of how many processes the engine directory is for.
+        check: asked before anything is written; what it raises ends the compilation.
         progress: told (what is being done, how much is done, how much there is).
 
     Raises:
@@ -103,6 +106,8 @@ def compile_checkpoint(
             scheme, ranges = prepare(plain, checkpoint, recipe, calibration, model=model, progress=progress)
     planned = plan_decoder(source, decoder, placement, scheme.is_shadowed)
     scheme = settle(planned, scheme)
+    if check is not None:
+        check(planned.plan, scheme)
     folding = ranges.folding if ranges else Folding()
     try:
         with written_aside(folder) as aside:
