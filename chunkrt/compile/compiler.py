@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
-from chunkrt.checkpoints.source import TensorSource
+from chunkrt.checkpoints.source import TensorSource, weights_digest
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, sampled_digest, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Progress, written_aside
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Module
@@ -165,6 +165,11 @@ def prepare(
     ranges = Calibration.load(calibration) if calibration else None
     if ranges is not None:
         check_calibration(planned.plan, ranges)
+        if ranges.weights != weights_digest(planned.source):
+            raise QuantizationError(
+                f"{calibration} was made for {ranges.model} with other weights than those of {checkpoint}; run "
+                "`chunkrt calibrate` on these"
+            )
     if ranges is None or (ranges.equalisation, ranges.is_rotated) != (scheme.equalisation, scheme.is_rotated):
         ranges, _ = cached_calibration(
             planned,
