@@ -110,6 +110,7 @@ def save_a_calibration(path):
     }
     Calibration(
         model="toy",
+        weights="",
         token_ids=np.arange(3),
         method="mse",
         equalisation=None,

@@ -16,9 +16,12 @@ import pytest
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
 
 import chunkrt
-from chunkrt import plugins
+from chunkrt import backends, plugins
 from chunkrt.backends import Support
 from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.backends.registry import OperatorRegistry
+from chunkrt.cli import doctor
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.roles import default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.manifest import cache_key
@@ -26,6 +29,7 @@ from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.graph import decoders
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import SCHEMES
+from chunkrt.runtime import policy
 
 PACKAGE = Path(__file__).parent / "plugin_package"
 DISTRIBUTION = "chunkrt-tiny-plugins 0.3"
@@ -113,6 +117,51 @@ def test_doctor_lists_them_and_says_what_is_wrong(cli):
     assert all(cause in f["advice"] for what, f in found.items() if "broken" in what)
     assert "is named 'latest_chunk', not 'misnamed'" in found["chunkrt.policies misnamed"]["advice"]
     assert "chunkrt has 'in_order' itself" in found["chunkrt.policies in_order"]["advice"]
+
+
+class Broken(ReferenceBackend):
+    """The reference but for what is set on it."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"concurrency": 0}, {"concurrency": "2"}, {"cache_dtypes": ()}, {"supports": None}]
+)
+def test_doctor_says_what_a_backend_cannot_be(monkeypatch, attributes):
+    plugin = SimpleNamespace(
+        name="toy",
+        group=backends.PLUGINS.name,
+        distribution="toys",
+        version="1",
+        conflict="",
+        load=lambda: lambda threads: Broken(**attributes),
+    )
+    monkeypatch.setattr(backends.PLUGINS, "plugins", [plugin])
+    finding = doctor._plugin(plugin)
+    assert not finding.ok
+    assert next(iter(attributes)) in finding.advice
+
+
+def test_doctor_says_which_operators_are_there_twice(monkeypatch):
+    registry = OperatorRegistry()
+    for name in ("one", "two"):
+        with registry.from_distribution(name):
+            registry.register("rms_norm", f"device of {name}")(lambda x: x)
+    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
+    for name in ("one", "two"):
+        plugin = SimpleNamespace(
+            name=name, group=doctor.dispatch.PLUGINS.name, distribution=name, version="1", load=lambda: print
+        )
+        finding = doctor._plugin(plugin)
+        assert not finding.ok
+        assert "'rms_norm' is there several times" in finding.advice
+
+
+def test_a_policy_is_no_class():
+    assert "is a class" in policy.PLUGINS.check("sequential", policy.Sequential)
+    assert policy.PLUGINS.check("sequential", policy.Sequential()) == ""
 
 
 def test_a_backend_is_a_choice_of_npu(cli):

@@ -59,11 +59,25 @@ def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backen
         backend = make(threads=threads)
     except ChunkrtError:
         raise
-    except Exception as error:  # whatever another's code raises
+    except (Exception, SystemExit) as error:  # whatever another's code raises
         raise BackendUnavailableError(
             f"the {plugin} cannot make its backend: {type(error).__name__}: {error}; repair it, or choose another"
         ) from error
     if missing := [name for name in _ATTRIBUTES if not hasattr(backend, name)]:
         found = f"a {type(backend).__name__} without {', '.join(missing)}"
         raise BackendUnavailableError(f"the {plugin} made {found}; expected what chunkrt.backends.Backend has")
+    if wrong := _wrong_attribute(backend):
+        raise BackendUnavailableError(f"the {plugin} made a backend whose {wrong}; repair it, or choose another")
     return backend
+
+
+def _wrong_attribute(backend: Backend) -> str:
+    """What no backend can have; empty if there is nothing."""
+    concurrency: object = backend.concurrency
+    if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
+        return f"concurrency is {concurrency!r}, expected None or a whole number of at least 1"
+    dtypes: object = backend.cache_dtypes
+    if not isinstance(dtypes, tuple | list) or (concurrency is None and not dtypes):
+        return f"cache_dtypes are {dtypes!r}, expected names of types"
+    uncalled = (name for name in ("supports", "compile") if not callable(getattr(backend, name)))
+    return f"{name} cannot be called" if (name := next(uncalled, "")) else ""

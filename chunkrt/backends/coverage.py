@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chunkrt.backends import BACKENDS, Backend, make_backend
+from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.qnn.support import npu_support
-from chunkrt.errors import BackendUnavailableError
-from chunkrt.graph.plan import Node, Plan
+from chunkrt.backends.switches import Switches
+from chunkrt.errors import BackendUnavailableError, PartitionError
+from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, DEFAULT_SCHEME, find_scheme
 
 NPU = "npu"
+QNN = "qnn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,11 @@ def available_backends() -> tuple[Sequence[Backend], dict[str, str]]:
 
 
 def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
-    """Every operator, and what each backend says of its nodes; the NPU is asked for those that are placed on it."""
+    """Every operator, and what each backend says of its nodes; the NPU is asked for those that are placed on it.
+
+    What a backend lacks and a plug-in has is not lacking.
+    """
+    dispatcher, npu_dispatcher = _dispatcher(plan, DEFAULT_SCHEME), _dispatcher(plan, DEFAULT_NPU_SCHEME)
     scheme, npu_scheme = find_scheme(DEFAULT_SCHEME), find_scheme(DEFAULT_NPU_SCHEME)
     counts: Counter[str] = Counter()
     refusals: dict[str, dict[str, str]] = {}
@@ -55,8 +62,13 @@ def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
             alone, name = replace(subgraph, nodes=(node,)), _operator_name(node)
             counts[name] += 1
             verdicts = {backend.name: backend.supports(alone, plan, scheme).reason for backend in backends}
+            verdicts = {
+                backend: reason and ("" if _is_plugins(alone, dispatcher, backend) else reason)
+                for backend, reason in verdicts.items()
+            }
             if subgraph.is_static and subgraph.device == NPU:
-                verdicts[NPU] = npu_support(alone, plan, npu_scheme).reason
+                reason = npu_support(alone, plan, npu_scheme).reason
+                verdicts[NPU] = reason and ("" if _is_plugins(alone, npu_dispatcher, QNN) else reason)
             known = refusals.setdefault(name, {})
             known.update({backend: known.get(backend) or reason for backend, reason in verdicts.items()})
     return [Operator(name=name, num_nodes=counts[name], refusals=refusals[name]) for name in sorted(counts)]
@@ -69,6 +81,23 @@ def _operator_name(node: Node) -> str:
 
 def refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
     """Those that are placed on the NPU, under its default scheme."""
-    scheme = find_scheme(DEFAULT_NPU_SCHEME)
-    verdicts = {s.name: npu_support(s, plan, scheme) for s in plan.subgraphs if s.is_static and s.device == NPU}
-    return [RefusedSubgraph(name=name, node=v.node, reason=v.reason) for name, v in verdicts.items() if not v]
+    scheme, dispatcher = find_scheme(DEFAULT_NPU_SCHEME), _dispatcher(plan, DEFAULT_NPU_SCHEME)
+    refused: dict[str, RefusedSubgraph] = {}
+    for subgraph in (s for s in plan.subgraphs if s.is_static and s.device == NPU):
+        for segment in dispatcher.segments(subgraph, QNN):
+            if not segment.steps and not (verdict := npu_support(segment.subgraph, segment.plan, scheme)):
+                found = RefusedSubgraph(name=subgraph.name, node=verdict.node, reason=verdict.reason)
+                refused.setdefault(subgraph.name, found)
+    return list(refused.values())
+
+
+def _dispatcher(plan: Plan, scheme: str) -> Dispatcher:
+    return Dispatcher(plan, find_scheme(scheme), registered_operators(), Switches.parse(None), warns=False)
+
+
+def _is_plugins(subgraph: Subgraph, dispatcher: Dispatcher, backend: str) -> bool:
+    """Whether plug-ins have every operator of a subgraph, where a backend would run it."""
+    try:
+        return all(choice.is_plugin for _, choice in dispatcher.choices(subgraph, backend))
+    except PartitionError:
+        return False

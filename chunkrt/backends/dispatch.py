@@ -95,18 +95,26 @@ class Dispatcher:
         registry: all implementations; see `registered_operators`.
         switches: what a person switched on and off.
         default: "all" or "none", where the switches say neither.
+        warns: whether an operator that is left to the reference is told in a warning.
 
     Raises:
         ConfigError: a switch names an operator that nobody has, or one that cannot be switched off.
     """
 
     def __init__(
-        self, plan: Plan, scheme: Scheme, registry: OperatorRegistry, switches: Switches, *, default: str = ALL
+        self,
+        plan: Plan,
+        scheme: Scheme,
+        registry: OperatorRegistry,
+        switches: Switches,
+        *,
+        default: str = ALL,
+        warns: bool = True,
     ) -> None:
         check_switches(switches, registry)
         self._plan, self._scheme = plan, scheme
         self._registry, self._switches, self._default = registry, switches, default
-        self._warned: set[str] = set()
+        self._warns, self._warned = warns, set[str]()
 
     def for_plan(self, plan: Plan) -> Dispatcher:
         """One that chooses the same for another plan of the decoder, and does not repeat its warnings."""
@@ -264,9 +272,8 @@ class Dispatcher:
         if backend not in FALLS_BACK or is_standard or not (reason := self._registry.missing(use, device)):
             return ""
         reason = f"{backend} has none: {reason}"
-        if use.operator not in self._warned and not self._why_not_called(
-            self._registry.find(use.operator, REFERENCE), use
-        ):
+        is_told = not self._warns or use.operator in self._warned
+        if not is_told and not self._why_not_called(self._registry.find(use.operator, REFERENCE), use):
             self._warned.add(use.operator)
             log.warning("the reference runs the operator %s, slowly: %s", use.operator, reason)
         return reason

@@ -191,6 +191,13 @@ class OperatorRegistry:
             raise ConfigError(f"the operator {operator!r} is there several times, of {several}; uninstall all but one")
         return found[0] if found else None
 
+    def check_plugins(self, distribution: str) -> None:
+        """Raises ConfigError, as `find_plugin` would at a load, if another plug-in has one of its operators."""
+        mine = [entry for entry in self._entries.values() if entry.distribution == distribution]
+        for entry in mine:
+            for device in OWN_DEVICES if entry.device not in OWN_DEVICES else (entry.device,):
+                self.find_plugin(entry.operator, device)
+
     def is_required(self, operator: str) -> bool:
         """Whether an operator insists on a form, so that nobody can switch it off."""
         return any(entry.is_required for (name, _), entry in self._entries.items() if name == operator)

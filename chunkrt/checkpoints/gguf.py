@@ -18,7 +18,16 @@ from chunkrt.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
 from chunkrt.checkpoints.gguf_keys import Keys
 from chunkrt.checkpoints.gguf_layout import AS_IT_IS, Layout
 from chunkrt.checkpoints.gguf_names import EACH, find_architecture, translate_config, translate_name
-from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, BlockTensor, Refuse, TensorInfo, map_file, strictly
+from chunkrt.checkpoints.source import (
+    BLOCK_DEPTH,
+    BLOCK_TYPES,
+    BlockTensor,
+    Refuse,
+    TensorInfo,
+    map_file,
+    spread,
+    strictly,
+)
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 
 MOST_PARTS = 4096
@@ -136,6 +145,10 @@ class GgufSource:
             return layout.restore_blocks(BlockTensor(integers=integers, scales=scales, minima=minima))
         except QuantizationError as error:
             raise QuantizationError(f"{self.path}: tensor {tensor.name}: {error}") from error
+
+    def sample(self, name: str) -> bytes:
+        """See `TensorSource`."""
+        return spread(self._stored_rows(self._find(name)[0]))
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
         """Dequantised, in the file's order of rows."""

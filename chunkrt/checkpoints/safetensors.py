@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor, TensorInfo, map_file
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo, map_file, spread
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
 
@@ -107,6 +107,10 @@ class SafetensorsSource:
         """None: the format has no blocks. Raises ModelError if there is no tensor of that name."""
         self._find(name)
         return None
+
+    def sample(self, name: str) -> bytes:
+        """See `TensorSource`."""
+        return spread(self._find(name).stored)
 
     def _find(self, name: str) -> _Tensor:
         if name not in self._tensors:

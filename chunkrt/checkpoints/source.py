@@ -7,6 +7,7 @@ layout (linears [out_features, in_features], no permuted rows). A decoder family
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ BLOCK_DEPTH = 32
 BLOCK_TYPES = frozenset(("Q4_0", "Q4_1"))
 FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
 """Of what `TensorInfo.stored_as` may be: tensors that `read_blocks` gives, and those that were never quantised."""
+
+
+SAMPLED_BYTES = 1021
+"""Of each tensor that are looked at to tell checkpoints apart. A prime: places fall on all bytes of an element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,29 @@ class TensorSource(Protocol):
             QuantizationError: a scale or a minimum is not finite.
         """
         ...
+
+    def sample(self, name: str) -> bytes:
+        """A few bytes out of one tensor, by `spread`; all of it need not be read. Raises ModelError as `info` does."""
+        ...
+
+
+def spread(values: NDArray[Any]) -> bytes:
+    """Up to SAMPLED_BYTES bytes of an array, evenly spread over it, as it lies in memory."""
+    flat = values.reshape(-1).view(np.uint8)
+    return flat[np.linspace(0, flat.size - 1, min(SAMPLED_BYTES, flat.size)).astype(np.int64)].tobytes()
+
+
+def weights_digest(source: TensorSource) -> str:
+    """SHA-256, in hexadecimal, of what tells a checkpoint's weights from another's of the same shapes.
+
+    Of every tensor, in the order of names: its name, shape and type, and a sample of its values.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(source.names()):
+        info = source.info(name)
+        digest.update(repr((name, info.shape, info.stored_as)).encode())
+        digest.update(source.sample(name))
+    return digest.hexdigest()
 
 
 def map_file(path: Path) -> mmap.mmap:

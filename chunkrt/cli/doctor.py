@@ -144,6 +144,8 @@ def _plugin(plugin: Plugin[Any]) -> Finding:
         plugin.load()
         if plugin.group == backends.PLUGINS.name:
             backends.make_backend(plugin.name, threads=1)
+        if plugin.group == dispatch.PLUGINS.name:
+            dispatch.registered_operators().check_plugins(plugin.distribution)
     except ChunkrtError as error:
         return Finding(what=what, ok=False, found=found, advice=str(error))
     return Finding(what=what, ok=True, found=found)

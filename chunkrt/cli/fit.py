@@ -40,10 +40,6 @@ def fit(
     options = EngineOptions(npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length)
     plan, found_scheme, chunk_length = read_model(model, options)
     context_length = context_length or plan.context_length
-    if not chunk_length <= context_length <= plan.context_length:
-        raise ConfigError(
-            f"--context is {context_length}, expected {chunk_length} (a chunk) to {plan.context_length} (the model's)"
-        )
     result = fit_plan(
         plan,
         found_scheme,
@@ -76,7 +72,7 @@ def _print(fit: Fit, remedy: str, *, is_ram_guessed: bool) -> None:
         ("their float16 inputs and outputs", sum(c.edge_bytes for c in fit.contexts), ""),
         ("NPU", fit.npu_bytes, f"a session has {fit.soc.npu_window_bytes / 1e6:.0f}"),
         ("weights for the CPU", fit.cpu_weight_bytes, "a mapped file"),
-        ("keys and values", fit.cache_bytes, "float16, one conversation"),
+        ("keys, values and states", fit.cache_bytes, "float16, recurrent ones float32, one conversation"),
         ("chunks in flight", fit.chunk_bytes, f"on {fit.soc.num_cores} cores"),
         ("RAM", fit.total_bytes, f"usable {fit.usable_ram_bytes / 1e6:.0f}: {USABLE_RAM:.0%} of {ram}"),
     ]

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from chunkrt.checkpoints.catalogue import Entry, entries, pulled
+from chunkrt.checkpoints.catalogue import Entry, damage, entries, pulled
 from chunkrt.checkpoints.catalogue.entry import WheelSource
 from chunkrt.cli.options import verbose_option
 
@@ -32,7 +32,8 @@ def models(as_json: bool) -> None:
 def _row(entry: Entry) -> tuple[str, ...]:
     num_bytes = _num_bytes(entry)
     size = "-" if num_bytes is None else f"{num_bytes / 1e6:.0f} MB"
-    return entry.name, entry.family, size, entry.licence, "yes" if pulled(entry) else "no"
+    is_pulled = "no" if pulled(entry) is None else "damaged" if damage(entry) else "yes"
+    return entry.name, entry.family, size, entry.licence, is_pulled
 
 
 def _facts(entry: Entry) -> dict[str, str | int | None]:
@@ -46,6 +47,7 @@ def _facts(entry: Entry) -> dict[str, str | int | None]:
         "terms": entry.terms,
         "bytes": _num_bytes(entry),
         "path": str(path) if path else None,
+        "damage": damage(entry),
     }
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import click
 
 from chunkrt.cli.options import engine_options, progress_bar, ranks_options
-from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
-from chunkrt.engine.resolve import check_compiled, choose_recipe, engine_folder, find_checkpoint, options_placement
-from chunkrt.engine.roles import compiled_chunk_length
+from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement
+from chunkrt.engine.roles import check_runs, npu_under
 from chunkrt.engine_directory.figures import (
     AttentionFigures,
     SubgraphFigures,
@@ -27,29 +28,41 @@ from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 
+DEFAULT_PROMPT_LENGTH = 512
+
 
 @click.command()
 @click.argument("model")
-@click.option("--prompt-length", type=int, default=512, show_default=True, help="Tokens, for the attention's FLOPs.")
+@click.option(
+    "--prompt-length", type=int, help="Tokens, for the attention's FLOPs.  [default: 512, or the context where shorter]"
+)
 @click.option("--save-onnx", type=click.Path(path_type=Path, file_okay=False), help="Write each subgraph as ONNX here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
 @ranks_options
 @engine_options
 def plan(
     model: str,
-    prompt_length: int,
+    prompt_length: int | None,
     save_onnx: Path | None,
     as_json: bool,
     size: int | None,
     rank: int | None,
     **settings: Any,
 ) -> None:
-    """Show the subgraphs of MODEL: device, weights, bytes across the boundary, FLOPs, state."""
+    """Show the subgraphs of MODEL: device, weights, bytes across the boundary, FLOPs, state.
+
+    A plan that --npu and --ops could not run is refused, but with --save-onnx: another may run the files.
+    """
     options = EngineOptions(**settings)
-    if prompt_length < 1:
-        raise ConfigError(f"--prompt-length is {prompt_length}, expected at least 1")
     ranks = chosen_ranks(model, rank, size)
     found, scheme, chunk_length = read_model(model, options, ranks)
+    context_length = choose_context_length(found, options)
+    if prompt_length is None:
+        prompt_length = min(DEFAULT_PROMPT_LENGTH, context_length)
+    if not 1 <= prompt_length <= context_length:
+        raise ConfigError(f"--prompt-length is {prompt_length}, expected 1 to {context_length}, the context")
+    if save_onnx is None:
+        check_runs(found, scheme, options)
     figures = subgraph_figures(found, scheme, chunk_length=chunk_length)
     attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
     if save_onnx:
@@ -90,18 +103,17 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
     Raises:
         ConfigError, ModelError: as `chunkrt.load`.
     """
+    manifest = None
     if is_engine_directory(Path(model)):
         check_compiled(Path(model), options, ranks)
         manifest = read_manifest(Path(model))
         found, scheme = read_plan(Path(model)), manifest.scheme
-        compiled_for = compiled_chunk_length(manifest)
     else:
         from chunkrt.compile.compiler import open_decoder, prepare
         from chunkrt.graph.partition import plan_decoder
 
         with progress_bar() as progress:
-            checkpoint, default_scheme = find_checkpoint(model, progress)
-            recipe = choose_recipe(options, default_scheme)
+            checkpoint, recipe = find_recipe(model, options, progress)
             scheme = recipe.scheme
             check_scheme_of_ranks(scheme, ranks.size)
             source, decoder = open_decoder(checkpoint, ranks)
@@ -111,11 +123,9 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         planned = plan_decoder(source, decoder, options_placement(options), scheme.is_shadowed)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)
-        compiled_for = DEFAULT_CHUNK_LENGTH
-    chunk_length = options.chunk_length or compiled_for
-    if chunk_length > found.context_length:
-        raise ConfigError(f"--chunk is {chunk_length}, longer than the model's context of {found.context_length}")
-    return found, scheme, chunk_length
+    has_npu = npu_under(options, scheme) is not None
+    context_length = choose_context_length(found, options)
+    return found, scheme, choose_chunk_length(options, context_length, has_npu=has_npu, manifest=manifest)
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -> None:

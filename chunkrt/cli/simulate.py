@@ -39,7 +39,9 @@ LEAST_SHARE = 0.0005
 @click.option(
     "--policy", default=DEFAULT_POLICY, show_default=True, help=f"{', '.join(POLICIES)}, a plug-in's, or all."
 )
-@click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16, or as profiled]")
+@click.option(
+    "--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: as compiled or profiled, or w8a16]"
+)
 @click.option("--threads", type=int, help="Of those profiled.  [default: the most]")
 @click.option("--in-flight", "chunks_in_flight", type=int, help="Chunks in flight.  [default: as many as an engine's]")
 @click.option("--ranks", type=int, default=1, show_default=True, help="Machines that share the model.")
@@ -66,7 +68,8 @@ def simulate(
     device = find_device(device_name)
     link = find_link(link_name) if link_name is not None else None
     one_of = Ranks(0, ranks)
-    if scheme is None:
+    is_compiled = is_engine_directory(Path(model))
+    if scheme is None and not is_compiled:
         of_device = DEFAULT_DEVICE_SCHEME if one_of.are_alone else DEFAULT_SCHEME
         scheme = device.scheme if isinstance(device, MeasuredProfile) else of_device
     if chunk_lengths is None:
@@ -94,7 +97,7 @@ def simulate(
 
     rows = simulate_all(plan, ranks, link)
     speed_ups: list[float | None] = [None] * len(rows)
-    if link is not None and not is_engine_directory(Path(model)):
+    if link is not None and not is_compiled:
         whole, settled = _plan(model, scheme, ALONE)
         alone = simulate_all(whole.on_cpu(), 1, None)
         speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
@@ -119,16 +122,23 @@ def _lengths(option: str, text: str) -> list[int]:
     return lengths
 
 
-def _plan(model: str, scheme: str, ranks: Ranks) -> tuple[Plan, Scheme]:
-    """The plan of a shape, else of a model; and the scheme as its checkpoint lets it be."""
-    if model in shapes():
+def _plan(model: str, scheme: str | None, ranks: Ranks) -> tuple[Plan, Scheme]:
+    """The plan of a shape, else of a model; and the scheme as its checkpoint lets it be.
+
+    Args:
+        scheme: None for what an engine directory was compiled under.
+    """
+    if scheme is not None and model in shapes():
         return find_shape(model).plan(ranks=ranks), find_scheme(scheme)
     try:
         plan, settled, _ = read_model(model, EngineOptions(scheme=scheme), ranks)
     except ConfigError as error:
+        if Path(model).exists():
+            raise
         raise ConfigError(f"{error}; shapes are: {', '.join(shapes())}") from error
     # Without an NPU here, a static scheme would be given what it does on CPUs.
-    return plan, find_scheme(scheme) if settled.is_static else settled
+    is_compiled = is_engine_directory(Path(model))
+    return plan, find_scheme(scheme) if scheme and settled.is_static and not is_compiled else settled
 
 
 def _print(model: str, rows: Sequence[Simulation]) -> None:

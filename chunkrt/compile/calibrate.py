@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.reference import run_operator
 from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.source import weights_digest
 from chunkrt.engine_directory.manifest import cache_key
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Count, made_once
@@ -80,6 +81,7 @@ def cached_calibration(
     settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
     key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
     path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
+    weights = weights_digest(planned.source)
     before = None
     if equalisation is not None:
         before, _ = cached_calibration(
@@ -96,7 +98,7 @@ def cached_calibration(
         folding = before.folding if before else Folding()
 
         def load(name: str) -> Float32:
-            return folding.apply(name, planned.load(name))
+            return folding.apply(name, _load_finite(planned, name))
 
         if before and equalisation is not None:
             head = [name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights]
@@ -111,7 +113,9 @@ def cached_calibration(
             folding = folding.then(factors)
         elif is_rotated:
             folding = rotation(planned.plan, load)
-        calibration = calibrate(planned.plan, load, token_ids, model=model, method=method, progress=progress)
+        calibration = calibrate(
+            planned.plan, load, token_ids, model=model, weights=weights, method=method, progress=progress
+        )
         calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
         calibration.save(path)
         return calibration
@@ -121,6 +125,16 @@ def cached_calibration(
     except OSError as error:
         raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
     return replace(found, model=model), path
+
+
+def _load_finite(planned: Planned, name: str) -> Float32:
+    """A weight; QuantizationError names the checkpoint's tensor that is not finite, before a value can be blamed."""
+    values = planned.load(name)
+    if not np.isfinite(values).all():
+        source, tensors = planned.source, planned.parameters[name].checkpoint_tensors
+        wrong = next((each for each in tensors if not np.isfinite(source.read(each)).all()), name)
+        raise QuantizationError(f"{source.path}: {wrong} holds values that are not finite; the checkpoint is damaged")
+    return values
 
 
 def shipped_text() -> str:
@@ -171,6 +185,7 @@ def calibrate(
     token_ids: TokenIds,
     *,
     model: str,
+    weights: str = "",
     method: Method = "mse",
     progress: Count = lambda done, total: None,
 ) -> Calibration:
@@ -181,6 +196,7 @@ def calibrate(
             caller to note.
         token_ids: int64 [n], n at least 1; cut into windows of WINDOW_LENGTH, the context permitting.
         model: what the model is called.
+        weights: the checkpoint's `weights_digest`; a calibration without one is not taken for any checkpoint.
         progress: told (subgraphs done, subgraphs in all).
 
     Raises:
@@ -195,17 +211,18 @@ def calibrate(
     parts = (token_ids[start : start + length] for start in range(0, token_ids.size, length))
     windows: list[Values] = [first_values(part, np.arange(part.size)) for part in parts]
     observer = _Observer(plan, method)
-    weights: dict[str, Float32] = {}
+    held: dict[str, Float32] = {}
     for done, subgraph in enumerate(plan.subgraphs):
         progress(done, len(plan.subgraphs))
-        weights |= {name: load(name) for name in subgraph.weights if name not in weights}
-        windows = [run_subgraph(plan, done, live, weights, observer.run) for live in windows]
-        observer.finish(subgraph, weights)
-        for name in weights.keys() - {name for s in plan.subgraphs[done + 1 :] for name in s.weights}:
-            del weights[name]
+        held |= {name: load(name) for name in subgraph.weights if name not in held}
+        windows = [run_subgraph(plan, done, live, held, observer.run) for live in windows]
+        observer.finish(subgraph, held)
+        for name in held.keys() - {name for s in plan.subgraphs[done + 1 :] for name in s.weights}:
+            del held[name]
     progress(len(plan.subgraphs), len(plan.subgraphs))
     return Calibration(
         model=model,
+        weights=weights,
         token_ids=token_ids,
         method=method,
         equalisation=None,

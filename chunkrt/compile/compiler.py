@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
-from chunkrt.checkpoints.source import TensorSource
+from chunkrt.checkpoints.source import TensorSource, weights_digest
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, sampled_digest, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Progress, written_aside
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Module
@@ -76,6 +77,7 @@ def compile_checkpoint(
     model: str,
     calibration: Path | None = None,
     ranks: Ranks = ALONE,
+    check: Callable[[Plan, Scheme], None] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """Write the engine directory of a checkpoint, aside and then renamed.
@@ -86,6 +88,7 @@ def compile_checkpoint(
         calibration: for a static scheme; by default one is made from the text that comes with chunkrt. One that was
             made for another equalisation or rotation gives its text, and is made anew.
         ranks: which of how many processes the engine directory is for.
+        check: asked before anything is written; what it raises ends the compilation.
         progress: told (what is being done, how much is done, how much there is).
 
     Raises:
@@ -103,6 +106,8 @@ def compile_checkpoint(
             scheme, ranges = prepare(plain, checkpoint, recipe, calibration, model=model, progress=progress)
     planned = plan_decoder(source, decoder, placement, scheme.is_shadowed)
     scheme = settle(planned, scheme)
+    if check is not None:
+        check(planned.plan, scheme)
     folding = ranges.folding if ranges else Folding()
     try:
         with written_aside(folder) as aside:
@@ -160,6 +165,11 @@ def prepare(
     ranges = Calibration.load(calibration) if calibration else None
     if ranges is not None:
         check_calibration(planned.plan, ranges)
+        if ranges.weights != weights_digest(planned.source):
+            raise QuantizationError(
+                f"{calibration} was made for {ranges.model} with other weights than those of {checkpoint}; run "
+                "`chunkrt calibrate` on these"
+            )
     if ranges is None or (ranges.equalisation, ranges.is_rotated) != (scheme.equalisation, scheme.is_rotated):
         ranges, _ = cached_calibration(
             planned,

@@ -29,6 +29,7 @@ from chunkrt.graph.plan import ATTENTION_OPS, Plan
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
 from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing import import_decoder, is_onnx
+from chunkrt.tokenizer import Tokenizer
 
 SHOWN_NAMES = 3
 LONGEST_VALUE = 60
@@ -300,12 +301,13 @@ def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]
 
 
 def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> TokenizerKind:
-    """Of a GGUF only the kind is looked at, of a folder the tokenizer is made."""
+    """Its kind; it is made as well, since what is damaged could not be loaded."""
     try:
         if metadata is not None:
             from chunkrt.tokenizer.gguf_vocabulary import read_kind
 
             model, pre = read_kind(metadata) or ("", "")
+            Tokenizer.from_source(source)  # whether its tables are whole
             return TokenizerKind(model=model, pre_tokenizer=pre)
         from chunkrt.tokenizer.huggingface_folder import read_folder
 
@@ -318,7 +320,8 @@ def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> Toke
         model, pre = (str((metadata or {}).get(f"tokenizer.ggml.{key}", "")) for key in ("model", "pre"))
         return TokenizerKind(model=model, pre_tokenizer=pre, reason=str(refusal))
     except ModelError as error:
-        raise ModelError(f"{source.path}: {error}") from error
+        where = f"{source.path}: "
+        raise ModelError(where + str(error).removeprefix(where)) from error
 
 
 def first_few(names: Sequence[str]) -> str:

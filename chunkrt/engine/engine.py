@@ -18,9 +18,10 @@ from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, 
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.executors import ExecutorBuilder
-from chunkrt.engine.options import CPU_CHUNK_LENGTH, EngineOptions
+from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
+from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
-from chunkrt.engine.roles import compiled_chunk_length, open_backends
+from chunkrt.engine.roles import check_runs, open_backends
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
@@ -91,7 +92,7 @@ def load(
         engine = _load_part(str(model), chosen, launch, tell, mirror)
         mirror.check(engine.identity)
         return engine
-    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator))
+    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator), check=check_runs)
     return Engine(folder, chosen, progress=tell, communicator=communicator)
 
 
@@ -114,7 +115,7 @@ def _load_part(
     mirror: EngineMirror | None = None,
 ) -> Engine:
     """Load this rank's part of a model; the ranks of a machine share its processor."""
-    folder = engine_folder(model, options, progress, ranks_of(launch))
+    folder = engine_folder(model, options, progress, ranks_of(launch), check=check_runs)
     if options.threads is None:
         options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
     return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)
@@ -141,7 +142,7 @@ class Engine:
         plan = read_plan(folder)
         self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
         self.scheme: Scheme = self.manifest.scheme
-        self.context_length = _context_length(self.plan, options)
+        self.context_length = choose_context_length(self.plan, options)
         _check_shift(self.context_length, options)
         self.weights = open_weights(folder)
         self.weights.check(
@@ -156,7 +157,12 @@ class Engine:
             self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
         self._mirror = mirror
         """Where this is rank 0 of several, the engines of the others."""
-        self.chunk_length = self._choose_chunk_length()
+        self.chunk_length = choose_chunk_length(
+            options,
+            self.context_length,
+            has_npu=self.npu_backend is not self.cpu_backend,
+            manifest=self.manifest,
+        )
         self.dispatcher = Dispatcher(
             self.plan,
             self.scheme,
@@ -184,18 +190,6 @@ class Engine:
         ).build()
         self.npu_backend = executors.npu_backend
         self._executor, self._decoder = executors.prompts, executors.tokens
-
-    def _choose_chunk_length(self) -> int:
-        has_npu = self.manifest.npu or self.npu_backend is not self.cpu_backend
-        wanted = self.options.chunk_length
-        if wanted is None and not has_npu:
-            return min(CPU_CHUNK_LENGTH, self.context_length)
-        wanted = wanted or compiled_chunk_length(self.manifest)
-        if wanted > self.context_length:
-            raise ConfigError(
-                f"chunk_length is {wanted}, longer than the context of {self.context_length}; choose a shorter one"
-            )
-        return wanted
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -301,13 +295,6 @@ class Engine:
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
     """What the backend that attends takes first; float32 under "float"."""
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
-
-
-def _context_length(plan: Plan, options: EngineOptions) -> int:
-    wanted = options.context_length or plan.context_length
-    if wanted > plan.context_length:
-        raise ConfigError(f"context_length is {wanted}, but the model takes at most {plan.context_length}")
-    return wanted
 
 
 def _check_shift(context_length: int, options: EngineOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +13,26 @@ from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory
 from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.files import Progress, made_once
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
+from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Search, find_scheme
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Scheme, Search, find_scheme
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
 """Those of the options that a static scheme alone has a use for."""
 
 
-def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks: Ranks = ALONE) -> Path:
+def engine_folder(
+    model: str,
+    options: EngineOptions,
+    progress: Progress,
+    ranks: Ranks = ALONE,
+    *,
+    check: Callable[[Plan, Scheme, EngineOptions], None] | None = None,
+) -> Path:
     """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
+
+    Args:
+        check: raises for a plan that the options cannot run; asked before weights are written for it.
 
     Raises:
         ConfigError, ModelError: as `chunkrt.load`.
@@ -32,14 +44,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks:
     if is_engine_directory(path):
         check_compiled(path, options, ranks)
         return path
-    checkpoint, default_scheme = find_checkpoint(model, progress)
-    recipe = choose_recipe(options, default_scheme)
-    scheme = recipe.scheme
-    if options.calibration and not scheme.is_static:
-        raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
-    npu = asked_npu(options)
-    if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
-        raise PartitionError(f"{options.npu} has no linears under the scheme {scheme.name!r}: {reason}")
+    checkpoint, recipe = find_recipe(model, options, progress)
     placement = options_placement(options)
     cache = catalogue.home() / "engines"
     folder = cached_folder(
@@ -71,6 +76,7 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks:
             model=model,
             calibration=options.calibration,
             ranks=ranks,
+            check=None if check is None else lambda plan, scheme: check(plan, scheme, options),
             progress=progress,
         )
         return folder
@@ -79,6 +85,24 @@ def engine_folder(model: str, options: EngineOptions, progress: Progress, ranks:
         return made_once(folder, "compiling a model", whole, compiled)
     except OSError as error:
         raise ModelError(f"cannot write {cache}: {error.strerror or error}; set CHUNKRT_HOME to move it") from error
+
+
+def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple[Path, Recipe]:
+    """A model's checkpoint on disk, and what it is compiled under.
+
+    Raises:
+        ConfigError, ModelError: there is no such model; an option that the scheme has no use for.
+        PartitionError: the NPU that was asked for by name does not run the scheme.
+    """
+    checkpoint, default_scheme = find_checkpoint(model, progress)
+    recipe = choose_recipe(options, default_scheme)
+    scheme = recipe.scheme
+    if options.calibration and not scheme.is_static:
+        raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
+    npu = asked_npu(options)
+    if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
+        raise PartitionError(f"{options.npu} has no linears under the scheme {scheme.name!r}: {reason}")
+    return checkpoint, recipe
 
 
 def choose_recipe(options: EngineOptions, default: str) -> Recipe:

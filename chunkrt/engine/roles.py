@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from chunkrt.backends import BACKENDS, Backend, Support, make_backend, qnn
+from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.switches import Switches
 from chunkrt.checkpoints import catalogue
-from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, NPU_CHOICES, EngineOptions
+from chunkrt.engine.options import NPU_CHOICES, EngineOptions
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Device, Node, Plan, Subgraph, Tensor
@@ -71,15 +73,40 @@ def check_npu(options: EngineOptions) -> None:
 
 def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tuple[str, Supports]]:
     """Who plays each role for a model under a scheme, by name, and what tells what it takes. Raises as `asked_npu`."""
-    npu = asked_npu(options)
+    npu = npu_under(options, scheme)
     if options.npu in ("auto", "qnn", "off"):
         cpu = make_backend("native", threads=1)
     else:
         cpu = _beside_npu(scheme, 1) if npu else make_backend(options.npu, threads=1)
     on_cpu = cpu.name, cpu.supports
-    if npu is None or (options.npu == "auto" and linear_refusal(npu, scheme)):
-        return {"npu": on_cpu, "cpu": on_cpu}
-    return {"npu": ("qnn" if options.npu == "auto" else options.npu, npu), "cpu": on_cpu}
+    return {"npu": on_cpu if npu is None else ("qnn" if options.npu == "auto" else options.npu, npu), "cpu": on_cpu}
+
+
+def npu_under(options: EngineOptions, scheme: Scheme) -> Supports | None:
+    """As `asked_npu`, for a scheme: an NPU that nobody asked for is left aside where it has no linears of it."""
+    npu = asked_npu(options)
+    return None if npu and options.npu == "auto" and linear_refusal(npu, scheme) else npu
+
+
+def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
+    """Refuse what an engine could not compile; no weight is needed for that.
+
+    Raises:
+        PartitionError: nobody runs an operator of the plan in its place.
+        ConfigError, BackendUnavailableError: an operator is switched off that cannot be; see `asked_npu`.
+    """
+    roles = supports_by_role(options, scheme)
+    plan = plan.with_raw_keys() if options.context_shift else plan
+    switches = Switches.parse(options.ops)
+    dispatcher = Dispatcher(
+        plan, scheme, registered_operators(), switches, default=default_base(options.npu), warns=False
+    )
+    for subgraph in (s for s in plan.subgraphs if s.device != "link"):
+        # The CPU has every subgraph compiled: it decodes, and takes over from an NPU that nobody asked for by name.
+        devices: set[Device] = {"cpu"} if options.npu == "auto" else {"cpu", subgraph.device}
+        for name, supports in (roles[device] for device in sorted(devices)):
+            for segment in dispatcher.segments(subgraph, name):
+                dispatcher.check(segment, name, supports)
 
 
 def _beside_npu(scheme: Scheme, threads: int) -> Backend:
@@ -179,15 +206,6 @@ def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:
         if name
         else this_soc() or find_soc(manifest.npu[0].soc if manifest and manifest.npu else DEFAULT_EMULATED_SOC)
     )
-
-
-def compiled_chunk_length(manifest: Manifest) -> int:
-    """The chunk length that an engine directory is for: of several the usual one, or else the longest.
-
-    The first that was named would not do: of "1,32,128" it would have the NPU run token by token.
-    """
-    lengths = {target.chunk_length for target in manifest.npu}
-    return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)
 
 
 def contexts_folder() -> Path:

@@ -55,32 +55,33 @@ def check_node(
         return
     if (form := FORMS.get((domain, op))) is None:
         raise ValueError(f"there is no operator {op!r}")
-    _require(len(inputs) == form.num_inputs, f"it has {len(inputs)} inputs, not {form.num_inputs}")
+    require(len(inputs) == form.num_inputs, f"it has {len(inputs)} inputs, not {form.num_inputs}")
     missing = {place for place, given in enumerate(inputs) if given is None}
-    _require(missing <= form.optional, f"its inputs {sorted(missing - form.optional)} are missing")
+    require(missing <= form.optional, f"its inputs {sorted(missing - form.optional)} are missing")
     for place, given in enumerate(inputs):
         dtype = "int64" if place in form.indices else "float32"
-        _require(given is None or given[0] == dtype, f"its input {place} is {given and given[0]}, not {dtype}")
+        require(given is None or given[0] == dtype, f"its input {place} is {given and given[0]}, not {dtype}")
     for name in form.attributes.keys() | attributes.keys():
-        _require(name in form.attributes, f"it has no attribute {name!r}")
+        require(name in form.attributes, f"it has no attribute {name!r}")
         if name not in attributes:
-            _require(name in form.defaulted, f"its attribute {name!r} is missing")
+            require(name in form.defaulted, f"its attribute {name!r} is missing")
             continue
         kind, value = form.attributes[name], attributes[name]
         is_number = type(value) is kind or (kind is float and type(value) is int)
-        _require(is_number, f"its attribute {name!r} is {value!r}, expected {kind.__name__}")
-        _require(kind is not int or -1 <= value <= MOST, f"its attribute {name!r} is {value!r}")
+        require(is_number, f"its attribute {name!r} is {value!r}, expected {kind.__name__}")
+        require(kind is not int or -1 <= value <= MOST, f"its attribute {name!r} is {value!r}")
     expected = form.output(attributes, [given and given[1] for given in inputs])
-    _require(output == expected, f"it gives {list(output)}, not {list(expected)}")
+    require(output == expected, f"it gives {list(output)}, not {list(expected)}")
 
 
-def _require(condition: object, message: str) -> None:
+def require(condition: object, message: str) -> None:
+    """Raise ValueError unless a condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def _matrix(shape: Shape) -> Shape:
-    _require(len(shape) == 2, f"it takes {list(shape)} where rows and columns are needed")
+    require(len(shape) == 2, f"it takes {list(shape)} where rows and columns are needed")
     return shape
 
 
@@ -91,25 +92,25 @@ def _same(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 def _elementwise(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     """Of two matrices, or of one with a value for each of its columns or rows, or with a single value."""
     left, right = inputs
-    _require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
+    require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
     return _matrix(left)
 
 
 def _gather(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     table, rows = _matrix(inputs[0]), inputs[1]
-    _require(len(rows) == 1 and attributes.get("axis", 0) == 0, f"it picks {list(rows)} of {list(table)}")
+    require(len(rows) == 1 and attributes.get("axis", 0) == 0, f"it picks {list(rows)} of {list(table)}")
     return (rows[0], table[1])
 
 
 def _product(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     left, right = map(_matrix, inputs)
-    _require(left[1] == right[0], f"it multiplies {list(left)} with {list(right)}")
+    require(left[1] == right[0], f"it multiplies {list(left)} with {list(right)}")
     return (left[0], right[1])
 
 
 def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     value, weight = _matrix(inputs[0]), inputs[1]
-    _require(weight == value[1:] and attributes.get("axis", -1) in (-1, 1), f"it norms {list(value)} by {list(weight)}")
+    require(weight == value[1:] and attributes.get("axis", -1) in (-1, 1), f"it norms {list(value)} by {list(weight)}")
     return value
 
 
@@ -117,13 +118,13 @@ def _split(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     rows, columns = _matrix(inputs[0])
     parts, axis = attributes["num_outputs"], attributes.get("axis", 0)
     is_possible = parts > 0 and axis in (-1, 1) and isinstance(columns, int) and columns % parts == 0
-    _require(is_possible, f"it splits {columns} columns in {parts} along axis {axis}")
+    require(is_possible, f"it splits {columns} columns in {parts} along axis {axis}")
     return (rows, int(columns) // parts)
 
 
 def _head_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     value, (heads, columns) = _matrix(inputs[0]), _matrix(inputs[1])
-    _require(int(heads) * int(columns) <= int(value[1]), f"it norms {heads} heads of {columns} in {list(value)}")
+    require(int(heads) * int(columns) <= int(value[1]), f"it norms {heads} heads of {columns} in {list(value)}")
     return value
 
 
@@ -131,14 +132,14 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     qkv, *positions, cos, sin, keys, values = inputs
     heads, kv_heads, head_dim = (attributes[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, window = attributes["rotary_dim"], attributes["window"]
-    _require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes are {dict(attributes)}")
-    _require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads}")
-    _require(rotary % 2 == 0 and rotary <= head_dim, f"it rotates {rotary} of {head_dim} columns")
-    _require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"q, k and v are {list(qkv)}")
-    _require(all(position == (1,) for position in positions), f"its positions are {positions}")
-    _require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables are {list(cos)} and {list(sin)}")
+    require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes are {dict(attributes)}")
+    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads}")
+    require(rotary % 2 == 0 and rotary <= head_dim, f"it rotates {rotary} of {head_dim} columns")
+    require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"q, k and v are {list(qkv)}")
+    require(all(position == (1,) for position in positions), f"its positions are {positions}")
+    require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables are {list(cos)} and {list(sin)}")
     cache = (kv_heads, "W" if window else "P", head_dim)
-    _require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, not {list(cache)}")
+    require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, not {list(cache)}")
     return (qkv[0], heads * head_dim)
 
 
@@ -146,39 +147,39 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
     qkv, gate, beta, weight, bias, state, matrices = inputs
     variant = find_variant(attributes["attn_type"])
     heads, key_dim, value_dim = (attributes[name] for name in ("num_v_heads", "head_k_dim", "head_v_dim"))
-    _require(min(heads, value_dim) > 0, f"its sizes are {dict(attributes)}")
-    _require(len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"its convolution has weights {list(weight)}")
+    require(min(heads, value_dim) > 0, f"its sizes are {dict(attributes)}")
+    require(len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"its convolution has weights {list(weight)}")
     channels = weight[0]
-    _require(_matrix(qkv)[1] == variant.columns_per_channel * channels, f"{channels} channels take {list(qkv)}")
-    _require(bias in (None, (channels,)), f"its convolution has biases {bias}")
-    _require(state == (channels, weight[2] - 1), f"its convolution keeps {list(state)}")
+    require(_matrix(qkv)[1] == variant.columns_per_channel * channels, f"{channels} channels take {list(qkv)}")
+    require(bias in (None, (channels,)), f"its convolution has biases {bias}")
+    require(state == (channels, weight[2] - 1), f"its convolution keeps {list(state)}")
     if variant.is_recurrent:
         steps = (qkv[0], heads)
         key_heads = attributes["num_k_heads"]
-        _require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads do not share {key_heads}")
-        _require({gate, beta} <= {None, steps}, f"its gates are {gate} and {beta}, not {list(steps)}")
+        require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads do not share {key_heads}")
+        require({gate, beta} <= {None, steps}, f"its gates are {gate} and {beta}, not {list(steps)}")
         num_gates = sum(shape is not None for shape in (gate, beta))
-        _require(variant.num_gates in (None, num_gates), f"it has {num_gates} gates, not {variant.num_gates}")
-        _require(matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state is {matrices}")
+        require(variant.num_gates in (None, num_gates), f"it has {num_gates} gates, not {variant.num_gates}")
+        require(matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state is {matrices}")
     else:
-        _require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, which it has not")
+        require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, which it has not")
     return (qkv[0], heads * value_dim)
 
 
 def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     hidden, logits, gate_up, down = inputs
     rows, width = _matrix(hidden)
-    _require(len(gate_up) == len(down) == 3, f"its experts are {list(gate_up)} and {list(down)}")
+    require(len(gate_up) == len(down) == 3, f"its experts are {list(gate_up)} and {list(down)}")
     experts, _, inner = gate_up
-    _require(logits == (rows, experts), f"it has {experts} experts and logits {list(logits)}")
-    _require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts are {list(gate_up)}")
-    _require(down == (experts, int(inner) // 2, width), f"its experts are {list(gate_up)} and {list(down)}")
-    _require(1 <= attributes["top_k"] <= int(experts), f"it picks {attributes['top_k']} of {experts} experts")
+    require(logits == (rows, experts), f"it has {experts} experts and logits {list(logits)}")
+    require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts are {list(gate_up)}")
+    require(down == (experts, int(inner) // 2, width), f"its experts are {list(gate_up)} and {list(down)}")
+    require(1 <= attributes["top_k"] <= int(experts), f"it picks {attributes['top_k']} of {experts} experts")
     return hidden
 
 
 def _sum(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    _require(inputs[1] == (1,), f"its position is {list(inputs[1])}")
+    require(inputs[1] == (1,), f"its position is {list(inputs[1])}")
     return _matrix(inputs[0])
 
 

@@ -17,7 +17,7 @@ from chunkrt.files import check_archive, written_aside
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import METHODS, Method
 
-FORMAT = 4
+FORMAT = 5
 NUMBERS = ("peaks", "limits", "shadow_limits")
 BY_NAME = ("column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels")
 """Fields of a calibration: a number for each name, an array for each name."""
@@ -36,7 +36,8 @@ def num_hot_channels(depth: int) -> int:
 class Calibration:
     """What was seen of one decoder on one text.
 
-    model: what was calibrated, as it was named. token_ids: int64 [n], of the text. method: how limits were chosen.
+    model: what was calibrated, as it was named. weights: its `weights_digest`. token_ids: int64 [n], of the text.
+    method: how limits were chosen.
     equalisation, is_rotated: of the scheme that it is for. folding: what these did to the weights beforehand.
     peaks: for every value between the nodes of a plan, by name, its largest magnitude: 16-bit grids reach so far.
     limits: for every linear's input, where an 8-bit grid should end: at the peak or, depending on the method, below it.
@@ -50,6 +51,7 @@ class Calibration:
     """
 
     model: str
+    weights: str
     token_ids: NDArray[np.int64]
     method: Method
     equalisation: float | None
@@ -65,7 +67,7 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Write a NumPy .npz archive, aside and then renamed. Raises ModelError if that fails."""
-        about = {name: getattr(self, name) for name in ("model", "method", "equalisation", "is_rotated")}
+        about = {name: getattr(self, name) for name in ("model", "weights", "method", "equalisation", "is_rotated")}
         names: dict[str, list[str]] = {}
         arrays = {f"{field}/{name}": array for field in BY_NAME for name, array in getattr(self, field).items()}
         arrays |= {f"folding/{name}": array for name, array in self.folding.arrays().items()}
@@ -99,8 +101,8 @@ class Calibration:
                 if damaged := archive.zip.testzip():
                     raise ValueError(f"{damaged} is damaged")
                 about = json.loads(str(archive["about"]))
-                if about.pop("format") != FORMAT:
-                    raise ValueError("another format")
+                if (found := about.pop("format")) != FORMAT:
+                    raise ValueError(f"its format is {found}, expected {FORMAT}")
                 names = about.pop("names")
 
                 def numbers(field: str) -> dict[str, float]:
@@ -122,7 +124,12 @@ class Calibration:
 
     def _check(self) -> None:
         """Raises ValueError for what no calibration can have seen."""
-        if not (isinstance(self.model, str) and isinstance(self.is_rotated, bool) and self.method in METHODS):
+        if not (
+            isinstance(self.model, str)
+            and isinstance(self.weights, str)
+            and isinstance(self.is_rotated, bool)
+            and self.method in METHODS
+        ):
             raise ValueError("it says of what or how it was made what makes no sense")
         for field in NUMBERS:
             values = np.array(list(getattr(self, field).values()))

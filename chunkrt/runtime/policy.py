@@ -183,6 +183,8 @@ POLICIES: dict[str, Policy] = {
 
 
 def _check_plugin(name: str, found: Any) -> str:
+    if isinstance(found, type):
+        return "is a class, expected a policy made of it"
     if not callable(getattr(found, "select", None)) or not isinstance(getattr(found, "is_concurrent", None), bool):
         return "is no policy: expected name, is_concurrent and select"
     return "" if getattr(found, "name", None) == name else f"is named {getattr(found, 'name', None)!r}, not {name!r}"

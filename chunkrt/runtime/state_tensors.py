@@ -8,13 +8,14 @@ shape holds what a layer made of everything so far.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from chunkrt.errors import ModelError
-from chunkrt.graph.plan import Plan, resolve
+from chunkrt.graph.plan import Plan, Tensor, resolve
 from chunkrt.runtime.buffers import Array, aligned_zeros
 
 CacheDtype = Literal["float32", "float16", "int8"]
@@ -24,6 +25,12 @@ SCALE_BYTES = 4
 
 Write = tuple[Array, Any, Any]
 """An array, a key, and what belongs there; made twice it is the same."""
+
+
+def state_bytes(tensor: Tensor, slots: Mapping[str, int]) -> int:
+    """Bytes of one tensor of a state: a recurrent one is float32, caches and rings are float16 where it matters."""
+    has_positions = any(isinstance(size, str) for size in tensor.shape)
+    return prod(resolve(tensor.shape, slots)) * np.dtype(np.float16 if has_positions else np.float32).itemsize
 
 
 class StateTensors:

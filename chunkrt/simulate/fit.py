@@ -22,6 +22,7 @@ from chunkrt.graph.plan import Plan, Subgraph, linear_weights, resolve
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import chunk_slots
+from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import processors_for
 
 MOST_SESSIONS = 4
@@ -76,7 +77,8 @@ class Fit:
     """What a model takes on a device, in bytes, and what there is.
 
     sessions: the NPU subgraphs, by name, that share a session on the NPU. cache_bytes: keys and values of one
-    conversation, in float16. chunk_bytes: values of the chunks in flight, in prompts and in decode. cpu_weight_bytes:
+    conversation, in float16, and its recurrent state, in float32.
+    chunk_bytes: values of the chunks in flight, in prompts and in decode. cpu_weight_bytes:
     the mapped file of weights.
     """
 
@@ -147,7 +149,6 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
     processors = processors_for(1, soc.num_cores)
     lengths = ((chunk_length, chunk_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
     slots = plan.slots(context_length, chunk_length)
-    cache_shapes = (resolve(tensor.shape, slots) for tensor in plan.state_tensors)
     return Fit(
         soc=soc,
         scheme=scheme.name,
@@ -155,7 +156,7 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         context_length=context_length,
         contexts=tuple(contexts),
         sessions=tuple(_share_sessions(contexts, soc.npu_window_bytes)),
-        cache_bytes=FLOAT16_BYTES * sum(prod(shape) for shape in cache_shapes),
+        cache_bytes=sum(state_bytes(tensor, slots) for tensor in plan.state_tensors),
         chunk_bytes=sum(BufferLayout(plan, length).num_bytes * num_slots for length, num_slots in lengths),
         cpu_weight_bytes=sum(weight_bytes(plan, scheme).values()),
         ram_bytes=ram_bytes,

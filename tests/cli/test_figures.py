@@ -4,12 +4,16 @@ import csv
 import io
 import json
 from dataclasses import fields
+from types import SimpleNamespace
 
 import onnx
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
+from chunkrt import backends
+from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.cli import COMMANDS
 from chunkrt.cli.bench import Row
 from chunkrt.runtime.policy import DEFAULT_POLICY
@@ -112,6 +116,51 @@ def test_plan_of_an_engine_directory(command, home):
     with chunkrt.load(GGUF) as engine:
         folder = engine.folder
     assert command("plan", folder).out == command("plan", GGUF).out
+
+
+class _Npu(ReferenceBackend):
+    """The reference beside the CPU, which is what makes a backend an NPU."""
+
+    name, concurrency = "tiny", 1
+
+
+LENGTHS = [
+    ((), {}),
+    (("--chunk", 8), {"chunk_length": 8}),
+    (("--context", 20), {"context_length": 20}),
+    (("--npu", "tiny"), {"npu": "tiny"}),
+    (("--npu", "tiny", "--context", 20), {"npu": "tiny", "context_length": 20}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options"), LENGTHS, ids=[" ".join(map(str, a)) for a, _ in LENGTHS])
+def test_plan_shows_the_chunks_that_an_engine_has(command, monkeypatch, arguments, options):
+    """Also beside an NPU, for which another length is usual."""
+    npu = SimpleNamespace(name="tiny", conflict="", load=lambda: lambda threads: _Npu())
+    monkeypatch.setattr(backends.PLUGINS, "plugins", [npu])
+    finished = command("plan", GGUF, *arguments, "--json")
+    assert finished.status == 0, finished.err
+    with chunkrt.load(GGUF, **options) as engine:
+        assert json.loads(finished.out)["chunk"] == engine.chunk_length
+
+
+def test_a_scheme_that_nobody_here_runs_is_refused_before_it_is_compiled(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    expect_one_line(command("run", GGUF, "-p", "x", "--scheme", "float"), "under the scheme 'float' this linear")
+    assert not list(tmp_path.rglob("weights.safetensors"))
+    assert command("run", GGUF, "-p", "x", "-n", 1, "--scheme", "float", "--npu", "reference").status == 0
+    assert list(tmp_path.rglob("weights.safetensors"))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w8a16"])
+def test_an_engine_directory_is_simulated_under_its_own_scheme(command, tmp_path, scheme):
+    folder = tmp_path / "engine"
+    assert command("compile", GGUF, "-o", folder, "--scheme", scheme).status == 0
+    found = command("simulate", folder, "--device", "sd8gen3", "-p", 64, "--chunk", 32, "--json")
+    assert found.status == 0, found.err
+    assert json.loads(found.out)[0]["scheme"] == scheme
+    other = command("simulate", folder, "--device", "sd8gen3", "--scheme", "w8a8")
+    expect_one_line(other, f"was compiled under {scheme!r}, not 'w8a8'; compile it again")
 
 
 def test_plan_off_the_npu(command):

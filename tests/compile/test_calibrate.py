@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from fixture_checkpoints import checkpoint
+from random_folders import write_folder
 
 from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile import calibrate as calibration_module
 from chunkrt.compile.calibrate import (
     DEFAULT_NUM_TOKENS,
@@ -27,12 +29,13 @@ from chunkrt.compile.calibrate import (
     shipped_text,
     text_digest,
 )
-from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.calibration import SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import METHODS
+from chunkrt.quant.scheme import SCHEMES, Recipe
 from chunkrt.tokenizer import Tokenizer
 
 FOLDER, GGUF = checkpoint("llama_gqa"), checkpoint("llama_biased_gguf")
@@ -281,6 +284,57 @@ def test_what_is_saved_is_loaded(planned, tmp_path, method):
     made.save(tmp_path / "deep" / "file.npz")
     assert same(Calibration.load(tmp_path / "deep" / "file.npz"), made)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file.npz"]
+
+
+def change_tensor(folder, change, name="model.layers.0.self_attn.k_proj.weight"):
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    change(tensors[name])
+    safetensors.numpy.save_file(tensors, path)
+
+
+def scale(values):
+    values *= np.float32(1.001)
+
+
+def test_a_calibration_is_for_its_own_weights_alone(tmp_path):
+    """Also where shapes and all but one tensor are the same."""
+    mine = write_folder(tmp_path / "mine")
+    calibration, _ = cached_calibration(plan_checkpoint(mine, {}), mine, model="mine", token_ids=IDS % 61)
+    calibration.save(tmp_path / "cal.npz")
+    recipe = Recipe(scheme=replace(SCHEMES["w8a16"], equalisation=None))
+    copy = shutil.copytree(mine, tmp_path / "copy")
+    compile_checkpoint(copy, recipe, {}, tmp_path / "engine", model="copy", calibration=tmp_path / "cal.npz")
+    change_tensor(copy, scale)
+    with pytest.raises(QuantizationError, match=r"was made for mine with other weights than those of .*copy; run"):
+        compile_checkpoint(copy, recipe, {}, tmp_path / "other", model="copy", calibration=tmp_path / "cal.npz")
+
+
+@pytest.mark.parametrize("change", [scale, lambda values: values.fill(0)])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_digests_tell_weights_apart(tmp_path, name, change):
+    folder = write_folder(tmp_path / "model")
+    before = weights_digest(open_checkpoint(folder))
+    assert weights_digest(open_checkpoint(folder)) == before
+    change_tensor(folder, change, name)
+    assert weights_digest(open_checkpoint(folder)) != before
+
+
+def test_an_older_format_is_to_be_calibrated_again(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr("chunkrt.quant.calibration.FORMAT", 4)
+    run(planned, TOKENS[:9]).save(tmp_path / "file.npz")
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match=r"its format is 4, expected 5.*run `chunkrt calibrate` again"):
+        Calibration.load(tmp_path / "file.npz")
+
+
+def test_a_weight_that_is_not_finite_is_named_and_not_a_node(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    change_tensor(folder, lambda values: values.__setitem__((0, 0), np.inf))
+    with pytest.raises(
+        QuantizationError, match=r"model\.layers\.0\.self_attn\.k_proj\.weight holds values that are not"
+    ):
+        cached_calibration(plan_checkpoint(folder, {}), folder, model="toy", token_ids=IDS % 61)
 
 
 def test_damage_never_loads_wrongly(planned, tmp_path):

@@ -12,6 +12,7 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt.backends.onnx.export import to_onnx
 from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile import compiler
 from chunkrt.compile.calibrate import cached_calibration, calibrate
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
@@ -203,7 +204,8 @@ def test_shadows_take_over_where_the_calibration_says(tmp_path):
     """Compiled: hot channels and grids of the calibration, beside the weights they belong to."""
     path = tmp_path / "ranges.npz"
     planned = plan_checkpoint(GGUF, {})
-    found = calibrate(planned.plan, planned.load, np.arange(100) % 128, model="toy")
+    weights = weights_digest(planned.source)
+    found = calibrate(planned.plan, planned.load, np.arange(100) % 128, model="toy", weights=weights)
     found.save(path)
     scheme = replace(SHADOWED, equalisation=None, shadowed=("*.down_proj.weight", QKV))
     plan = compile_checkpoint(GGUF, Recipe(scheme=scheme), {}, tmp_path / "engine", model="toy", calibration=path)

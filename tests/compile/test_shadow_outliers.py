@@ -15,6 +15,7 @@ from native_cases import make_case, node, tensor
 
 import chunkrt
 from chunkrt.backends import BACKENDS, make_backend
+from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine_directory.store import WeightStore
@@ -223,7 +224,8 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranges") / "ranges.npz"
     planned = plan_checkpoint(checkpoint(NAME), {})
     tokens = np.random.default_rng(1).integers(0, 128, 128)
-    calibrate(planned.plan, planned.load, tokens, model="toy").save(path)
+    weights = weights_digest(planned.source)
+    calibrate(planned.plan, planned.load, tokens, model="toy", weights=weights).save(path)
     return {"model": checkpoint(NAME), "scheme": "w8a8", "shadow": "all", "calibration": path}
 
 

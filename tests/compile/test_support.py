@@ -13,7 +13,9 @@ from fixture_checkpoints import NAMES, checkpoint
 from safetensors.numpy import load_file, save_file
 
 from chunkrt.backends import Support, make_backend
+from chunkrt.backends.dispatch import registered_operators
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES
 from chunkrt.checkpoints.safetensors import SafetensorsSource
@@ -22,6 +24,7 @@ from chunkrt.compile.support import check_support
 from chunkrt.errors import BackendUnavailableError, ModelError
 from chunkrt.graph.decoders import FAMILIES
 from chunkrt.quant.scheme import find_scheme
+from chunkrt.tokenizer import Tokenizer
 
 HIDDEN, INNER, HEADS, VOCAB = 32, 64, 2, 8
 LLAMA_KEYS = {
@@ -48,7 +51,7 @@ MAMBA_CONFIG = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 8,
 
 def write_gguf(path, architecture="llama", keys=None, tensors=None, **metadata):
     writer = gguf.GGUFWriter(path, architecture)
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     for key, value in (LLAMA_KEYS | (keys or {})).items():
         add[type(value)](f"{architecture}.{key}", value)
     for key, value in metadata.items():
@@ -270,6 +273,24 @@ def test_a_backend_that_lacks_an_operator_is_named():
     assert split.name == "Split"
     assert split.refusals == {"reference": "", "fake": "fake cannot split", "npu": ""}
     assert report.gaps == ["Split on fake"]
+
+
+def test_an_operator_that_a_plug_in_has_is_not_missing(monkeypatch):
+    registry = registered_operators().copy()
+    with registry.from_distribution("toy"):
+        registry.register("split", "fake")(lambda x: x)
+    monkeypatch.setattr("chunkrt.backends.coverage.registered_operators", lambda: registry)
+    report = check_support(checkpoint("llama_gqa"), backends=[WithoutSplit()])
+    assert report.gaps == []
+
+
+@pytest.mark.parametrize("tables", [{}, {"tokens": ["a"] * VOCAB}])
+def test_a_tokenizer_without_its_tables_is_refused_as_at_a_load(tmp_path, tables):
+    path = write_gguf(tmp_path / "m.gguf", model="gpt2", pre="default", **tables)
+    with pytest.raises(ModelError) as at_load:
+        Tokenizer.from_source(open_checkpoint(path))
+    with pytest.raises(ModelError, match=re.escape(str(at_load.value))):
+        check_support(path)
 
 
 def test_subgraphs_that_the_npu_cannot_take_are_named(monkeypatch, command):

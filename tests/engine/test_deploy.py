@@ -21,8 +21,8 @@ import chunkrt
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
 from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
+from chunkrt.engine.lengths import compiled_chunk_length
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.roles import compiled_chunk_length
 from chunkrt.engine_directory.manifest import FORMAT, NpuTarget, read_manifest, sampled_digest
 from chunkrt.errors import CompileError, ConfigError, ModelError
 from chunkrt.quant.scheme import SCHEMES

@@ -254,7 +254,7 @@ def test_no_backend_but_the_link_sums_over_ranks(name):
         backend.compile(link, plan, 8, SCHEMES["w8a8-dynamic"], WeightStore({}, {}))
 
 
-PLAN_COMMAND = ("plan", LLAMA, "--scheme", "float", "--chunk", "8")
+PLAN_COMMAND = ("plan", LLAMA, "--scheme", "float", "--npu", "reference", "--chunk", "8")
 
 
 def test_the_command_line_shows_what_sums_move(command):

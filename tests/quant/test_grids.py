@@ -53,6 +53,7 @@ def linear(weight):
 
 SEEN = Calibration(
     model="toy",
+    weights="",
     token_ids=np.zeros(1, np.int64),
     method="mse",
     equalisation=None,

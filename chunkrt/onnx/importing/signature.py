@@ -60,8 +60,11 @@ class Probe:
 
 
 def inputs_of(proto: onnx.ModelProto) -> dict[str, ir.Value]:
-    """The inputs of a model by name, with their types and shapes."""
-    values = (ir.serde.deserialize_value_info_proto(v, None) for v in proto.graph.input)
+    """The inputs of a model by name, with their types and shapes. Raises ModelError if one has none that there is."""
+    try:
+        values = [ir.serde.deserialize_value_info_proto(v, None) for v in proto.graph.input]
+    except Exception as error:  # onnx_ir raises what it meets
+        raise ModelError(f"the model's inputs are damaged: {error}; fetch it again") from error
     return {v.name or "": v for v in values}
 
 
