@@ -211,6 +211,26 @@ def test_an_operator_runs_once_a_chunk_where_it_is_switched_on(python):
     assert status == 0, err
 
 
+PREPARED_RUNS = """
+import sys
+import chunkrt, numpy as np
+from tiny_plugins import operators
+logits = []
+for ops, num_prepared in ((None, 0), ("+logits", 1)):
+    with chunkrt.load(sys.argv[1], npu="reference", chunk_length=8, ops=ops) as engine:
+        session = engine.session()
+        prompt, token = session.prefill(range(3, 20)), session.prefill([5])
+        logits.append(np.stack([prompt.logits, token.logits]))
+    assert operators.num_prepared == num_prepared, operators.num_prepared
+assert 0 < np.abs(logits[0] - logits[1]).max() < 2e-2 * np.abs(logits[0]).max()
+"""
+
+
+def test_an_operator_prepares_its_weight_once_for_all_its_calls(python):
+    status, _, err = python("-c", PREPARED_RUNS, checkpoint("llama_mha"))
+    assert status == 0, err
+
+
 BACKENDS_CONFORM = """
 from chunkrt.backends import make_backend
 from chunkrt.testing import check_backend

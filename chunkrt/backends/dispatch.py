@@ -22,7 +22,7 @@ from typing import Any
 
 from chunkrt.backends.base import Backend, Executable, Support
 from chunkrt.backends.functions import FunctionExecutable
-from chunkrt.backends.operands import constants
+from chunkrt.backends.operands import Prepare, constants, prepare_weight, prepared
 from chunkrt.backends.registry import (
     NATIVE,
     NPU,
@@ -59,7 +59,8 @@ class Choice:
     """What runs an operator.
 
     `runs_on`: the backend, "reference", or a plug-in's device. `origin`: where that comes from; `reason`: why it is it.
-    `function`: what is called, with its `parts` bound; None where the backend compiles the operator.
+    `function`: what is called, with its `parts` bound; None where the backend compiles the operator. `prepare`: what it
+    has made of weights before.
     """
 
     operator: str
@@ -69,6 +70,7 @@ class Choice:
     function: Callable[..., Any] | None = None
     parts: Mapping[str, Choice] = field(default_factory=dict)
     is_plugin: bool = False
+    prepare: Prepare | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +190,10 @@ class Dispatcher:
         self.check(segment, backend.name, backend.supports)
         subgraph, plan, scheme = segment.subgraph, segment.plan, self._scheme
         if segment.steps:
-            weights_by_name = constants(subgraph, plan, scheme, weights)
-            return FunctionExecutable(subgraph.name, segment.steps, weights_by_name, plan.tensors)
+            wanted = [(use.node, choice.prepare) for use, choice in segment.choices]
+            nodes, arrays = prepared(wanted, constants(subgraph, plan, scheme, weights))
+            steps = [(node, function) for node, (_, function) in zip(nodes, segment.steps, strict=True)]
+            return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors)
         return backend.compile(subgraph, plan, chunk_length, scheme, weights)
 
     def _choose(self, use: Use, backend: str) -> Choice:
@@ -235,6 +239,7 @@ class Dispatcher:
             function=partial(implementation.function, **bound) if bound else implementation.function,
             parts=parts,
             is_plugin=implementation.is_plugin,
+            prepare=partial(prepare_weight, implementation) if implementation.prepare else None,
         )
 
     def _choose_part(self, part: str, operator: str) -> Choice:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from chunkrt.backends.registry import REFERENCE, operators
+from chunkrt.backends.registry import REFERENCE, Implementation, operators
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 from chunkrt.engine_directory.weights import StoredWeight, stored_weights
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.errors import CompileError
+from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.arithmetic import DynamicWeight, Integers, quantize_rows, right_operand
 from chunkrt.quant.grid import LinearGrids
 from chunkrt.quant.scheme import Scheme
+
+Prepare = Callable[[str, Any], Any]
+"""From a weight's name and the weight to what a function gets in its place."""
 
 operators.register("quantize", REFERENCE)(quantize_rows)
 
@@ -38,3 +44,31 @@ def _constant(stored: StoredWeight, scheme: Scheme, weights: WeightStore) -> Any
         output_step = None if scheme.has_float_output(name) else weights.array(name + OUTPUT_STEP_SUFFIX)
         grids = LinearGrids(input_step=weights.array(name + INPUT_STEP_SUFFIX), output_step=output_step)
     return right_operand(Integers(*weights.linear(name)), name, scheme, grids)
+
+
+def prepare_weight(implementation: Implementation, name: str, weight: Any) -> Any:
+    """What an implementation's `prepare` makes of a weight. Raises CompileError if it fails."""
+    assert implementation.prepare is not None
+    try:
+        return implementation.prepare(weight)
+    except Exception as error:  # whatever a plug-in's function raises
+        raise CompileError(
+            f"{implementation.origin} cannot prepare {name} for {implementation.operator!r}: {type(error).__name__}: "
+            f"{error}; repair it, or use --ops=-{implementation.operator}"
+        ) from error
+
+
+def prepared(
+    wanted: Sequence[tuple[Node, Prepare | None]], weights: Mapping[str, Any]
+) -> tuple[list[Node], dict[str, Any]]:
+    """The nodes, and the weights as each reads them: prepared ones under names of their own, the others as they are."""
+    nodes: list[Node] = []
+    found: dict[str, Any] = {}
+    for node, prepare in wanted:
+        names = {name: name for name in node.inputs if name in weights}
+        if prepare:
+            names = {name: f"{name}, prepared for {node.name}" for name in names}
+        for name, read in names.items():
+            found[read] = prepare(name, weights[name]) if prepare else weights[name]
+        nodes.append(replace(node, inputs=tuple(names.get(name, name) for name in node.inputs)))
+    return nodes, found

@@ -31,6 +31,9 @@ def nothing_refused(node: Node) -> str:
     return ""
 
 
+PREPARED = ("linear", "logits", "routed_experts", "shadow_linear")
+"""Operators whose implementation may bring a form of its own for the weights of linears."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -42,7 +45,7 @@ class Implementation:
     and returns its output or a tuple of outputs. `module`: where it is written. `distribution`: what was installed
     to bring it; empty for ours. `parts`: operators that it calls and wants by keyword. `is_required`: whether the
     operator insists on this form, so that nobody can switch it off. `refuses`: why it does not take a node of the
-    operator; empty if it does.
+    operator; empty if it does. `prepare`: from a weight to what `function` gets in its place, if it wants that.
     """
 
     operator: str
@@ -53,6 +56,7 @@ class Implementation:
     parts: tuple[str, ...] = ()
     is_required: bool = False
     refuses: Callable[[Node], str] = nothing_refused
+    prepare: Callable[[Any], Any] | None = None
 
     @property
     def is_plugin(self) -> bool:
@@ -87,6 +91,7 @@ class OperatorRegistry:
         parts: tuple[str, ...] = (),
         is_required: bool = False,
         refuses: Callable[[Node], str] = nothing_refused,
+        prepare: Callable[[Any], Any] | None = None,
     ) -> Callable[[Function], Function]:
         """Decorator: make a callable known as what a device has for an operator.
 
@@ -97,6 +102,8 @@ class OperatorRegistry:
             parts: "rope" or "quantize", if the callable wants it as a keyword argument, as reference attention does.
             is_required: whether the operator cannot be switched off.
             refuses: why a node of the operator is left to what would run it otherwise; empty if it is taken.
+            prepare: of an operator in PREPARED, called with each weight of a node once, when its subgraph is compiled;
+                the callable gets what it returns in the weight's place.
 
         Raises:
             ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in did already; or
@@ -113,6 +120,7 @@ class OperatorRegistry:
                 parts=parts,
                 is_required=is_required,
                 refuses=refuses,
+                prepare=prepare,
             )
             self._check(implementation, replaces=replaces)
             self._entries[operator, device] = implementation
@@ -131,6 +139,11 @@ class OperatorRegistry:
             raise ConfigError(f"{new.origin} registers the operator {what}, which {old.origin} has already; {hint}")
         if not callable(new.function):
             raise ConfigError(f"{new.origin} registers the operator {what} as {new.function!r}, expected a function")
+        if new.prepare is not None and not (callable(new.prepare) and new.operator in PREPARED):
+            raise ConfigError(
+                f"{new.origin} registers the operator {what} with prepare={new.prepare!r}, expected a function; "
+                f"operators with weights to prepare are {', '.join(PREPARED)}"
+            )
         if new.operator in CALLED and new.device in (NATIVE, NPU, LINK):
             raise ConfigError(
                 f"{new.origin} registers the operator {what}, where nobody calls it; name a device of your own, or "

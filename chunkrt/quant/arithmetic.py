@@ -172,16 +172,37 @@ def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
 
 
 class IntegerWeight:
-    """An int8 weight [K, N] with its scales [N]."""
+    """An int8 weight with its scales. They are kept as they are; products convert COLUMNS_AT_ONCE columns at a time.
+
+    integers: int8 [K, N] as stored (or as floats). scale: float32 [N]. shape: [K, N].
+    """
 
     def __init__(self, integers: NDArray[Any], scale: Float32, dtype: Dtype = np.float64) -> None:
-        self._integers = integers.astype(dtype, copy=False)  # in float64: by BLAS, and exact up to a depth of 2^29
-        self._scale = scale
+        self.integers, self.scale = integers, scale
+        self._dtype = dtype  # float64: by BLAS, and exact up to a depth of 2^29
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[K, N]."""
+        return self.integers.shape
 
     def dequantise(self) -> Float32:
-        """The weight in float32 [K, N]."""
-        values: Float32 = np.multiply(self._integers, self._scale).astype(np.float32)
+        """The weight in float32 [K, N], made anew."""
+        values: Float32 = np.multiply(self.integers, self.scale).astype(np.float32, copy=False)
         return values
+
+    def _products(self, *lefts: NDArray[Any]) -> list[NDArray[Any]]:
+        """Each left [T, K] @ the integers."""
+        wide: list[NDArray[Any]] = [left.astype(self._dtype, copy=False) for left in lefts]
+        if self.integers.dtype == self._dtype:
+            return [left @ self.integers for left in wide]
+        results = [np.empty((len(left), self.shape[1]), self._dtype) for left in lefts]
+        for begin in range(0, self.shape[1], COLUMNS_AT_ONCE):
+            part = slice(begin, begin + COLUMNS_AT_ONCE)
+            integers = self.integers[:, part].astype(self._dtype)
+            for left, result in zip(wide, results, strict=True):
+                result[:, part] = left @ integers
+        return results
 
 
 class DynamicWeight(IntegerWeight):
@@ -191,42 +212,52 @@ class DynamicWeight(IntegerWeight):
         """left float32 [T, K] @ this, float32 [T, N]; what is left of rows without their outliers is quantised."""
         outliers, rest = take_outliers(left)
         quantized, row_scale = quantize(rest)
-        result = _product(quantized, self._integers).astype(np.float32, copy=False) * row_scale * self._scale
-        taken: Float32 = (_product(outliers, self._integers) * self._scale).astype(np.float32, copy=False)
+        inner, outer = self._products(quantized, outliers)
+        result = inner.astype(np.float32, copy=False) * row_scale * self.scale
+        taken: Float32 = (outer * self.scale).astype(np.float32, copy=False)
         return result + taken
 
 
 class BlockWeight:
-    """A weight [K, N] in blocks of 4 bits, as MatMul's right operand; the left one is measured row by row."""
+    """A weight in blocks of 4 bits, as MatMul's right operand; the left one is measured row by row.
+
+    blocks: as stored, of the transposed weight [N, K]. shape: [K, N].
+    """
 
     def __init__(self, blocks: BlockTensor, dtype: Dtype = np.float64) -> None:
-        columns, depth = blocks.integers.shape
-        integers = blocks.integers.T.reshape(depth // BLOCK_DEPTH, BLOCK_DEPTH, columns).astype(dtype)
-        self._blocks = list(zip(integers, blocks.scales.T, blocks.minima.T, strict=True))
-        self._columns = columns
+        self.blocks, self._dtype = blocks, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[K, N]."""
+        return self.blocks.integers.shape[::-1]
 
     def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once together."""
         outliers, rest = take_outliers(left)
         quantized, row_scale = quantize(rest)
-        value = np.zeros((len(left), self._columns), np.float32)
-        taken = np.zeros((len(left), self._columns), self._blocks[0][0].dtype)
-        for index, (integers, scale, minimum) in enumerate(self._blocks):
+        value = np.zeros((len(left), self.shape[1]), np.float32)
+        taken = np.zeros((len(left), self.shape[1]), self._dtype)
+        for index, (scale, minimum) in enumerate(zip(self.blocks.scales.T, self.blocks.minima.T, strict=True)):
             depth = slice(index * BLOCK_DEPTH, (index + 1) * BLOCK_DEPTH)
-            rows = quantized[:, depth].astype(integers.dtype)
+            integers: NDArray[Any] = self.blocks.integers.T[depth].astype(self._dtype)
+            rows = quantized[:, depth].astype(self._dtype)
             value = (rows @ integers * scale + value).astype(np.float32)
             value = (rows.sum(axis=1, keepdims=True) * minimum + value).astype(np.float32)
-            taken += _product(outliers[:, depth], integers * scale + minimum)
+            taken += np.matmul(outliers[:, depth].astype(self._dtype, copy=False), integers * scale + minimum)
         result: Float32 = value * row_scale + taken.astype(np.float32)
         return result
 
     def dequantise(self) -> Float32:
-        """The weight in float32 [K, N]."""
-        return np.concatenate([i * scale + minimum for i, scale, minimum in self._blocks]).astype(np.float32)
+        """The weight in float32 [K, N], made anew."""
+        return self.blocks.dequantise().T
 
 
 class StaticWeight(IntegerWeight):
-    """An int8 weight [K, N] with its scales [N], the grid of the left operand, and that of the result if it has one."""
+    """An int8 weight with its scales, the grid of the left operand, and that of the result if it has one.
+
+    bits: of both grids. input_step: float32 [1]. output_step: float32 [1] or [N], or None.
+    """
 
     def __init__(
         self,
@@ -239,20 +270,20 @@ class StaticWeight(IntegerWeight):
         dtype: Dtype = np.float64,
     ) -> None:
         super().__init__(integers, scale, dtype)
-        self._bits, self._input_step, self._output_step = bits, input_step, output_step
+        self.bits, self.input_step, self.output_step = bits, input_step, output_step
 
     def multiply(self, left: Float32) -> Float32:
         """left float32 [T, K] @ this, float32 [T, N]."""
-        accumulated = _product(round_to_grid(left, self._input_step, self._bits), self._integers)
-        result: Float32 = accumulated.astype(np.float32, copy=False) * (self._input_step * self._scale)
-        if self._output_step is None:
+        (accumulated,) = self._products(round_to_grid(left, self.input_step, self.bits))
+        result: Float32 = accumulated.astype(np.float32, copy=False) * (self.input_step * self.scale)
+        if self.output_step is None:
             return result
-        return round_to_grid(result, self._output_step, self._bits) * self._output_step
+        return round_to_grid(result, self.output_step, self.bits) * self.output_step
 
     def multiply_excess(self, left: Float32) -> Float32:
         """What `multiply` leaves out where left [T, K] is beyond its grid, float32 [T, N]."""
-        excess = _product(excess_over_grid(left, self._input_step), self._integers)
-        result: Float32 = (excess * self._scale).astype(np.float32, copy=False)
+        (excess,) = self._products(excess_over_grid(left, self.input_step))
+        result: Float32 = (excess * self.scale).astype(np.float32, copy=False)
         return result
 
 
@@ -275,9 +306,3 @@ def right_operand(
         output_step=grids.output_step,
         dtype=dtype,
     )
-
-
-def _product(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
-    """left @ right, in the type of right."""
-    result: NDArray[Any] = left.astype(right.dtype, copy=False) @ right
-    return result

@@ -14,14 +14,14 @@ from chunkrt.backends import dispatch, make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.functions import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.reference import rotate_half
+from chunkrt.backends.reference import _routed_experts, rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.segments import SegmentedExecutable
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.sampling import Sampler
-from chunkrt.errors import BackendError, ConfigError, PartitionError
+from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionError
 from chunkrt.graph.operators import uses
-from chunkrt.quant.arithmetic import quantize_rows
+from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.decoder import random_decoder
 from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
@@ -43,10 +43,10 @@ def registry():
     return registered_operators().copy()
 
 
-def add_plugin(registry, operator, device, function):
+def add_plugin(registry, operator, device, function, **options):
     """What an installed plug-in does: on a device of its own, or in place of one of ours."""
     with registry.from_distribution("acme-ops"):
-        registry.register(operator, device, replaces=device in OWN_DEVICES)(function)
+        registry.register(operator, device, replaces=device in OWN_DEVICES, **options)(function)
 
 
 def dispatcher(decoder, registry, ops=None, *, scheme=DYNAMIC, **options):
@@ -323,8 +323,8 @@ def plugged(registry, monkeypatch):
     """A function that makes engines see a plug-in."""
     monkeypatch.setattr("chunkrt.engine.engine.registered_operators", lambda: registry)
 
-    def add(operator, device, function):
-        add_plugin(registry, operator, device, function)
+    def add(operator, device, function, **options):
+        add_plugin(registry, operator, device, function, **options)
 
     return add
 
@@ -366,6 +366,87 @@ def test_a_plugins_linear_may_take_weights_in_float(plugged, scheme):
     plugged("linear", "toy", lambda left, right: left @ right.dequantise())
     found, *_ = run_model(name, "all", scheme=scheme)
     assert rms(found - expected_logits(name)) < 2 * quantisation_error(name, whole)
+
+
+KINDS = {"w8a8-dynamic": DynamicWeight, "w4a8-dynamic": BlockWeight, "w8a16": StaticWeight, "float": np.ndarray}
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_a_plugin_prepares_each_weight_once_and_gets_what_it_made(plugged, scheme):
+    made, calls = [], []
+
+    def prepare(weight):
+        assert isinstance(weight, KINDS[scheme])
+        made.append(SimpleNamespace(shape=weight.shape, weight=weight))
+        return made[-1]
+
+    def linear(left, right):
+        calls.append(right)
+        assert left.shape[1] == right.shape[0]
+        return left @ right.weight if scheme == "float" else right.weight.multiply(left)
+
+    options = {"scheme": scheme, "npu": "onnxrt" if scheme == "float" else "native"}
+    whole, *_ = run_model("llama_biased_gguf", "-linear", **options)
+    plugged("linear", "toy", linear, prepare=prepare)
+    found, *_ = run_model("llama_biased_gguf", "all", **options)
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4 * np.abs(whole).max())
+    assert len(made) == len({id(each.weight) for each in made}) == len({id(right) for right in calls})
+    assert len(calls) > len(made)
+
+
+def num_bytes(weight):
+    """Of the arrays that an object of one of KINDS holds."""
+    held = vars(getattr(weight, "blocks", weight))
+    return sum(array.nbytes for array in held.values() if isinstance(array, np.ndarray))
+
+
+@pytest.mark.parametrize("scheme", [name for name in KINDS if name != "float"])
+def test_weights_of_functions_stay_integers_of_one_byte(plugged, scheme):
+    seen = {}
+
+    def linear(left, right):
+        seen[id(right)] = right
+        return right.multiply(left)
+
+    plugged("linear", "toy", linear)
+    run_model("llama_biased_gguf", "all", scheme=scheme)
+    for weight in seen.values():
+        depth, columns = weight.shape
+        beside = depth // 8 if scheme == "w4a8-dynamic" else 4 + 4  # scales and minima of blocks; scales and grids
+        assert num_bytes(weight) <= columns * (depth + beside) + 4
+
+
+def test_what_is_prepared_is_told_when_it_fails(plugged):
+    def prepare(weight):
+        raise ValueError("no room on the GPU")
+
+    plugged("linear", "toy", lambda left, right: left, prepare=prepare)
+    message = (
+        r"acme-ops \(\S*test_dispatch\) cannot prepare \S+qkv_proj.weight for 'linear': ValueError: no room on the GPU"
+    )
+    with pytest.raises(CompileError, match=message + "; repair it, or use --ops=-linear"):
+        run_model("llama_gqa", "all")
+
+
+def test_experts_are_prepared_as_a_list(plugged):
+    made = []
+
+    def prepare(weights):
+        made.append([type(weight) for weight in weights])
+        return weights
+
+    plugged("routed_experts", "toy", _routed_experts, prepare=prepare)
+    run_model("qwen3_next_experts", "all")
+    assert made
+    assert all(set(kinds) == {DynamicWeight} for kinds in made)
+
+
+@pytest.mark.parametrize(("operator", "prepare"), [("rms_norm", list), ("rope", list), ("linear", "list")])
+def test_what_cannot_be_prepared_is_refused_when_it_is_registered(registry, operator, prepare):
+    with pytest.raises(
+        ConfigError, match=rf"registers the operator '{operator}' on 'toy' with prepare=.*are linear, log"
+    ):
+        add_plugin(registry, operator, "toy", lambda *inputs: inputs[0], prepare=prepare)
 
 
 @pytest.mark.parametrize("npu", ["native", "reference"])

@@ -1,13 +1,27 @@
-"""Norms of one's own: what chunkrt's are, counted."""
+"""Norms of one's own: what chunkrt's are, counted. And a head in float, whose weight is prepared once."""
 
 import numpy as np
 
 num_calls = 0
+num_prepared = 0
 
 
 def register(registry):
     """Called by chunkrt with its registry."""
     registry.register("rms_norm", "native", replaces=True)(rms_norm)
+    registry.register("logits", "reference", replaces=True, prepare=prepare)(logits)
+
+
+def prepare(weight):
+    """A weight in float32 [K, N], made of the stored integers."""
+    global num_prepared
+    num_prepared += 1
+    return weight if isinstance(weight, np.ndarray) else weight.integers * weight.scale
+
+
+def logits(left, right):
+    """left float32 [T, K] @ what `prepare` made."""
+    return left @ right
 
 
 def rms_norm(x, weight, *, axis, epsilon):
