@@ -118,6 +118,17 @@ def written_aside(path: Path) -> Iterator[Path]:
             remove(lock)  # while it is held: whoever waits for it tells that it is gone, and makes another
 
 
+def check_writable(path: Path) -> None:
+    """Raises OSError where `written_aside` could not write a file, as far as can be told beforehand."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"{folder} may not be written to")
+
+
 def read_text(path: Path) -> str:
     """The text of a regular file; a pipe or a device would perhaps never end.
 

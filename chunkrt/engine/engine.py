@@ -242,7 +242,10 @@ class Engine:
             ModelError: the checkpoint came without one.
         """
         if self.tokenizer is None:
-            raise ModelError(f"{self.manifest.model} has no tokenizer; give token ids in place of text")
+            raise ModelError(
+                f"{self.manifest.model} has no tokenizer; put its tokenizer.json beside its weights (from Python, give "
+                "token ids in place of text)"
+            )
         return self.tokenizer
 
     def close(self) -> None:

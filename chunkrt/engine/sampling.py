@@ -210,8 +210,8 @@ def _penalised(
         first = int(np.argmin(finite))
         raise BackendError(
             f"{logits.size - np.count_nonzero(finite)} of {logits.size} logits are not finite (token {first} "
-            f"has {logits[first]}), so no token can be chosen; run the prompt with npu='reference' to tell a "
-            "faulty backend from faulty weights"
+            f"has {logits[first]}), so no token can be chosen; run the prompt with --npu reference "
+            "(npu='reference' in Python) to tell a faulty backend from faulty weights"
         )
     if penalty == 1 or len(history) == 0:
         return logits

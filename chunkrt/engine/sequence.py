@@ -101,9 +101,11 @@ class TokenSequence:
         elif self._shifts:
             result = self._extend_in_parts(new, logits)
         else:
+            length, most = self._runner.context_length, self._runner.plan.context_length
+            longer = f" take a context of up to {most} (--context)," if length < most else ""
             raise ConfigError(
-                f"the prompt has {len(new)} tokens, but the context of {self._runner.context_length} has room for "
-                f"{self._room}; shorten the prompt, load the model with a longer context, or let the context shift"
+                f"the prompt has {len(new)} tokens, but the context of {length} has room for {self._room}; shorten the "
+                f"prompt,{longer} or let the context shift (--context-shift)"
             )
         self.state.keep_snapshot()
         self._after_prompt = None if self.logits is None else (len(self.tokens), self.logits)
