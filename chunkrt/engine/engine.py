@@ -92,6 +92,8 @@ def _load(
     model: str | Path, tell: Progress, communicator: Communicator | None, options: Mapping[str, object]
 ) -> Engine:
     """As `load`."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}, expected a name or a path")
     known = EngineOptions.__dataclass_fields__
     for name in options:
         if name not in known:
@@ -250,6 +252,8 @@ class Engine:
 
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder; sequences call this. One run at a time, others wait their turn."""
+        if not isinstance(run, Run):
+            raise ConfigError(f"run is {run!r}, expected a Run; sessions make them")
         self.check_process()
         self._verification.wait()
         with self._lock:

@@ -124,6 +124,10 @@ class EngineOptions:
             check_chunks_in_flight(self.chunks_in_flight)
         if self.placement is not None and not isinstance(self.placement, Path):
             check_placement(self.placement, "placement")
+        if self.calibration is not None and not isinstance(self.calibration, Path):
+            raise ConfigError(f"calibration is {self.calibration!r}, expected a pathlib.Path")
+        if not isinstance(self.htp, HtpOptions):
+            raise ConfigError(f"htp is {self.htp!r}, expected HtpOptions")
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             raise unknown_name("type of the cache", self.cache_dtype, CACHE_DTYPES)
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
