@@ -400,7 +400,7 @@ WRONG_PROMPTS = [
     [None],
     {1: 2},
     {3},
-    object(),
+    ...,
 ]
 WRONG_PROMPTS += [np.array([1.0, 2.0]), np.ones((2, 2), int), [[1, 2]], [float("nan")]]
 
@@ -427,7 +427,7 @@ WRONG_NUMBERS = ["2", 2.0, 2.5, None, True, [2], float("nan")]
 WRONG_OPTIONS = [
     *({"max_new_tokens": value} for value in (*WRONG_NUMBERS, 0, -1)),
     *({"sampling": value} for value in (None, {}, 0.5, "greedy", SamplingOptions)),
-    *({"stop": value} for value in (None, 3, "end", b"end", [""], [None], [b"end"], iter([3]))),
+    *({"stop": value} for value in (None, 3, "end", b"end", [""], [None], [b"end"], [3])),
 ]
 
 
