@@ -63,6 +63,10 @@ class DeviceLostError(BackendError):
     """The device stopped answering while it ran a subgraph."""
 
 
+class OutOfMemoryError(ChunkrtError, MemoryError):
+    """There is too little memory for a file, a model or its context; nothing is wrong with those."""
+
+
 class ClosedError(ChunkrtError):
     """An engine or a session was used after it was closed, or a run was cancelled."""
 

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import logging
+import mmap
 import os
 import shutil
 import stat
@@ -23,6 +24,8 @@ from typing import Any, TypeVar
 from zipfile import ZipFile
 
 from filelock import FileLock, Timeout
+
+from chunkrt.errors import OutOfMemoryError
 
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
@@ -73,19 +76,26 @@ def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[
     Args:
         path: the entry, in a folder of chunkrt's own.
         doing: what makes it, for warnings: "compiling a model".
-        read: only called if something is there; whatever it raises is damage, which is warned of and made anew.
+        read: only called if something is there; whatever it raises but MemoryError is damage, which is warned of and
+            made anew.
         make: writes it, by `written_aside`.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    with suppress(Exception):  # a damaged entry raises whatever its bytes lead to
+    try:
         if path.exists():
             return read()
+    except MemoryError:
+        raise
+    except Exception:  # a damaged entry raises whatever its bytes lead to
+        log.debug("%s cannot be read", path, exc_info=True)
     with only_writer(path.parent, doing):
         try:
             if path.exists():  # made by another process meanwhile
                 return read()
+        except MemoryError:
+            raise
         except Exception as error:
             log.warning("%s is damaged (%s); %s again", path, str(error) or type(error).__name__, doing)
             remove(path)
@@ -118,6 +128,17 @@ def written_aside(path: Path) -> Iterator[Path]:
             remove(lock)  # while it is held: whoever waits for it tells that it is gone, and makes another
 
 
+def check_writable(path: Path) -> None:
+    """Raises OSError where `written_aside` could not write a file, as far as can be told beforehand."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"{folder} may not be written to")
+
+
 def read_text(path: Path) -> str:
     """The text of a regular file; a pipe or a device would perhaps never end.
 
@@ -134,6 +155,27 @@ def check_regular(path: Path) -> None:
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device, expected a regular file")
+
+
+def map_read_only(path: Path) -> mmap.mmap:
+    """Map a file for reading; the map stays open for as long as an array views it.
+
+    Raises:
+        OSError: it is missing or unreadable, or no regular file.
+        ValueError: it is empty.
+        OutOfMemoryError: there is no room for it.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise OutOfMemoryError(
+                f"there is too little memory to map {path}, which takes {path.stat().st_size / 1e6:.0f} MB; close "
+                "other programs, raise the limit of this one (ulimit -v), or choose a smaller model"
+            ) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

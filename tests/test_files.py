@@ -1,5 +1,6 @@
 """Files that processes share: whole or not at all, one writer at a time, nothing of the dead stays."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,9 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt import files
+from chunkrt.checkpoints.source import map_file
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.errors import OutOfMemoryError
 from chunkrt.files import made_once, written_aside
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
@@ -164,3 +168,51 @@ def test_an_entry_is_made_once_and_made_anew_if_it_is_damaged(tmp_path, caplog):
     assert made_once(path, "counting", lambda: int(path.read_text()), make) == 17
     assert caplog.messages == [f"{path} is damaged (invalid literal for int() with base 10: 'x'); counting again"]
     assert (len(made), path.read_text()) == (2, "17")
+
+
+def no_room(*_, **__):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize("read", [map_file, WeightStore.open], ids=["checkpoint", "engine directory"])
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, read):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(bytes(3_000_000))
+    monkeypatch.setattr("mmap.mmap", no_room)
+    with pytest.raises(OutOfMemoryError, match=r"too little memory to map .*, which takes 3 MB"):
+        read(path)
+
+
+def test_an_entry_that_found_no_memory_stays(tmp_path):
+    path = tmp_path / "entry"
+    path.write_text("whole")
+
+    def read():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        made_once(path, "making", read, lambda: pytest.fail("made again"))
+    assert path.read_text() == "whole"
+
+
+def test_a_calibration_that_found_no_memory_is_one(tmp_path, monkeypatch):
+    save_a_calibration(path := tmp_path / "calibration.npz")
+
+    def load(*_, **__):
+        raise MemoryError("no 8 bytes")
+
+    monkeypatch.setattr(np, "load", load)
+    with pytest.raises(OutOfMemoryError, match="too little memory to read the calibration"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize("what", ["chunkrt.engine.engine.open_weights", "chunkrt.engine.engine.State"])
+def test_a_model_or_a_context_that_finds_no_memory_says_so(monkeypatch, what):
+    def fail(*_, **__):
+        raise MemoryError("no 8000 bytes are to be had")
+
+    monkeypatch.setattr(what, fail)
+    with pytest.raises(
+        OutOfMemoryError, match=r"too little memory (to load|for a context).*no 8000 bytes are to be had"
+    ):
+        chunkrt.load(checkpoint("llama_mha")).session()

@@ -217,9 +217,10 @@ class Dispatcher:
             reference = self._own_reference(use.operator)
         if lack := self._why_not_called(reference, use):
             what = qualified(use.node.domain, use.node.op)
+            is_off = self._why_off(use.operator) != ""
+            remedy = f"switch it on with --ops +{use.operator}, or install" if is_off else "install"
             raise PartitionError(
-                f"node {use.node.name!r}: nothing is left to run {what}: {reason}, and {lack}; switch it on with "
-                f"--ops +{use.operator}, or install what brings it"
+                f"node {use.node.name!r}: nothing is left to run {what}: {reason}, and {lack}; {remedy} what brings it"
             )
         assert reference is not None
         if device == REFERENCE and not reference.is_plugin and not self._has_other_parts(use.operator):

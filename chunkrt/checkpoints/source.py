@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.files import check_regular
+from chunkrt.files import map_read_only
 
 BLOCK_DEPTH = 32
 """Weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
@@ -131,12 +131,11 @@ def map_file(path: Path) -> mmap.mmap:
 
     Raises:
         ModelError: the file is missing, unreadable or empty.
+        OutOfMemoryError: there is no room for it.
     """
     try:
-        check_regular(path)
-        with path.open("rb") as file:
-            if file.seek(0, 2) == 0:
-                raise ModelError(f"{path} is empty (0 bytes); fetch it again")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return map_read_only(path)
+    except ValueError as error:
+        raise ModelError(f"{path} is empty (0 bytes); fetch it again") from error
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

@@ -18,6 +18,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
+from chunkrt.files import check_writable
 from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.ranges import METHODS, Method
@@ -70,6 +71,11 @@ def calibrate(
         raise ConfigError(f"{model} is compiled, its grids are fixed; give the checkpoint to calibrate it anew")
     if quantisation["calibration"]:
         raise ConfigError("a calibration is what this command makes; leave --calibration away")
+    if output:
+        try:
+            check_writable(output)
+        except OSError as error:
+            raise ConfigError(f"cannot write the calibration {output}: {error.strerror or error}") from error
     text = _read(text_file) if text_file else shipped_text()
     recipe = choose_recipe(EngineOptions(npu="native", **quantisation), DEFAULT_NPU_SCHEME)
     if not recipe.scheme.is_static:

@@ -20,7 +20,7 @@ from chunkrt.cli.options import engine_options, open_engine, progress_bar
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
-from chunkrt.files import written_aside
+from chunkrt.files import check_writable, written_aside
 from chunkrt.runtime.record import RunRecord
 from chunkrt.simulate.learn import learn_budget
 from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measured
@@ -48,12 +48,13 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, **s
         raise ConfigError(f"-o is {output}, expected a name that ends in .toml")
     threads = EngineOptions(**settings).num_threads
     del settings["threads"]
-    found, _ = measure_profile(model, _budgets(budgets, threads), repetitions, settings)
     try:
+        check_writable(output)
+        found, _ = measure_profile(model, _budgets(budgets, threads), repetitions, settings)
         with written_aside(output) as aside:
             aside.write_text(write_measured(found), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error}") from error
+        raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
     click.echo(f"{output}: {found.conditions}", err=True)
 
 

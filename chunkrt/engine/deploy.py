@@ -23,7 +23,7 @@ from chunkrt.engine_directory.manifest import (
     write_manifest,
 )
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import Progress, only_writer, written_aside
+from chunkrt.files import Progress, check_writable, only_writer, written_aside
 
 
 def compile_engine(
@@ -85,6 +85,10 @@ def compile_engine(
 def _check_absent(output: Path) -> None:
     if output.exists():
         raise ConfigError(f"{output} exists already; choose another folder, or delete it")
+    try:
+        check_writable(output)
+    except OSError as error:
+        raise ModelError(f"cannot write the engine directory {output}: {error.strerror or error}") from error
 
 
 def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Sequence[Path]], output: Path) -> None:

@@ -31,6 +31,7 @@ from chunkrt.errors import (
     ClosedError,
     ConfigError,
     ModelError,
+    OutOfMemoryError,
     unknown_name,
 )
 from chunkrt.files import Progress
@@ -74,7 +75,25 @@ def load(
         BackendError: a backend is not available or cannot compile the model.
         PartitionError: a backend does not run what was placed on it.
         DeviceLostError: another rank has ended.
+        OutOfMemoryError: there is too little memory.
     """
+    try:
+        return _load(model, progress or _ignore, communicator, options)
+    except MemoryError as error:
+        if isinstance(error, OutOfMemoryError):
+            raise
+        raise OutOfMemoryError(
+            f"there is too little memory to load {model} ({error or 'no more can be had'}); close other programs, or "
+            "choose a smaller model or a shorter context"
+        ) from error
+
+
+def _load(
+    model: str | Path, tell: Progress, communicator: Communicator | None, options: Mapping[str, object]
+) -> Engine:
+    """As `load`."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}, expected a name or a path")
     known = EngineOptions.__dataclass_fields__
     for name in options:
         if name not in known:
@@ -82,7 +101,6 @@ def load(
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
     find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
     check_switches(Switches.parse(chosen.ops), registered_operators())
-    tell = progress or _ignore
     if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
         if launch.rank > 0:
             sys.exit(follow(launch))
@@ -217,10 +235,16 @@ class Engine:
         return Session(self, self.make_state())
 
     def make_state(self) -> State:
-        """An empty state. Raises ClosedError if the engine is closed."""
+        """An empty state. Raises ClosedError if the engine is closed, OutOfMemoryError if there is no room for it."""
         self._check_open()
         make = State if self._mirror is None else self._mirror.make_state
-        return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
+        try:
+            return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                f"there is too little memory for a context of {self.context_length} ({error}); take a shorter one "
+                "(--context)"
+            ) from error
 
     @property
     def _cache_dtype(self) -> CacheDtype:
@@ -228,6 +252,8 @@ class Engine:
 
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder; sequences call this. One run at a time, others wait their turn."""
+        if not isinstance(run, Run):
+            raise ConfigError(f"run is {run!r}, expected a Run; sessions make them")
         self.check_process()
         self._verification.wait()
         with self._lock:
@@ -242,7 +268,10 @@ class Engine:
             ModelError: the checkpoint came without one.
         """
         if self.tokenizer is None:
-            raise ModelError(f"{self.manifest.model} has no tokenizer; give token ids in place of text")
+            raise ModelError(
+                f"{self.manifest.model} has no tokenizer; put its tokenizer.json beside its weights (from Python, give "
+                "token ids in place of text)"
+            )
         return self.tokenizer
 
     def close(self) -> None:

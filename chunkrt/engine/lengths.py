@@ -29,8 +29,8 @@ def choose_chunk_length(
         ConfigError: a chunk would be longer than the context.
     """
     is_compiled = manifest is not None and bool(manifest.npu)
-    if options.chunk_length is None and not is_compiled:
-        return min(DEFAULT_CHUNK_LENGTH if has_npu else CPU_CHUNK_LENGTH, context_length)
+    if options.chunk_length is None and not (is_compiled or has_npu):
+        return min(CPU_CHUNK_LENGTH, context_length)
     wanted = options.chunk_length or (compiled_chunk_length(manifest) if manifest else DEFAULT_CHUNK_LENGTH)
     if wanted > context_length:
         raise ConfigError(

@@ -58,6 +58,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: isinstance(value, str), "text"),
     "int": (_is_whole, "a whole number"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "Path": (lambda value: isinstance(value, Path), "a pathlib.Path"),
+    "HtpOptions": (lambda value: isinstance(value, HtpOptions), "HtpOptions"),
 }
 
 

@@ -6,7 +6,7 @@ min-p. Temperature 0 is greedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -165,9 +165,10 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises ConfigError if a stop string is empty or not a string."""
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        is_list = isinstance(stops, Iterable) and not isinstance(stops, str | bytes)
+        self._stops = tuple(stops) if is_list else ()
+        if not is_list or not all(isinstance(stop, str) and stop for stop in self._stops):
             raise ConfigError(f"stop strings: found {stops!r}, expected a list of non-empty strings")
-        self._stops = tuple(stops)
         self._held = ""
         self._stopped = False
 
@@ -210,8 +211,8 @@ def _penalised(
         first = int(np.argmin(finite))
         raise BackendError(
             f"{logits.size - np.count_nonzero(finite)} of {logits.size} logits are not finite (token {first} "
-            f"has {logits[first]}), so no token can be chosen; run the prompt with npu='reference' to tell a "
-            "faulty backend from faulty weights"
+            f"has {logits[first]}), so no token can be chosen; run the prompt with --npu reference "
+            "(npu='reference' in Python) to tell a faulty backend from faulty weights"
         )
     if penalty == 1 or len(history) == 0:
         return logits

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,24 @@ from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import TaskEvent
 
 Float32 = NDArray[np.float32]
+
+
+def require_whole(name: str, value: object) -> int:
+    """An argument that has to be a whole number, NumPy's too. Raises ConfigError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name} is {value!r}, expected a whole number")
+    return int(value)
+
+
+def as_token_ids(prompt: object) -> list[int]:
+    """A prompt that is no text. Raises ConfigError if it does not consist of whole numbers: nothing is rounded."""
+    expected = "expected text, or the ids of tokens, which are whole numbers"
+    if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(prompt, Iterable):
+        raise ConfigError(f"the prompt is of type {type(prompt).__name__}; {expected}")
+    ids = list(prompt)
+    if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, Integral)]:
+        raise ConfigError(f"the prompt holds {wrong[0]!r}; {expected}")
+    return [int(token) for token in ids]
 
 
 class Runner(Protocol):
@@ -101,9 +120,11 @@ class TokenSequence:
         elif self._shifts:
             result = self._extend_in_parts(new, logits)
         else:
+            length, most = self._runner.context_length, self._runner.plan.context_length
+            longer = f" take a context of up to {most} (--context)," if length < most else ""
             raise ConfigError(
-                f"the prompt has {len(new)} tokens, but the context of {self._runner.context_length} has room for "
-                f"{self._room}; shorten the prompt, load the model with a longer context, or let the context shift"
+                f"the prompt has {len(new)} tokens, but the context of {length} has room for {self._room}; shorten the "
+                f"prompt,{longer} or let the context shift (--context-shift)"
             )
         self.state.keep_snapshot()
         self._after_prompt = None if self.logits is None else (len(self.tokens), self.logits)

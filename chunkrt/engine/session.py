@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
-from chunkrt.engine.sequence import Float32, PrefillResult, Runner, TokenSequence
+from chunkrt.engine.sequence import Float32, PrefillResult, Runner, TokenSequence, as_token_ids, require_whole
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Logits
@@ -64,6 +64,8 @@ class Session:
 
     @on_run.setter
     def on_run(self, on_run: Callable[[RunRecord], None] | None) -> None:
+        if on_run is not None and not callable(on_run):
+            raise ConfigError(f"on_run is {on_run!r}, expected a function or None")
         self._sequence.on_run = on_run
 
     @property
@@ -109,6 +111,8 @@ class Session:
             BackendError: a subgraph failed. The session is as it was.
         """
         self._check_open()
+        if not isinstance(logits, str):
+            raise ConfigError(f"logits is {logits!r}, expected one of: {', '.join(get_args(Logits))}")
         self._sequence.cancel.clear()
         result = self._sequence.extend(self._encode(prompt), logits)
         self._follows_text = isinstance(prompt, str)
@@ -135,14 +139,17 @@ class Session:
             ConfigError: nothing was prefilled yet, or an argument is out of range.
         """
         self._check_open()
-        if max_new_tokens < 1:
+        if require_whole("max_new_tokens", max_new_tokens) < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+        if not isinstance(sampling, SamplingOptions):
+            raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
+        stops = StopStrings(stop)
         if not self._sequence.tokens:
             raise ConfigError("there is nothing to continue; call prefill first")
         if stop:
             self._engine.require_tokenizer()
         self._sequence.cancel.clear()
-        return self._generate(max_new_tokens, self._engine.make_sampler(sampling), StopStrings(stop))
+        return self._generate(max_new_tokens, self._engine.make_sampler(sampling), stops)
 
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.
@@ -154,7 +161,7 @@ class Session:
             ConfigError: the position is outside 0..the present one.
         """
         self._check_open()
-        if not 0 <= position <= self.position:
+        if not 0 <= require_whole("position", position) <= self.position:
             raise ConfigError(f"cannot rewind to position {position}; the session is at {self.position}")
         self._sequence.rewind(position)
 
@@ -219,7 +226,7 @@ class Session:
             tokenizer = self._engine.require_tokenizer()
             ids = tokenizer.encode(prompt, add_special=self.position == 0, parse_special=False)
         else:
-            ids = [int(token) for token in prompt]
+            ids = as_token_ids(prompt)
         if not ids:
             raise ConfigError("the prompt is empty; give at least one token")
         vocab_size = self._engine.plan.vocab_size

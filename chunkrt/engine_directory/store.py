@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
 from chunkrt.errors import ModelError
+from chunkrt.files import map_read_only
 
 SCALE_SUFFIX = ".scale"
 """float32 [N]: a quantised linear's scales, w ~ q * scale; of experts [E, N]."""
@@ -75,10 +76,10 @@ class WeightStore:
 
         Raises:
             ModelError: the file is missing or damaged.
+            OutOfMemoryError: there is no room for it.
         """
         try:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = map_read_only(path)
             start = 8 + int.from_bytes(mapped[:8], "little")
             header = json.loads(mapped[8:start])
             metadata = header.pop("__metadata__")

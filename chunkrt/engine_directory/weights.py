@@ -223,6 +223,8 @@ def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[
     with np.errstate(over="ignore"):
         converted = values.astype(dtype, copy=False)
     if np.isinf(converted).any():
+        if not np.isfinite(values).all():
+            raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
         raise QuantizationError(f"{name} holds values too large for {dtype}; use the scheme 'float'")
     return converted
 

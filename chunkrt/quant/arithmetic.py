@@ -147,9 +147,10 @@ def quantize_to_blocks(weight: NDArray[np.float32], *, name: str = "weight") -> 
             minimum = minima[part].astype(np.float32)
             scales[part] = (blocks.max(axis=-1) - minimum) / np.float32(MOST)
         if not (np.isfinite(minima[part]).all() and np.isfinite(scales[part]).all()):
+            if not np.isfinite(blocks).all():
+                raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
             raise QuantizationError(
-                f"{name} holds values that are not finite, or too large for blocks of 4 bits with float16 scales; "
-                "use the scheme 'w8a8-dynamic' if the checkpoint is not damaged"
+                f"{name} holds values too large for blocks of 4 bits with float16 scales; use the scheme 'w8a8-dynamic'"
             )
         scale = scales[part].astype(np.float32)
         steps = (blocks - minimum[..., None]) / np.where(scale > 0, scale, np.float32(np.inf))[..., None]

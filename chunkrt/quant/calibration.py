@@ -12,7 +12,7 @@ from zipfile import is_zipfile
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, OutOfMemoryError
 from chunkrt.files import check_archive, written_aside
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import METHODS, Method
@@ -119,6 +119,8 @@ class Calibration:
                 calibration = Calibration(**about, **fields, token_ids=archive["token_ids"], folding=folding)
                 calibration._check()
                 return calibration
+        except MemoryError as error:
+            raise OutOfMemoryError(f"there is too little memory to read the calibration {path} ({error})") from error
         except Exception as error:  # a damaged archive raises whatever its bytes lead to
             raise ModelError(f"{path} is not a calibration ({error}); run `chunkrt calibrate` again") from error
 

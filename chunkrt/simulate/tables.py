@@ -85,6 +85,9 @@ def _value(expected: Any, found: Any, place: str, path: str, sources: dict[str, 
     return found
 
 
+LARGEST = 1e30
+
+
 def _parameter(found: Any, place: str, path: str, sources: dict[str, Source]) -> float:
     form = '{ value = 1.5, source = "..." }'
     if not isinstance(found, Mapping):
@@ -94,8 +97,8 @@ def _parameter(found: Any, place: str, path: str, sources: dict[str, Source]) ->
         if key not in keys:
             raise ConfigError(f"{place}: {unknown_name('key', f'{path}.{key}', [f'{path}.{name}' for name in keys])}")
     value, source, guess = found.get("value"), found.get("source"), found.get("guess", False)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{place}: {path} is {value!r}, expected a number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+        raise ConfigError(f"{place}: {path} is {value!r}, expected a number of at least 0, and finite")
     if not isinstance(source, str) or not source.strip():
         raise ConfigError(f"{place}: {path} has no source; write where {value!r} comes from, as in {form}")
     if not isinstance(guess, bool):

@@ -200,8 +200,9 @@ def test_what_nobody_has_is_refused_by_node(decoder, registry):
     found = dispatcher(decoder, registry)
     with pytest.raises(
         PartitionError, match=r"nothing is left to run RMSNormalization: native has none: .* 'rms_norm'"
-    ):
+    ) as refused:
         all_choices(decoder, found, "native")
+    assert "--ops" not in str(refused.value)  # it is on
 
 
 def test_native_still_refuses_float_linears(decoder, registry):

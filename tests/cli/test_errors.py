@@ -184,6 +184,41 @@ def test_a_command_line_that_is_wrong(command, arguments, message):
     expect_one_line(command(*arguments), message)
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("scheme", ["float", "w8a8-dynamic", "w4a8-dynamic"])
+def test_a_damaged_weight_is_no_reason_for_another_scheme(command, tmp_path, scheme, name):
+    def damage(tensors):
+        tensors[name].fill(np.inf)
+
+    folder = other_folder(tmp_path, change_tensors=damage)
+    finished = command("compile", folder, "-o", tmp_path / "out", "--scheme", scheme)
+    expect_one_line(finished, f"{name} holds values that are not finite; the checkpoint is damaged")
+
+
+def test_a_prompt_too_long_is_told_what_can_be_had(command):
+    whole = command("run", GGUF, "-p", "a b " * 100)
+    part = command("run", GGUF, "-p", "a b " * 100, "--context", 64)
+    assert "a context of up to" not in whole.err
+    assert "take a context of up to 128 (--context)" in part.err
+    assert whole.err.endswith("let the context shift (--context-shift)\n")
+
+
+WRITERS = [
+    ("profile", "-o", "taken/here.toml", "chunkrt.cli.profile.measure_profile"),
+    ("tune", "-o", "taken/here.toml", "chunkrt.cli.tune.search"),
+    ("calibrate", "-o", "taken/here.npz", "chunkrt.cli.calibrate.cached_calibration"),
+    ("compile", "-o", "taken/here", "chunkrt.engine.deploy.engine_folder"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "output", "work"), WRITERS, ids=[name for name, *_ in WRITERS])
+def test_what_cannot_be_written_is_not_worked_for(command, tmp_path, monkeypatch, name, option, output, work):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setattr(work, lambda *_, **__: pytest.fail("it was worked for"))
+    device = ("--device", "sd8gen3") if name == "tune" else ()
+    expect_one_line(command(name, GGUF, option, tmp_path / output, *device), f"{tmp_path / 'taken'}")
+
+
 def test_a_model_file_that_may_not_be_read(command, tmp_path, monkeypatch):
     path = Path(shutil.copy(GGUF, tmp_path / "model.gguf"))
     opened = Path.open

@@ -129,7 +129,7 @@ LENGTHS = [
     (("--chunk", 8), {"chunk_length": 8}),
     (("--context", 20), {"context_length": 20}),
     (("--npu", "tiny"), {"npu": "tiny"}),
-    (("--npu", "tiny", "--context", 20), {"npu": "tiny", "context_length": 20}),
+    (("--npu", "tiny", "--context", 40), {"npu": "tiny", "context_length": 40}),
 ]
 
 

@@ -386,3 +386,84 @@ def test_a_failure_in_a_subgraph_leaves_the_session_as_it_was(engine, session, m
     assert session.tokens == tuple(TOKENS[:10])
     result = session.prefill(TOKENS[10:60])
     np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
+
+
+WRONG_PROMPTS = [
+    b"hello",
+    bytearray(b"hi"),
+    None,
+    7,
+    1.5,
+    [1.7, 2.2],
+    ["a", "b"],
+    [True],
+    [None],
+    {1: 2},
+    {3},
+    ...,
+]
+WRONG_PROMPTS += [np.array([1.0, 2.0]), np.ones((2, 2), int), [[1, 2]], [float("nan")]]
+
+
+@pytest.mark.parametrize("prompt", WRONG_PROMPTS, ids=repr)
+def test_a_prompt_that_is_none_is_refused(session, prompt):
+    """Nothing is rounded, and bytes are no ids."""
+    session.prefill(TOKENS[:5])
+    with pytest.raises(ConfigError, match="expected"):
+        session.prefill(prompt)
+    assert session.tokens == tuple(TOKENS[:5])
+
+
+@pytest.mark.parametrize(
+    "prompt", [TOKENS[:9], tuple(TOKENS[:9]), np.array(TOKENS[:9]), np.array(TOKENS[:9], np.uint8)]
+)
+def test_ids_may_come_in_any_list(session, prompt):
+    session.prefill(prompt)
+    session.prefill(iter(TOKENS[:3]))
+    assert session.tokens == (*TOKENS[:9], *TOKENS[:3])
+
+
+WRONG_NUMBERS = ["2", 2.0, 2.5, None, True, [2], float("nan")]
+WRONG_OPTIONS = [
+    *({"max_new_tokens": value} for value in (*WRONG_NUMBERS, 0, -1)),
+    *({"sampling": value} for value in (None, {}, 0.5, "greedy", SamplingOptions)),
+    *({"stop": value} for value in (None, 3, "end", b"end", [""], [None], [b"end"], [3])),
+]
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS, ids=str)
+def test_options_of_a_generation_that_are_wrong(session, options):
+    session.prefill(TOKENS[:5])
+    (name,) = options
+    with pytest.raises(ConfigError, match=name):
+        session.generate(**options)
+
+
+def test_a_generation_takes_whole_numbers_of_numpy(session):
+    session.prefill(TOKENS[:5])
+    assert len(generated(session, max_new_tokens=np.int64(2), stop=iter(["never"]))) <= 2
+
+
+@pytest.mark.parametrize("position", [*WRONG_NUMBERS, -1, 6])
+def test_positions_that_there_are_not(session, position):
+    session.prefill(TOKENS[:5])
+    with pytest.raises(ConfigError, match="position"):
+        session.rewind(position)
+
+
+@pytest.mark.parametrize("logits", [None, True, [], 1])
+def test_logits_that_nobody_knows(session, logits):
+    with pytest.raises(ConfigError, match="logits is"):
+        session.prefill(TOKENS, logits=logits)
+
+
+def test_other_arguments_that_are_wrong(engine, session):
+    with pytest.raises(ConfigError, match="on_run is 3, expected a function"):
+        session.on_run = 3
+    with pytest.raises(ConfigError, match="run is 3, expected a Run"):
+        engine.run(3)
+    with pytest.raises(ConfigError, match="model is None, expected a name or a path"):
+        chunkrt.load(None)
+    for options in ({"calibration": "cal.npz"}, {"htp": {}}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*, expected"):
+            chunkrt.load(checkpoint(NAME), **options)

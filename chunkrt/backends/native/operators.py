@@ -89,7 +89,7 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
         what = "this linear is" if node.op == "MatMul" else "these experts are"
         return (
             f"under the scheme {scheme.name!r} {what} not int8 by int8, which is all that native has; use a "
-            "quantised scheme such as 'w8a8-dynamic', or the backend 'onnxrt' or 'reference'"
+            "quantised scheme such as 'w8a8-dynamic', or --npu onnxrt or --npu reference"
         )
     if node.op == EXPERTS_OP and any(plan.tensors[name].kind != "weight" for name in node.inputs[2:]):
         return f"native has {EXPERTS_OP} whose experts are weights; these are computed"
