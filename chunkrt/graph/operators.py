@@ -7,7 +7,7 @@ operators of plug-ins, whose domains are their own, are their own affair.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -38,10 +38,10 @@ class Operator:
 
     num_inputs: int
     output: Callable[[Attributes, Sequence[Any]], Shape]
-    attributes: Mapping[str, type]
-    optional: frozenset[int] = frozenset()
-    indices: frozenset[int] = frozenset()
-    defaulted: frozenset[str] = frozenset()
+    attributes: Mapping[str, type] = field(default_factory=dict)
+    optional: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
+    defaulted: tuple[str, ...] = ()
     name: str = ""
     is_dynamic: bool = False
     flops: Callable[[Attributes, Sequence[Any]], int] | None = None
@@ -64,8 +64,8 @@ def check_node(
     if (row := OPERATORS.get((domain, op))) is None:
         raise ValueError(f"there is no operator {op!r}")
     _require(len(inputs) == row.num_inputs, f"it has {len(inputs)} inputs, not {row.num_inputs}")
-    missing = {place for place, given in enumerate(inputs) if given is None}
-    _require(missing <= row.optional, f"its inputs {sorted(missing - row.optional)} are missing")
+    missing = [place for place, given in enumerate(inputs) if given is None and place not in row.optional]
+    _require(not missing, f"its inputs {missing} are missing")
     for place, given in enumerate(inputs):
         dtype = "int64" if place in row.indices else "float32"
         _require(given is None or given[0] == dtype, f"its input {place} is {given and given[0]}, not {dtype}")
@@ -220,7 +220,7 @@ _ATTENTION = Operator(
     flops=_attention_flops,
     num_inputs=7,
     output=_attention,
-    indices=frozenset((1, 2)),
+    indices=(1, 2),
     attributes={
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window"), int),
         "scale": float,
@@ -231,39 +231,36 @@ _LINEAR_ATTENTION = Operator(
     flops=_linear_attention_flops,
     num_inputs=7,
     output=_linear_attention,
-    optional=frozenset((1, 2, 4, 6)),
+    optional=(1, 2, 4, 6),
     attributes={
         "attn_type": str,
         **dict.fromkeys(("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "use_qk_l2norm"), int),
     },
 )
-_AXIS = frozenset(("axis",))
 
 OPERATORS: Mapping[tuple[str, str], Operator] = {
-    **{("", op): Operator(num_inputs=1, output=_same, attributes={}) for op in ("Sigmoid", "Softplus", "Tanh")},
-    **{("", op): Operator(num_inputs=2, output=_elementwise, attributes={}) for op in ("Add", "Mul")},
+    **{("", op): Operator(num_inputs=1, output=_same) for op in ("Sigmoid", "Softplus", "Tanh")},
+    **{("", op): Operator(num_inputs=2, output=_elementwise) for op in ("Add", "Mul")},
     ("", "Gather"): Operator(
         name="gather_rows",
         is_dynamic=True,
         num_inputs=2,
         output=_gather,
         attributes={"axis": int},
-        defaulted=_AXIS,
-        indices=frozenset((1,)),
+        defaulted=("axis",),
+        indices=(1,),
     ),
-    ("", "Gelu"): Operator(
-        num_inputs=1, output=_same, attributes={"approximate": str}, defaulted=frozenset(("approximate",))
-    ),
-    ("", "MatMul"): Operator(name="linear", num_inputs=2, output=_product, attributes={}, flops=_product_flops),
+    ("", "Gelu"): Operator(num_inputs=1, output=_same, attributes={"approximate": str}, defaulted=("approximate",)),
+    ("", "MatMul"): Operator(name="linear", num_inputs=2, output=_product, flops=_product_flops),
     ("", "RMSNormalization"): Operator(
-        name="rms_norm", num_inputs=2, output=_norm, attributes={"axis": int, "epsilon": float}, defaulted=_AXIS
+        name="rms_norm", num_inputs=2, output=_norm, attributes={"axis": int, "epsilon": float}, defaulted=("axis",)
     ),
-    ("", "Split"): Operator(num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=_AXIS),
-    ("chunkrt", "AllReduce"): Operator(
-        is_dynamic=True, num_inputs=2, output=_sum, attributes={}, indices=frozenset((1,))
+    ("", "Split"): Operator(
+        num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
     ),
+    ("chunkrt", "AllReduce"): Operator(is_dynamic=True, num_inputs=2, output=_sum, indices=(1,)),
     ("chunkrt", "CachedAttention"): _ATTENTION,
-    ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, attributes={}, flops=_product_flops),
+    ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
     ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
     ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
     ("chunkrt", "RawKeyAttention"): _ATTENTION,
@@ -274,7 +271,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         output=_experts,
         attributes={"top_k": int, "norm_topk_prob": int},
     ),
-    ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product, attributes={}),
+    ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product),
 }
 
 
