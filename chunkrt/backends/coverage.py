@@ -98,6 +98,6 @@ def _dispatcher(plan: Plan, scheme: str) -> Dispatcher:
 def _is_plugins(subgraph: Subgraph, dispatcher: Dispatcher, backend: str) -> bool:
     """Whether plug-ins have every operator of a subgraph, where a backend would run it."""
     try:
-        return all(choice.is_plugin for _, choice in dispatcher.choices(subgraph, backend))
+        return all(choice.is_plugin for _, choice in dispatcher.runners(subgraph, backend))
     except PartitionError:
         return False

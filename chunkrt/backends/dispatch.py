@@ -37,8 +37,8 @@ from chunkrt.backends.segments import SegmentedExecutable, cut
 from chunkrt.backends.switches import ALL, NONE, Switches
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, PartitionError
-from chunkrt.graph.operators import PARTS, SAMPLER, Use, uses
 from chunkrt.graph.plan import Node, Plan, Subgraph
+from chunkrt.graph.uses import PARTS, SAMPLER, Use, uses
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import Scheme
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Runner:
     """What runs an operator.
 
     `runs_on`: the backend, "reference", or a plug-in's device. `origin`: where that comes from; `reason`: why it is it.
@@ -68,26 +68,26 @@ class Choice:
     origin: str
     reason: str
     function: Callable[..., Any] | None = None
-    parts: Mapping[str, Choice] = field(default_factory=dict)
+    parts: Mapping[str, Runner] = field(default_factory=dict)
     is_plugin: bool = False
     prepare: Prepare | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Neighbours of a subgraph that run together: `choices` are all functions, or all the backend's.
+    """Neighbours of a subgraph that run together: `runners` are all functions, or all the backend's.
 
     `subgraph`: of their nodes alone; `plan`: the one in which it is a subgraph.
     """
 
     subgraph: Subgraph
     plan: Plan
-    choices: Sequence[tuple[Use, Choice]]
+    runners: Sequence[tuple[Use, Runner]]
 
     @property
     def steps(self) -> list[tuple[Node, Callable[..., Any]]]:
         """What is called, and for which node; empty where the backend compiles the segment."""
-        return [(use.node, choice.function) for use, choice in self.choices if choice.function is not None]
+        return [(use.node, runner.function) for use, runner in self.runners if runner.function is not None]
 
 
 class Dispatcher:
@@ -146,24 +146,24 @@ class Dispatcher:
         Raises:
             PartitionError: an operator that nobody has.
         """
-        choices = self.choices(subgraph, backend)
-        groups = [list(group) for _, group in groupby(choices, key=lambda choice: choice[1].function is None)]
+        runners = self.runners(subgraph, backend)
+        groups = [list(group) for _, group in groupby(runners, key=lambda runner: runner[1].function is None)]
         if len(groups) == 1:
-            return [Segment(subgraph=subgraph, plan=self._plan, choices=choices)]
+            return [Segment(subgraph=subgraph, plan=self._plan, runners=runners)]
         parts = cut(subgraph, self._plan, [[node for use, _ in group for node in use.nodes] for group in groups])
         index = self._plan.subgraphs.index(subgraph)
         before, after = self._plan.subgraphs[:index], self._plan.subgraphs[index + 1 :]
         plan = replace(self._plan, subgraphs=(*before, *parts, *after))
-        return [Segment(subgraph=part, plan=plan, choices=group) for part, group in zip(parts, groups, strict=True)]
+        return [Segment(subgraph=part, plan=plan, runners=group) for part, group in zip(parts, groups, strict=True)]
 
-    def choices(self, subgraph: Subgraph, backend: str) -> list[tuple[Use, Choice]]:
+    def runners(self, subgraph: Subgraph, backend: str) -> list[tuple[Use, Runner]]:
         """What runs each operator of a subgraph, in the order in which they run; raises as `segments`."""
         return [(use, self._choose(use, backend)) for use in uses(subgraph, self._plan)]
 
     def compiles_whole(self, backend: str) -> bool:
         """Whether a backend compiles every subgraph of the plan but sums as one, with no function between."""
         subgraphs = [subgraph for subgraph in self._plan.subgraphs if subgraph.device != "link"]
-        return all(choice.function is None for s in subgraphs for _, choice in self.choices(s, backend))
+        return all(runner.function is None for s in subgraphs for _, runner in self.runners(s, backend))
 
     def part_names(self, operator: str) -> Sequence[str]:
         """An operator's parts under the scheme.
@@ -174,9 +174,9 @@ class Dispatcher:
         is_measured = self._scheme.weight_bits is not None and not is_static
         return [part for part in PARTS.get(operator, ()) if part != "quantize" or is_measured]
 
-    def sampler(self) -> Choice:
+    def sampler(self) -> Runner:
         """What makes the samplers of sessions."""
-        return self._choose_part(SAMPLER, SAMPLER)
+        return self._part_runner(SAMPLER, SAMPLER)
 
     def check(self, segment: Segment, backend: str, supports: Callable[[Subgraph, Plan, Scheme], Support]) -> None:
         """Raises PartitionError if a backend, by its `supports`, does not run a segment under the scheme."""
@@ -190,13 +190,13 @@ class Dispatcher:
         self.check(segment, backend.name, backend.supports)
         subgraph, plan, scheme = segment.subgraph, segment.plan, self._scheme
         if segment.steps:
-            wanted = [(use.node, choice.prepare) for use, choice in segment.choices]
+            wanted = [(use.node, runner.prepare) for use, runner in segment.runners]
             nodes, arrays = prepared(wanted, constants(subgraph, plan, scheme, weights))
             steps = [(node, function) for node, (_, function) in zip(nodes, segment.steps, strict=True)]
             return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors)
         return backend.compile(subgraph, plan, chunk_length, scheme, weights)
 
-    def _choose(self, use: Use, backend: str) -> Choice:
+    def _choose(self, use: Use, backend: str) -> Runner:
         device = DEVICES.get(backend, backend)
         reason, refusal = self._why_off(use.operator), ""
         if not reason:
@@ -208,7 +208,7 @@ class Dispatcher:
             if not reason:
                 own = self._registry.find_own(use.operator, device)
                 origin = own.origin if own else f"the backend {backend!r}"
-                return Choice(operator=use.operator, runs_on=backend, origin=origin, reason="native form" + refusal)
+                return Runner(operator=use.operator, runs_on=backend, origin=origin, reason="native form" + refusal)
             reason += refusal
             reference = self._registry.find(use.operator, REFERENCE)
             if reference is not None and reference.is_plugin and _refusal(reference, use):
@@ -224,15 +224,15 @@ class Dispatcher:
             )
         assert reference is not None
         if device == REFERENCE and not reference.is_plugin and not self._has_other_parts(use.operator):
-            return Choice(operator=use.operator, runs_on=backend, origin=reference.origin, reason=reason)
+            return Runner(operator=use.operator, runs_on=backend, origin=reference.origin, reason=reason)
         return self._call(reference, reason)
 
-    def _call(self, implementation: Implementation, reason: str) -> Choice:
+    def _call(self, implementation: Implementation, reason: str) -> Runner:
         """A function, with the parts that it calls."""
-        parts = {part: self._choose_part(part, implementation.operator) for part in implementation.parts}
-        bound = {part: choice.function for part, choice in parts.items()}
+        parts = {part: self._part_runner(part, implementation.operator) for part in implementation.parts}
+        bound = {part: runner.function for part, runner in parts.items()}
         is_in_place = implementation.is_plugin and implementation.device in OWN_DEVICES
-        return Choice(
+        return Runner(
             operator=implementation.operator,
             runs_on="plug-in" if is_in_place else implementation.device,
             origin=implementation.origin,
@@ -243,7 +243,7 @@ class Dispatcher:
             prepare=partial(prepare_weight, implementation) if implementation.prepare else None,
         )
 
-    def _choose_part(self, part: str, operator: str) -> Choice:
+    def _part_runner(self, part: str, operator: str) -> Runner:
         """What a part is, where it is called by itself: it goes with its operator unless it is named."""
         is_named = self._switches.names(part) or self._registry.is_required(part)
         reason = self._why_off(part if is_named else operator)
@@ -286,7 +286,7 @@ class Dispatcher:
 
     def _has_other_parts(self, operator: str) -> bool:
         """Whether the reference calls a plug-in's parts in an operator."""
-        return any(self._choose_part(part, operator).is_plugin for part in self.part_names(operator))
+        return any(self._part_runner(part, operator).is_plugin for part in self.part_names(operator))
 
     def _own_reference(self, operator: str) -> Implementation | None:
         """chunkrt's own, or that of the plug-in that brings the operator."""

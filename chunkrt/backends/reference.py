@@ -18,8 +18,8 @@ from chunkrt.backends.operands import constants
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
-from chunkrt.graph.operators import use_of, uses
 from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
+from chunkrt.graph.uses import use_of, uses
 from chunkrt.quant.arithmetic import DynamicWeight, Quantize, QuantizedWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import Scheme
 

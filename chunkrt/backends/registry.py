@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.operators import PARTS, SAMPLER, Use
 from chunkrt.graph.plan import Node
+from chunkrt.graph.uses import PARTS, SAMPLER, Use
 
 REFERENCE, NATIVE, NPU, LINK = "reference", "native", "npu", "link"
 OWN_DEVICES = (REFERENCE, NATIVE, NPU, LINK)

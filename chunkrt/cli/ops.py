@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from chunkrt.backends.dispatch import Choice, Dispatcher, check_switches, default_base, registered_operators
+from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
 from chunkrt.cli.options import engine_options, ranks_options
 from chunkrt.cli.plan import chosen_ranks, read_model
@@ -20,7 +20,7 @@ from chunkrt.engine.roles import supports_by_role
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """An operator on a role, "npu", "cpu" or "session", and what `Choice` says of it."""
+    """An operator on a role, "npu", "cpu" or "session", and what `Runner` says of it."""
 
     operator: str
     role: str
@@ -52,8 +52,8 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
         for segment in dispatcher.segments(subgraph, backend):
             if backend in supports:
                 dispatcher.check(segment, backend, supports[backend])
-            for _, choice in segment.choices:
-                counts.update(_rows(choice, subgraph.device, dispatcher))
+            for _, runner in segment.runners:
+                counts.update(_rows(runner, subgraph.device, dispatcher))
     counts[_row(dispatcher.sampler(), "session")] = 1
     rows = sorted(counts, key=lambda row: (row.operator, row.role, row.runs_on))
     if as_json:
@@ -63,24 +63,24 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
         _print([("operator", "uses", "role", "runs on", "from", "why"), *(_cells(row, counts[row]) for row in rows)])
 
 
-def _rows(choice: Choice, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
+def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
     """The operator, and its parts: called by it, or melted into it."""
-    yield _row(choice, role)
-    for part in dispatcher.part_names(choice.operator):
-        if part in choice.parts:
-            yield _row(choice.parts[part], role)
+    yield _row(runner, role)
+    for part in dispatcher.part_names(runner.operator):
+        if part in runner.parts:
+            yield _row(runner.parts[part], role)
         else:
             yield Row(
                 operator=part,
                 role=role,
-                runs_on=choice.runs_on,
-                origin=choice.origin,
-                reason=f"a part of {choice.operator}",
+                runs_on=runner.runs_on,
+                origin=runner.origin,
+                reason=f"a part of {runner.operator}",
             )
 
 
-def _row(choice: Choice, role: str) -> Row:
-    return Row(operator=choice.operator, role=role, runs_on=choice.runs_on, origin=choice.origin, reason=choice.reason)
+def _row(runner: Runner, role: str) -> Row:
+    return Row(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=runner.reason)
 
 
 def _cells(row: Row, num_uses: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -39,29 +39,23 @@ class OneOf(click.ParamType[str]):
         return click.Choice(self._names()).convert(value, param, ctx)
 
 
-def _budget(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return float(text.removeprefix("kl="))
-    except ValueError as error:
-        raise ConfigError(f"--budget is {text!r}, expected kl=NATS, as in kl=0.01") from error
+def _number(flag: str, expected: str, *, prefix: str = "", word: str | None = None) -> Callable[[str | None], Any]:
+    """Reads a number behind a prefix, or a word."""
 
+    def read(text: str | None) -> float | str | None:
+        try:
+            return text if text is None or text == word else float(text.removeprefix(prefix))
+        except ValueError as error:
+            raise ConfigError(f"{flag} is {text!r}, expected {expected}") from error
 
-def _equalisation(text: str | None) -> float | Literal["off"] | None:
-    if text is None or text == "off":
-        return text  # type: ignore[return-value]
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"--equalise is {text!r}, expected 0 to 1, or off") from error
+    return read
 
 
 QUANTISATION_FIELDS = ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation")
 CONTEXT_FIELDS = ("context_shift", "context_keep")
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "budget": _budget,
-    "equalisation": _equalisation,
+    "budget": _number("--budget", "kl=NATS, as in kl=0.01", prefix="kl="),
+    "equalisation": _number("--equalise", "0 to 1, or off", word="off"),
     "ops": lambda given: given or None,
     "htp": HtpOptions.parse,
 }

@@ -300,11 +300,11 @@ class Engine:
         if self.options.cache_dtype != "int8":
             return
         for subgraph in (s for s in self.plan.subgraphs if s.state):
-            for _, choice in self.dispatcher.choices(subgraph, self.cpu_backend.name):
-                if choice.operator == "cached_attention" and choice.runs_on != "native":
+            for _, runner in self.dispatcher.runners(subgraph, self.cpu_backend.name):
+                if runner.operator == "cached_attention" and runner.runs_on != "native":
                     raise ConfigError(
-                        f"caches of int8 are the native attention's alone, and {choice.runs_on} runs cached_attention "
-                        f"({choice.reason}); choose float32 or float16"
+                        f"caches of int8 are the native attention's alone, and {runner.runs_on} runs cached_attention "
+                        f"({runner.reason}); choose float32 or float16"
                     )
 
     def check_process(self) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.errors import BackendError, ChunkrtError, ConfigError
-from chunkrt.graph.operators import SAMPLER
+from chunkrt.graph.uses import SAMPLER
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from math import prod
 from typing import cast
 
 from chunkrt.engine_directory.weights import stored_weights
-from chunkrt.graph.operations import operations_per_pair, operations_per_row
-from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
+from chunkrt.graph.flops import node_flops
+from chunkrt.graph.operators import OPERATORS
+from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import Scheme
 
@@ -19,11 +20,12 @@ FLOAT16_BYTES = DTYPE_BYTES["float16"]
 class SubgraphFigures:
     """One subgraph on one chunk.
 
-    `linear_flops`: of its MatMuls and of the experts that rows pick, a multiply-add counted as two. `weight_bytes`:
-    under the scheme, scales included; weights that several subgraphs read count at the first of them. `crossing_bytes`:
-    values that it takes from or gives to subgraphs on another device, once each. `converted_bytes`: what it would
-    take and give as float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `sum_bytes`: what
-    the rank gives to a sum over ranks, and what it gets; 0 unless it is on the link.
+    `linear_flops`: of what grows with the rows alone, which are its linears, the experts that rows pick, and linear
+    attention; a multiply-add counted as two. `weight_bytes`: under the scheme, scales included; weights that several
+    subgraphs read count at the first of them. `crossing_bytes`: values that it takes from or gives to subgraphs on
+    another device, once each. `converted_bytes`: what it would take and give as float16, if an NPU ran it; 0 unless it
+    is on the NPU and the scheme is static. `sum_bytes`: what the rank gives to a sum over ranks, and what it gets; 0
+    unless it is on the link.
     """
 
     name: str
@@ -96,7 +98,7 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
     """Attention FLOPs of a prompt, chunked and not."""
     chunked = unchunked = 0
     for node in (node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS):
-        per_pair, window = operations_per_pair(node, plan), cast(int, node.attributes["window"])
+        per_pair, window = node_flops(node, plan), cast(int, node.attributes["window"])
         unchunked += per_pair * prompt_length**2
         for start in range(0, prompt_length, chunk_length):
             end = min(start + chunk_length, prompt_length)
@@ -128,6 +130,7 @@ def _edges(subgraph: Subgraph) -> tuple[str, ...]:
 
 
 def _linear_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:
-    if node.op not in ("MatMul", EXPERTS_OP):
+    row = OPERATORS.get((node.domain, node.op))
+    if node.op in ATTENTION_OPS or row is None or row.flops is None:
         return 0
-    return resolve(plan.tensors[node.outputs[0]].shape, symbols)[0] * operations_per_row(node, plan)
+    return resolve(plan.tensors[node.outputs[0]].shape, symbols)[0] * node_flops(node, plan)

@@ -1,161 +1,281 @@
-"""Operators by their canonical names: what a plan's nodes are called, whoever runs them.
+"""Every operator in one table: its name, what it takes and gives, whether it is dynamic, and its FLOPs.
 
-A use of an operator is one node, or several that people think of as one: the four nodes of a gate through SiLU are one
-`silu_mul`. Standard library only, as the plan itself.
+A plan that was read from a file is held against it (`Plan.from_json`), so that backends and kernels need not doubt. The
+operators of plug-ins, whose domains are their own, are their own affair.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
-from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph
+from chunkrt.graph.linear_attention import find_variant
 
-NAMES = {
-    "MatMul": "linear",
-    "RMSNormalization": "rms_norm",
-    "Gather": "gather_rows",
-    **dict.fromkeys(ATTENTION_OPS, "cached_attention"),
-}
-"""Of operators that are not called as ONNX calls them; others are their ONNX names in lower case."""
+Dimension = int | str
+Shape = tuple[Dimension, ...]
+Attributes = Mapping[str, Any]
 
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "cached_attention": ("rope",),
-    "linear": ("quantize",),
-    "logits": ("quantize",),
-    "routed_experts": ("quantize",),
-}
-"""Operators that are steps of others, and no node of their own: the rotation of queries and keys, and the measuring of
-activations under schemes that do it row by row."""
-
-SAMPLER = "sampler"
-"""The operator that is in no plan: a session's choice of the next token."""
+MOST = 2**31 - 1
+"""Of any whole number in a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
-    """An operator in a plan.
+class Operator:
+    """One row of the table.
 
-    `node`: what a function for it is called with: the inputs, attributes and outputs of the whole. `nodes`: those of
-    the plan that it stands for, in their order.
+    num_inputs: with the optional ones. optional: the places of inputs that may be missing, as the empty string.
+    indices: the places of those that are int64; the others are float32.
+    attributes: their types; all but `defaulted` have to be there. output: the shape of the first output, from the
+    attributes and the shapes of the inputs (None for one that is missing); raises ValueError for what does not go
+    together. The other outputs are of any shape that the plan gives them.
+    name: the canonical one, where it is not ONNX's in lower case. is_dynamic: whether it depends on position, state,
+    run-time indices, other ranks or on which values are large; without a place of its own it goes to the CPU. flops:
+    for one row of the result, of attention for each pair of a row and a position that it attends to; None for
+    operators that take one for each element of their results.
     """
 
-    operator: str
-    node: Node
-    nodes: tuple[Node, ...]
+    num_inputs: int
+    output: Callable[[Attributes, Sequence[Any]], Shape]
+    attributes: Mapping[str, type] = field(default_factory=dict)
+    optional: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
+    defaulted: tuple[str, ...] = ()
+    name: str = ""
+    is_dynamic: bool = False
+    flops: Callable[[Attributes, Sequence[Any]], int] | None = None
 
 
-def uses(subgraph: Subgraph, plan: Plan) -> tuple[Use, ...]:
-    """The operators of a subgraph in an order in which they can run; each node is in one of them."""
-    gated = {use.nodes[-1].name: use for use in gated_products(subgraph)}
-    inner = {node.name for use in gated.values() for node in use.nodes[:-1]}
-    last_linears = _last_linears(subgraph, plan)
-    found = []
-    for node in subgraph.nodes:
-        if node.name in gated:
-            found.append(gated[node.name])
-        elif node.name not in inner:
-            use = use_of(node)
-            is_of_weight = len(node.inputs) > 1 and plan.tensors[node.inputs[0]].kind == "weight"
-            if use.operator == "gather_rows" and is_of_weight:
-                use = replace(use, operator="embedding")
-            elif node.name in last_linears:
-                use = replace(use, operator="logits")
-            elif use.operator == "linear" and not _is_linear(node, plan):
-                use = replace(use, operator="matmul")
-            found.append(use)
-    return tuple(found)
+def check_node(
+    domain: str, op: str, attributes: Attributes, inputs: Sequence[tuple[str, Shape] | None], output: Shape
+) -> None:
+    """Hold one node against its operator's row.
 
+    Args:
+        inputs: type and shape of each input, None for one that is missing.
+        output: the shape of its first output.
 
-def use_of(node: Node) -> Use:
-    """A node by itself, as the operator that it is without its neighbours.
-
-    Both kinds of cached attention are one operator, whose function is told by the attribute `has_raw_keys`.
+    Raises:
+        ValueError: it is not an operator that there is, or not how that one is used.
     """
-    called = node
-    if node.op in ATTENTION_OPS:
-        raw = int(node.op == "RawKeyAttention")
-        called = replace(node, op=ATTENTION_OPS[0], attributes={**node.attributes, "has_raw_keys": raw})
-    return Use(operator=canonical_name(node.domain, node.op), node=called, nodes=(node,))
+    if domain not in ("", "chunkrt"):
+        return
+    if (row := OPERATORS.get((domain, op))) is None:
+        raise ValueError(f"there is no operator {op!r}")
+    require(len(inputs) == row.num_inputs, f"it has {len(inputs)} inputs, not {row.num_inputs}")
+    missing = [place for place, given in enumerate(inputs) if given is None and place not in row.optional]
+    require(not missing, f"its inputs {missing} are missing")
+    for place, given in enumerate(inputs):
+        dtype = "int64" if place in row.indices else "float32"
+        require(given is None or given[0] == dtype, f"its input {place} is {given and given[0]}, not {dtype}")
+    for name in row.attributes.keys() | attributes.keys():
+        require(name in row.attributes, f"it has no attribute {name!r}")
+        if name not in attributes:
+            require(name in row.defaulted, f"its attribute {name!r} is missing")
+            continue
+        kind, value = row.attributes[name], attributes[name]
+        is_number = type(value) is kind or (kind is float and type(value) is int)
+        require(is_number, f"its attribute {name!r} is {value!r}, expected {kind.__name__}")
+        require(kind is not int or -1 <= value <= MOST, f"its attribute {name!r} is {value!r}")
+    expected = row.output(attributes, [given and given[1] for given in inputs])
+    require(output == expected, f"it gives {list(output)}, not {list(expected)}")
 
 
-def canonical_name(domain: str, op: str) -> str:
-    """An operator's name: "rms_norm", "head_norm"; with its domain if that is somebody else's: "acme_mixer"."""
-    if domain.partition(".")[0] in ("", DOMAIN) and op in NAMES:
-        return NAMES[op]
-    is_foreign = domain.partition(".")[0] not in ("", DOMAIN)
-    words = [*(domain.split(".") if is_foreign else ()), op]
-    return "_".join(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", word).lower() for word in words)
+def require(condition: object, message: str) -> None:
+    """Raise ValueError unless a condition holds."""
+    if not condition:
+        raise ValueError(message)
 
 
-def gated_products(subgraph: Subgraph) -> list[Use]:
-    """Where a gate goes through an activation and is multiplied with the other half of a value.
-
-        Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
-        Split -> Gelu(gate) -> Mul(., up)                      GeluMul(x)
-
-    Not where an inner result is needed elsewhere. Each stands where its last node stood: its operand is there then.
-    """
-    readers = _Readers(subgraph)
-    found = (_gated_product(node, readers) for node in subgraph.nodes if node.op == "Split")
-    return [use for use in found if use]
+def _matrix(shape: Shape) -> Shape:
+    require(len(shape) == 2, f"it takes {list(shape)} where rows and columns are needed")
+    return shape
 
 
-class _Readers:
-    """Which nodes of a subgraph read a value."""
-
-    def __init__(self, subgraph: Subgraph) -> None:
-        self._outputs = set(subgraph.outputs)
-        self._readers: dict[str, list[Node]] = {}
-        for node in subgraph.nodes:
-            for name in node.inputs:
-                self._readers.setdefault(name, []).append(node)
-
-    def only(self, name: str, op: str) -> Node | None:
-        """The one reader of a value, if it is that operator and nobody outside wants the value."""
-        found = self.inside(name)
-        return found[0] if len(found) == 1 and found[0].op == op else None
-
-    def inside(self, name: str) -> list[Node]:
-        """All readers of a value; none, if it leaves the subgraph."""
-        return [] if name in self._outputs else self._readers.get(name, [])
+def _same(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    return _matrix(inputs[0])
 
 
-def _gated_product(split: Node, readers: _Readers) -> Use | None:
-    if len(split.outputs) != 2:
-        return None
-    gate, up = split.outputs
-    gelu = readers.only(gate, "Gelu")
-    op, activation = ("GeluMul", [gelu]) if gelu else ("SiluMul", _silu(gate, readers))
-    last = readers.only(activation[-1].outputs[0], "Mul") if activation else None
-    if last is None or readers.only(up, "Mul") is not last:
-        return None
-    attributes = gelu.attributes if gelu else {}
-    whole = replace(last, op=op, domain=DOMAIN, inputs=split.inputs, attributes=attributes)
-    return Use(operator=canonical_name(DOMAIN, op), node=whole, nodes=(split, *activation, last))
+def _elementwise(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    """Of two matrices, or of one with a value for each of its columns or rows, or with a single value."""
+    left, right = inputs
+    require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
+    return _matrix(left)
 
 
-def _silu(gate: str, readers: _Readers) -> list[Node]:
-    users = {user.op: user for user in readers.inside(gate)}
-    if set(users) != {"Sigmoid", "Mul"} or len(readers.inside(gate)) != 2:
-        return []
-    sigmoid, silu = users["Sigmoid"], users["Mul"]
-    return [sigmoid, silu] if readers.only(sigmoid.outputs[0], "Mul") is silu else []
+def _gather(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    table, rows = _matrix(inputs[0]), inputs[1]
+    require(len(rows) == 1 and attributes.get("axis", 0) == 0, f"it picks {list(rows)} of {list(table)}")
+    return (rows[0], table[1])
 
 
-def _is_linear(node: Node, plan: Plan) -> bool:
-    return node.op == "MatMul" and plan.tensors[node.inputs[1]].kind == "weight"
+def _product(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    left, right = map(_matrix, inputs)
+    require(left[1] == right[0], f"it multiplies {list(left)} with {list(right)}")
+    return (left[0], right[1])
 
 
-def _last_linears(subgraph: Subgraph, plan: Plan) -> set[str]:
-    """The linears that make the plan's output, by node; what is done to logits afterwards goes element by element."""
-    writers = {name: node for node in subgraph.nodes for name in node.outputs}
-    found, pending = set(), [plan.output]
-    while pending:
-        node = writers.get(pending.pop())
-        if node and _is_linear(node, plan):
-            found.add(node.name)
-        elif node and node.op in ("Add", "Mul", "Tanh"):
-            pending += node.inputs
-    return found
+def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    value, weight = _matrix(inputs[0]), inputs[1]
+    require(weight == value[1:] and attributes.get("axis", -1) in (-1, 1), f"it norms {list(value)} by {list(weight)}")
+    return value
+
+
+def _split(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    rows, columns = _matrix(inputs[0])
+    parts, axis = attributes["num_outputs"], attributes.get("axis", 0)
+    is_possible = parts > 0 and axis in (-1, 1) and isinstance(columns, int) and columns % parts == 0
+    require(is_possible, f"it splits {columns} columns in {parts} along axis {axis}")
+    return (rows, int(columns) // parts)
+
+
+def _head_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    value, (heads, columns) = _matrix(inputs[0]), _matrix(inputs[1])
+    require(int(heads) * int(columns) <= int(value[1]), f"it norms {heads} heads of {columns} in {list(value)}")
+    return value
+
+
+def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    qkv, *positions, cos, sin, keys, values = inputs
+    heads, kv_heads, head_dim = (attributes[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
+    rotary, window = attributes["rotary_dim"], attributes["window"]
+    require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes are {dict(attributes)}")
+    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads}")
+    require(rotary % 2 == 0 and rotary <= head_dim, f"it rotates {rotary} of {head_dim} columns")
+    require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"q, k and v are {list(qkv)}")
+    require(all(position == (1,) for position in positions), f"its positions are {positions}")
+    require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables are {list(cos)} and {list(sin)}")
+    cache = (kv_heads, "W" if window else "P", head_dim)
+    require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, not {list(cache)}")
+    return (qkv[0], heads * head_dim)
+
+
+def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
+    qkv, gate, beta, weight, bias, state, matrices = inputs
+    variant = find_variant(attributes["attn_type"])
+    heads, key_dim, value_dim = (attributes[name] for name in ("num_v_heads", "head_k_dim", "head_v_dim"))
+    require(min(heads, value_dim) > 0, f"its sizes are {dict(attributes)}")
+    require(len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"its convolution has weights {list(weight)}")
+    channels = weight[0]
+    require(_matrix(qkv)[1] == variant.columns_per_channel * channels, f"{channels} channels take {list(qkv)}")
+    require(bias in (None, (channels,)), f"its convolution has biases {bias}")
+    require(state == (channels, weight[2] - 1), f"its convolution keeps {list(state)}")
+    if variant.is_recurrent:
+        steps = (qkv[0], heads)
+        key_heads = attributes["num_k_heads"]
+        require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads do not share {key_heads}")
+        require({gate, beta} <= {None, steps}, f"its gates are {gate} and {beta}, not {list(steps)}")
+        num_gates = sum(shape is not None for shape in (gate, beta))
+        require(variant.num_gates in (None, num_gates), f"it has {num_gates} gates, not {variant.num_gates}")
+        require(matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state is {matrices}")
+    else:
+        require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, which it has not")
+    return (qkv[0], heads * value_dim)
+
+
+def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    hidden, logits, gate_up, down = inputs
+    rows, width = _matrix(hidden)
+    require(len(gate_up) == len(down) == 3, f"its experts are {list(gate_up)} and {list(down)}")
+    experts, _, inner = gate_up
+    require(logits == (rows, experts), f"it has {experts} experts and logits {list(logits)}")
+    require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts are {list(gate_up)}")
+    require(down == (experts, int(inner) // 2, width), f"its experts are {list(gate_up)} and {list(down)}")
+    require(1 <= attributes["top_k"] <= int(experts), f"it picks {attributes['top_k']} of {experts} experts")
+    return hidden
+
+
+def _sum(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    require(inputs[1] == (1,), f"its position is {list(inputs[1])}")
+    return _matrix(inputs[0])
+
+
+def _size(shape: Shape) -> int:
+    return prod(map(int, shape))
+
+
+def _product_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
+    return 2 * _size(inputs[1])
+
+
+def _attention_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
+    """Score and weighted sum, for all heads."""
+    return 4 * int(attributes["num_heads"] * attributes["head_dim"])
+
+
+def _linear_attention_flops(attributes: Attributes, inputs: Sequence[Any]) -> int:
+    """The taps of the convolution and, for every element of the matrices, 7: it decays, is multiplied with k and
+    summed, gets its update, and is multiplied with q and summed."""
+    return 2 * _size(inputs[3]) + (0 if inputs[6] is None else 7 * _size(inputs[6]))
+
+
+def _experts_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
+    """Of those that a row picks."""
+    return 2 * int(attributes["top_k"]) * sum(_size(shape[1:]) for shape in inputs[2:])
+
+
+_ATTENTION = Operator(
+    name="cached_attention",
+    is_dynamic=True,
+    flops=_attention_flops,
+    num_inputs=7,
+    output=_attention,
+    indices=(1, 2),
+    attributes={
+        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window"), int),
+        "scale": float,
+    },
+)
+_LINEAR_ATTENTION = Operator(
+    is_dynamic=True,
+    flops=_linear_attention_flops,
+    num_inputs=7,
+    output=_linear_attention,
+    optional=(1, 2, 4, 6),
+    attributes={
+        "attn_type": str,
+        **dict.fromkeys(("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "use_qk_l2norm"), int),
+    },
+)
+
+OPERATORS: Mapping[tuple[str, str], Operator] = {
+    **{("", op): Operator(num_inputs=1, output=_same) for op in ("Sigmoid", "Softplus", "Tanh")},
+    **{("", op): Operator(num_inputs=2, output=_elementwise) for op in ("Add", "Mul")},
+    ("", "Gather"): Operator(
+        name="gather_rows",
+        is_dynamic=True,
+        num_inputs=2,
+        output=_gather,
+        attributes={"axis": int},
+        defaulted=("axis",),
+        indices=(1,),
+    ),
+    ("", "Gelu"): Operator(num_inputs=1, output=_same, attributes={"approximate": str}, defaulted=("approximate",)),
+    ("", "MatMul"): Operator(name="linear", num_inputs=2, output=_product, flops=_product_flops),
+    ("", "RMSNormalization"): Operator(
+        name="rms_norm", num_inputs=2, output=_norm, attributes={"axis": int, "epsilon": float}, defaulted=("axis",)
+    ),
+    ("", "Split"): Operator(
+        num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
+    ),
+    ("chunkrt", "AllReduce"): Operator(is_dynamic=True, num_inputs=2, output=_sum, indices=(1,)),
+    ("chunkrt", "CachedAttention"): _ATTENTION,
+    ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
+    ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
+    ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
+    ("chunkrt", "RawKeyAttention"): _ATTENTION,
+    ("chunkrt", "RoutedExperts"): Operator(
+        is_dynamic=True,
+        flops=_experts_flops,
+        num_inputs=4,
+        output=_experts,
+        attributes={"top_k": int, "norm_topk_prob": int},
+    ),
+    ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product),
+}
+
+
+def is_dynamic(domain: str, op: str) -> bool:
+    """Whether a node without a place of its own goes to the CPU; those of plug-ins go to the NPU."""
+    return (domain, op) in OPERATORS and OPERATORS[domain, op].is_dynamic

@@ -23,11 +23,11 @@ import onnx_ir as ir
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
 from chunkrt.graph.modules import Float32, Module, Parameter
+from chunkrt.graph.operators import is_dynamic
 from chunkrt.graph.placement import Placement, place
 from chunkrt.graph.plan import (
     ALL_REDUCE_OP,
     DOMAIN,
-    EXPERTS_OP,
     MAIN_SUFFIX,
     SHADOW_OP,
     Attribute,
@@ -39,17 +39,6 @@ from chunkrt.graph.plan import (
     Tensor,
 )
 from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY, trace
-
-DYNAMIC_OPS = {
-    (DOMAIN, "CachedAttention"),
-    (DOMAIN, "LinearAttention"),
-    (DOMAIN, EXPERTS_OP),
-    (DOMAIN, SHADOW_OP),
-    (DOMAIN, ALL_REDUCE_OP),
-    ("", "Gather"),
-}
-"""What depends on position, state, run-time indices, other ranks or on which values are large; without a place of its
-own it goes to the CPU."""
 
 _DTYPES: Mapping[ir.DataType, Dtype] = {
     ir.DataType.FLOAT: "float32",
@@ -144,7 +133,7 @@ def _device(node: ir.Node) -> Device:
     placed = node.metadata_props.get(DEVICE_KEY)
     if placed:
         return cast(Device, placed)
-    return "cpu" if (node.domain, node.op_type) in DYNAMIC_OPS else "npu"
+    return "cpu" if is_dynamic(node.domain, node.op_type) else "npu"
 
 
 def _rows(node: ir.Node) -> Literal["T", "R"]:
@@ -157,7 +146,7 @@ def _dimensions(value: ir.Value) -> tuple[int | str, ...]:
 
 
 def _is_static(nodes: Sequence[ir.Node]) -> bool:
-    return not any((node.domain, node.op_type) in DYNAMIC_OPS for node in nodes)
+    return not any(is_dynamic(node.domain, node.op_type) for node in nodes)
 
 
 def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Everything after graph building works from it: backends compile its subgraphs, the executor streams chunks through
 them, the simulator predicts them. It is JSON on disk, read by msgspec into the classes below and held against what each
-operator takes (`graph/forms.py`); a device which only runs an engine never imports ONNX.
+operator takes (`graph/operators.py`); a device which only runs an engine never imports ONNX.
 
 A shape holds integers and symbols. `"T"`: the tokens of one chunk. `"R"`: the rows of logits asked for (one for a
 prompt, unless all are wanted). `"P"`: the cache's capacity in positions. `"W"`: that of a layer which sees a window
@@ -23,7 +23,7 @@ import msgspec
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import parse_json
 from chunkrt.graph.flow import Flow
-from chunkrt.graph.forms import MOST, check_node, require
+from chunkrt.graph.operators import MOST, check_node, require
 
 Device = Literal["npu", "cpu", "link"]
 """The link is what joins ranks: its subgraphs are sums over them."""
@@ -256,8 +256,7 @@ def linear_weights(plan: Plan) -> set[str]:
 def expert_weights(plan: Plan) -> set[str]:
     """The names of the weights of all routed experts. Where linears are quantised they are int8 for each output channel
     of each expert, and their activations dynamic, whatever the scheme."""
-    nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes)
-    return {name for node in nodes if node.op == EXPERTS_OP for name in node.inputs[2:]}
+    return {name for s in plan.subgraphs for node in s.nodes if node.op == EXPERTS_OP for name in node.inputs[2:]}
 
 
 def embedding_tables(plan: Plan) -> set[str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.graph.operations import attended_pairs, operations_per_pair, operations_per_row
+from chunkrt.graph.flops import attended_pairs, node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.runtime.tasks import TaskEvent
 
@@ -96,9 +96,9 @@ class Costs:
 def _flops(node: Node, plan: Plan) -> NDArray[np.float64]:
     """Of one operator: per token, per row of logits, per pair of a token and a position that it attends to, and per
     pair within the window."""
+    flops = node_flops(node, plan)
     if node.op in ATTENTION_OPS:
         has_window = bool(node.attributes["window"])
-        per_pair = operations_per_pair(node, plan)
-        return np.array([0.0, 0.0, per_pair * (not has_window), per_pair * has_window])
-    rows, per_row = plan.tensors[node.outputs[0]].shape[0], operations_per_row(node, plan)
-    return np.array([per_row * (rows == "T"), per_row * (rows == "R"), 0.0, 0.0])
+        return np.array([0.0, 0.0, flops * (not has_window), flops * has_window])
+    rows = plan.tensors[node.outputs[0]].shape[0]
+    return np.array([flops * (rows == "T"), flops * (rows == "R"), 0.0, 0.0])

@@ -9,8 +9,8 @@ from math import prod
 from typing import NamedTuple, cast
 
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
+from chunkrt.graph.flops import attended_pairs, node_flops
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
-from chunkrt.graph.operations import attended_pairs, operations_per_pair, operations_per_row
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.exchange import exchange_of
@@ -145,9 +145,10 @@ class ModelledWork:
         """Microseconds of one operator, and the bytes of shared memory among those that it reads."""
         tensors = self._plan.tensors
         rows = resolve(tensors[node.outputs[0]].shape, symbols)[0]
+        window = cast(int, node.attributes["window"]) if node.op in ATTENTION_OPS else 0
+        operations = (chunk.pairs(window) if node.op in ATTENTION_OPS else rows) * node_flops(node, self._plan)
         if node.op == "MatMul" and node.inputs[1] in self._linears:
             weight = node.inputs[1]
-            operations = float(rows * operations_per_row(node, self._plan))
             num_bytes = shared_bytes = float(self._weight_bytes[weight])
             is_spread = self._scheme.is_static and self._scheme.weight_bits_of(weight) == 4
             if processor is self._device.npu and is_spread:
@@ -155,29 +156,23 @@ class ModelledWork:
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
         elif node.op in ATTENTION_OPS:
-            window = cast(int, node.attributes["window"])
-            operations = float(chunk.pairs(window) * operations_per_pair(node, self._plan))
             num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, symbols))
             kind = "attention"
         elif node.op == LINEAR_ATTENTION_OP:
-            operations = float(rows * operations_per_row(node, self._plan))
             num_bytes = shared_bytes = float(2 * DTYPE_BYTES["float32"] * self._state_elements(node, symbols))
             kind = "attention"  # its state is read, and written back
         elif node.op == "FloatLinear":
-            operations = float(rows * operations_per_row(node, self._plan))
             num_bytes = shared_bytes = float(tensors[node.inputs[1]].num_bytes())
             kind = "linear_float"
         elif node.op == EXPERTS_OP:
-            operations = float(rows * operations_per_row(node, self._plan))
             num_bytes = shared_bytes = self._share_of_experts(node, rows) * sum(
                 self._weight_bytes[name] for name in node.inputs[2:]
             )
             kind = "linear_float" if self._scheme.weight_bits is None else "linear_a8"
         else:
-            sizes = [prod(resolve(tensors[name].shape, symbols)) for name in node.outputs]
-            operations = float(sum(sizes))
+            size = sum(prod(resolve(tensors[name].shape, symbols)) for name in node.outputs)
             read = 1 if node.op == "Gather" else len(node.inputs)
-            num_bytes, shared_bytes = float(DTYPE_BYTES["float32"] * sum(sizes) * (1 + read)), 0.0
+            num_bytes, shared_bytes = float(DTYPE_BYTES["float32"] * size * (1 + read)), 0.0
             kind = "other"
         cost = processor.operators[kind]
         return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes

@@ -20,7 +20,7 @@ from chunkrt.backends.segments import SegmentedExecutable
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.sampling import Sampler
 from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionError
-from chunkrt.graph.operators import uses
+from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.decoder import random_decoder
@@ -54,7 +54,7 @@ def dispatcher(decoder, registry, ops=None, *, scheme=DYNAMIC, **options):
 
 
 def all_choices(decoder, found, backend):
-    return [choice for subgraph in decoder.plan.subgraphs for _, choice in found.choices(subgraph, backend)]
+    return [choice for subgraph in decoder.plan.subgraphs for _, choice in found.runners(subgraph, backend)]
 
 
 def expected_place(operator, backend, ops, plugged):
@@ -554,7 +554,7 @@ def test_what_a_plugin_refuses_runs_as_without_it(decoder, registry, backend):
         refuses = lambda node: "" if node.name == taken else "it is another one"  # noqa: E731
         registry.register("rms_norm", "toy", refuses=refuses)(lambda *inputs: inputs[0])
     found = dispatcher(decoder, registry, "all")
-    uses_of = [(use, choice) for s in decoder.plan.subgraphs for use, choice in found.choices(s, backend)]
+    uses_of = [(use, choice) for s in decoder.plan.subgraphs for use, choice in found.runners(s, backend)]
     where = {use.node.name: choice for use, choice in uses_of if choice.operator == "rms_norm"}
     assert where.keys() == set(nodes)
     assert {name for name, choice in where.items() if choice.runs_on == "toy"} == {taken}

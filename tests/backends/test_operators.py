@@ -12,8 +12,8 @@ from chunkrt.backends.onnx.lowering import FUNCTIONS, STANDARD
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError
-from chunkrt.graph.operators import canonical_name, use_of, uses
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
+from chunkrt.graph.uses import canonical_name, use_of, uses
 
 OPS = {
     "add": {"Add"},

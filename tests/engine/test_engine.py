@@ -1,5 +1,7 @@
 """Loading a model: what is taken, what is refused, and what an engine does for several sessions."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ import chunkrt
 from chunkrt.backends import qnn
 from chunkrt.backends.qnn import library
 from chunkrt.compile import compiler
+from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.engine import Engine, EngineOptions
 from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError
 
@@ -198,3 +201,19 @@ def test_the_engine_is_a_class_of_its_own():
     with chunkrt.load(CHECKPOINT) as engine:
         assert isinstance(engine, Engine)
         assert engine.manifest.model == str(CHECKPOINT)
+
+
+def test_an_engine_directory_runs_where_there_is_no_onnx(tmp_path):
+    model, options = str(checkpoint("llama_gqa")), EngineOptions(npu="native")
+    compile_engine(model, tmp_path / "engine", options, socs=[], chunk_lengths=[])
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("onnx", "onnx_ir", "onnxruntime")))  # importing them fails
+import chunkrt
+with chunkrt.load(sys.argv[1], npu=sys.argv[2]) as engine:
+    print(engine.session().prefill([1, 2, 3]).num_tokens)
+"""
+    for npu in ("auto", "native", "reference"):
+        arguments = [sys.executable, "-c", code, str(tmp_path / "engine"), npu]
+        finished = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+        assert (finished.stdout, finished.returncode) == ("3\n", 0), finished.stderr

@@ -27,8 +27,10 @@ def make_counted_plan() -> Plan:
     """A linear and an addition on the NPU, attention with 2 heads of 3, a head of 7 columns."""
 
     def node(op: str, inputs: list[str], output: str) -> Node:
-        attributes = {"window": 0} if op == "CachedAttention" else {}
-        return Node(name=output, op=op, domain="", inputs=tuple(inputs), outputs=(output,), attributes=attributes)
+        is_ours = op == "CachedAttention"
+        attributes = {"window": 0, "num_heads": 2, "head_dim": 3} if is_ours else {}
+        domain = "chunkrt" if is_ours else ""
+        return Node(name=output, op=op, domain=domain, inputs=tuple(inputs), outputs=(output,), attributes=attributes)
 
     def part(name: str, device: str, rows: str, nodes: list[Node], state: list[str]) -> object:
         empty = subgraph(name, device, [], [], rows=rows, state=state)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from trace_checker import CheckedTrace
 from chunkrt.cli import cli
 from chunkrt.compile.compiler import compile_checkpoint
 from chunkrt.errors import ConfigError
-from chunkrt.graph.operations import operations_per_pair, operations_per_row
+from chunkrt.graph.flops import node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, Plan, Tensor
 from chunkrt.graph.ranks import Ranks
 from chunkrt.quant.scheme import Recipe, find_scheme
@@ -256,7 +256,7 @@ def operations(plan: Plan) -> tuple[int, int]:
     attention = [n for n in nodes if n.op in ATTENTION_OPS]
     assert linears
     assert attention
-    return sum(operations_per_row(n, plan) for n in linears), sum(operations_per_pair(n, plan) for n in attention)
+    return sum(node_flops(n, plan) for n in linears), sum(node_flops(n, plan) for n in attention)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -12,8 +12,8 @@ from chunkrt.backends.native.operators import Lowering, check_node
 from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, ConfigError, PartitionError
-from chunkrt.graph.operators import use_of
 from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import Scheme
 
 

@@ -2,7 +2,7 @@
 
     MatMul -> Add(bias) -> Add(residual)    Linear(x, weight, bias, residual)
 
-and the products of a gate that are one operator by name (`graph/operators.py`).
+and the products of a gate that are one operator by name (`graph/uses.py`).
 
 Requires: nodes in execution order. Ensures: the same bits as without fusion, except in rows of a linear's input
 that have outliers: the products of these are added after bias and residual, without fusion before them, which rounds in
@@ -13,8 +13,8 @@ part stood: its operands are all there then.
 
 from __future__ import annotations
 
-from chunkrt.graph.operators import gated_products
 from chunkrt.graph.plan import Node, Plan, Subgraph
+from chunkrt.graph.uses import gated_products
 from chunkrt.quant.scheme import Scheme
 
 DOMAIN = "chunkrt.native"

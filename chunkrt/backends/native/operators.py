@@ -7,8 +7,8 @@ from collections.abc import Callable
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
 from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.engine_directory.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
-from chunkrt.graph.operators import use_of
 from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph
+from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
 
 Emitter = Callable[["Lowering", Node], list[int]]

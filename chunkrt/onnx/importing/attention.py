@@ -17,7 +17,7 @@ from chunkrt.onnx.importing.widths import width
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionNode:
     """What an attention node says, whatever its form.
 
     query, key, value: rows before RoPE; key and value are None where the query holds all three. window: keys that a row
@@ -38,7 +38,7 @@ class Attention:
     results: Sequence[ir.Value] = ()
 
 
-def put(draft: Draft, node: ir.Node, attention: Attention) -> None:
+def put(draft: Draft, node: ir.Node, attention: AttentionNode) -> None:
     """Put chunkrt's attention in the place of a node whose first output is rows [T, num_heads * head_dim].
 
     Raises:
@@ -78,7 +78,7 @@ def _scale(stated: float, head_dim: int) -> float:
     return usual if not stated or np.float32(stated) == np.float32(usual) else decimal(stated)
 
 
-def _joined(draft: Draft, node: ir.Node, attention: Attention) -> ir.Value:
+def _joined(draft: Draft, node: ir.Node, attention: AttentionNode) -> ir.Value:
     """Queries, keys and values side by side; norms of their heads as one behind it."""
     norms = [producer(value, "HeadNorm", DOMAIN) for value in (attention.query, attention.key, attention.value)]
     under = [

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Float32, Parameter
-from chunkrt.graph.partition import DYNAMIC_OPS, partition
+from chunkrt.graph.operators import is_dynamic
+from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
 from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing.constants import stored
@@ -85,7 +86,7 @@ def _decoder(draft: Draft, plan: Plan) -> ReplayedDecoder:
             if (node.domain, node.op) not in OPERATORS:
                 raise ModelError(f"node {node.name!r} has the operator {node.op!r} of {node.domain!r}")
             path = node.name.rpartition(".")[0]
-            is_elsewhere = subgraph.device != ("cpu" if (node.domain, node.op) in DYNAMIC_OPS else "npu")
+            is_elsewhere = subgraph.device != ("cpu" if is_dynamic(node.domain, node.op) else "npu")
             if is_elsewhere or devices.get(path):
                 devices[path] = subgraph.device
             decoder.add_step(_step(node, path, plan))

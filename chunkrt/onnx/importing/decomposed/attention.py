@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx.importing.decomposed.norms import Norm
-from chunkrt.onnx.importing.decomposed.rotary import Tables, is_by_position, read_tables, rotary_dim
+from chunkrt.onnx.importing.decomposed.rotary import Rotation, is_by_position, read_tables, rotary_dim
 from chunkrt.onnx.importing.evaluation import decimal
 from chunkrt.onnx.importing.masks import HIDDEN, MaskError, Masks, visible
 from chunkrt.onnx.importing.regions import Regions
@@ -43,7 +43,7 @@ class Core:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class DecomposedAttention:
     """One layer's attention, by the names of values in the foreign graph.
 
     query, key, value: [1, T, heads * head_dim], before norms of heads and rotation; the core's result is such, too.
@@ -60,7 +60,7 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    tables: Tables
+    tables: Rotation
 
 
 class AttentionFinder:
@@ -75,11 +75,11 @@ class AttentionFinder:
         self._regions, self._norms, self._states = regions, norms, states
         self._model = where
         self._rng = np.random.default_rng(0)
-        self._tables: dict[tuple[str, ...], Tables] = {}
+        self._tables: dict[tuple[str, ...], Rotation] = {}
         self._masks = Masks(regions.evaluator)
         self._where = ""
 
-    def find(self, softmax: str) -> Attention:
+    def find(self, softmax: str) -> DecomposedAttention:
         """The attention whose probabilities are `softmax`, the output of a Softmax.
 
         Raises:
@@ -101,7 +101,7 @@ class AttentionFinder:
         value, value_norm = self._before_heads(new_value)
         if value_norm is not None:
             self._refuse("its values are normalised")
-        return Attention(
+        return DecomposedAttention(
             core=core,
             query=query,
             key=key,
@@ -193,7 +193,7 @@ class AttentionFinder:
             self._refuse(f"its mask {mask!r} does not say what is seen")
         return window
 
-    def _before_rotation(self, name: str) -> tuple[str, Tables | None]:
+    def _before_rotation(self, name: str) -> tuple[str, Rotation | None]:
         """Where the rotation starts that ends in `name`, and its tables; `name` itself if there is none."""
         regions = self._regions
         for source in self._up(name):

@@ -15,9 +15,9 @@ import onnx
 from onnx import helper, numpy_helper
 
 from chunkrt.onnx.importing.decomposed.activations import find_gelus
-from chunkrt.onnx.importing.decomposed.attention import Attention, AttentionFinder
+from chunkrt.onnx.importing.decomposed.attention import AttentionFinder, DecomposedAttention
 from chunkrt.onnx.importing.decomposed.norms import Norm, find_norms
-from chunkrt.onnx.importing.decomposed.rotary import Tables
+from chunkrt.onnx.importing.decomposed.rotary import Rotation
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.regions import Regions
 from chunkrt.onnx.importing.rewriting import replaced
@@ -81,7 +81,7 @@ class _Writer:
                 weight = self.node("Reshape", [weight, self._constant(np.array([-1]))], [])
             self._norm(norm.source, weight, norm.epsilon, [norm.result])
 
-    def attention(self, found: Attention) -> None:
+    def attention(self, found: DecomposedAttention) -> None:
         """One layer's attention."""
         core, heads, kv_heads = found.core, found.num_heads, found.num_kv_heads
         query = self._normalised(found.query, found.query_norm, heads * found.head_dim, found.head_dim)
@@ -134,7 +134,7 @@ class _Writer:
             self._lengths = last, total
         return self._lengths
 
-    def _names(self, tables: Tables) -> tuple[str, str]:
+    def _names(self, tables: Rotation) -> tuple[str, str]:
         if id(tables) not in self._tables:
             names = tuple(self._constant(table, f"{kind}_{len(self._tables)}") for kind, table in vars(tables).items())
             self._tables[id(tables)] = names[0], names[1]

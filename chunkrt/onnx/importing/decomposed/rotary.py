@@ -22,7 +22,7 @@ FEW = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tables:
+class Rotation:
     """cos, sin: float32 [context, rotary_dim / 2], for halves that are rotated; other columns pass through."""
 
     cos: NDArray[np.float32]
@@ -72,7 +72,7 @@ def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
     return True
 
 
-def read_tables(regions: Regions, source: str, result: str, width: int) -> Tables:
+def read_tables(regions: Regions, source: str, result: str, width: int) -> Rotation:
     """The rows of all positions, from what becomes of a vector of ones in its first half."""
     context, names = regions.context, regions.positional_inputs(result, {source})
     like = regions.random(source, np.random.default_rng(0))
@@ -86,7 +86,7 @@ def read_tables(regions: Regions, source: str, result: str, width: int) -> Table
         found = regions.part(result, {source: ones}, given)({source: ones})
         cos[start : start + length] = found[0, 0, :, :half]
         sin[start : start + length] = found[0, 0, :, half:width]
-    return Tables(cos=cos, sin=sin)
+    return Rotation(cos=cos, sin=sin)
 
 
 def _as_heads(values: Array, like: Array) -> Array:

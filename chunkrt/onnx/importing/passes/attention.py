@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from chunkrt.onnx.importing.attention import Attention, put
+from chunkrt.onnx.importing.attention import AttentionNode, put
 from chunkrt.onnx.importing.draft import CONTRIB, Draft, float_attribute, input_of, int_attribute, producer
 from chunkrt.onnx.importing.passes.heads import results_of, rows_of
 from chunkrt.onnx.importing.passes.rotary import Tables, make_tables, take_off
@@ -27,7 +27,7 @@ def raise_attention(draft: Draft) -> None:
             put(draft, node, read(draft, node))
 
 
-def _group_query(draft: Draft, node: ir.Node) -> Attention:
+def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
     """com.microsoft's GroupQueryAttention: causal by itself, present keys are rotated."""
     plain = {"softcap": 0.0, "smooth_softmax": 0.0, "qk_output": 0.0, "kv_cache_bit_width": 0.0}
     for name, usual in plain.items():
@@ -53,7 +53,7 @@ def _group_query(draft: Draft, node: ir.Node) -> Attention:
     check_total(draft, node, input_of(node, 5), context, less=1)
     check_total(draft, node, input_of(node, 6), context)
     window = int_attribute(node, "local_window_size", -1)
-    return Attention(
+    return AttentionNode(
         query=query,
         key=key,
         value=value,
@@ -75,7 +75,7 @@ def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables 
     return left
 
 
-def _multi_head(draft: Draft, node: ir.Node) -> Attention:
+def _multi_head(draft: Draft, node: ir.Node) -> AttentionNode:
     """com.microsoft's MultiHeadAttention: as many heads of keys as of queries; a mask is added to the scores."""
     if extra := [v.name for v in (*node.inputs[3:5], *node.inputs[8:]) if v is not None]:
         raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias or a padding mask, which is not supported")
@@ -93,7 +93,7 @@ def _multi_head(draft: Draft, node: ir.Node) -> Attention:
     )
 
 
-def _standard(draft: Draft, node: ir.Node) -> Attention:
+def _standard(draft: Draft, node: ir.Node) -> AttentionNode:
     """Standard ONNX's Attention, since opset 23."""
     if float_attribute(node, "softcap") or input_of(node, 6) is not None:
         raise draft.unsupported(node, "its scores are capped, or it is told lengths of keys, which is not supported")
@@ -138,7 +138,7 @@ def _from_heads(
     mask: ir.Value | None,
     heads: tuple[int, int] | None,
     results: Sequence[ir.Value] = (),
-) -> Attention:
+) -> AttentionNode:
     """Attention whose operands may be by head, and whose queries and keys are rotated before it; causal by itself where
     it has no mask."""
     query, key, value = (rows_of(draft, node, operand) for operand in operands)
@@ -146,7 +146,7 @@ def _from_heads(
     if tables is None or value.tables is not None:
         raise draft.unsupported(node, "queries and keys, and not values, are to be rotated before it")
     num_heads, num_kv_heads = heads or _count_heads(draft, node, query.rows, past[0])
-    return Attention(
+    return AttentionNode(
         query=query.rows,
         key=key.rows,
         value=value.rows,
@@ -161,7 +161,7 @@ def _from_heads(
     )
 
 
-READERS: dict[tuple[str, str], Callable[[Draft, ir.Node], Attention]] = {
+READERS: dict[tuple[str, str], Callable[[Draft, ir.Node], AttentionNode]] = {
     (CONTRIB, "GroupQueryAttention"): _group_query,
     (CONTRIB, "MultiHeadAttention"): _multi_head,
     ("", "Attention"): _standard,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from chunkrt.engine_directory.figures import attention_figures, subgraph_figures, weight_bytes
-from chunkrt.graph.operations import attended_pairs
+from chunkrt.graph.flops import attended_pairs
 from chunkrt.graph.plan import Node
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.costs import Costs
@@ -121,3 +121,16 @@ def test_figures_of_linears_count_the_experts_that_are_picked():
     plan, _ = find("RoutedExperts")
     (figures,) = subgraph_figures(plan, SCHEMES["float"], chunk_length=8)
     assert figures.linear_flops == 8 * PICKED
+
+
+@pytest.mark.parametrize("kind", ["short_conv", "gated_delta_rule"])
+def test_figures_of_linears_count_linear_attention(kind):
+    plan, _ = find(kind)
+    (figures,) = subgraph_figures(plan, SCHEMES["float"], chunk_length=8)
+    assert figures.linear_flops == 8 * OPERATIONS[kind]
+
+
+def test_figures_of_linears_leave_out_attention_that_depends_on_the_position():
+    plan, _ = find("CachedAttention")
+    (figures,) = subgraph_figures(plan, SCHEMES["float"], chunk_length=8)
+    assert figures.linear_flops == 0

@@ -1,0 +1,156 @@
+"""Uses of operators in a plan, by their canonical names, whoever runs them.
+
+A use of an operator is one node, or several that people think of as one: the four nodes of a gate through SiLU are one
+`silu_mul`. Standard library only, as the plan itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from chunkrt.graph.operators import OPERATORS
+from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph
+
+_NAMES = {op: row.name for (_, op), row in OPERATORS.items() if row.name}
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "cached_attention": ("rope",),
+    "linear": ("quantize",),
+    "logits": ("quantize",),
+    "routed_experts": ("quantize",),
+}
+"""Operators that are steps of others, and no node of their own: the rotation of queries and keys, and the measuring of
+activations under schemes that do it row by row."""
+
+SAMPLER = "sampler"
+"""The operator that is in no plan: a session's choice of the next token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """An operator in a plan.
+
+    `node`: what a function for it is called with: the inputs, attributes and outputs of the whole. `nodes`: those of
+    the plan that it stands for, in their order.
+    """
+
+    operator: str
+    node: Node
+    nodes: tuple[Node, ...]
+
+
+def uses(subgraph: Subgraph, plan: Plan) -> tuple[Use, ...]:
+    """The operators of a subgraph in an order in which they can run; each node is in one of them."""
+    gated = {use.nodes[-1].name: use for use in gated_products(subgraph)}
+    inner = {node.name for use in gated.values() for node in use.nodes[:-1]}
+    last_linears = _last_linears(subgraph, plan)
+    found = []
+    for node in subgraph.nodes:
+        if node.name in gated:
+            found.append(gated[node.name])
+        elif node.name not in inner:
+            use = use_of(node)
+            is_of_weight = len(node.inputs) > 1 and plan.tensors[node.inputs[0]].kind == "weight"
+            if use.operator == "gather_rows" and is_of_weight:
+                use = replace(use, operator="embedding")
+            elif node.name in last_linears:
+                use = replace(use, operator="logits")
+            elif use.operator == "linear" and not _is_linear(node, plan):
+                use = replace(use, operator="matmul")
+            found.append(use)
+    return tuple(found)
+
+
+def use_of(node: Node) -> Use:
+    """A node by itself, as the operator that it is without its neighbours.
+
+    Both kinds of cached attention are one operator, whose function is told by the attribute `has_raw_keys`.
+    """
+    called = node
+    if node.op in ATTENTION_OPS:
+        raw = int(node.op == "RawKeyAttention")
+        called = replace(node, op=ATTENTION_OPS[0], attributes={**node.attributes, "has_raw_keys": raw})
+    return Use(operator=canonical_name(node.domain, node.op), node=called, nodes=(node,))
+
+
+def canonical_name(domain: str, op: str) -> str:
+    """An operator's name: "rms_norm", "head_norm"; with its domain if that is somebody else's: "acme_mixer"."""
+    if domain.partition(".")[0] in ("", DOMAIN) and op in _NAMES:
+        return _NAMES[op]
+    is_foreign = domain.partition(".")[0] not in ("", DOMAIN)
+    words = [*(domain.split(".") if is_foreign else ()), op]
+    return "_".join(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", word).lower() for word in words)
+
+
+def gated_products(subgraph: Subgraph) -> list[Use]:
+    """Where a gate goes through an activation and is multiplied with the other half of a value.
+
+        Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
+        Split -> Gelu(gate) -> Mul(., up)                      GeluMul(x)
+
+    Not where an inner result is needed elsewhere. Each stands where its last node stood: its operand is there then.
+    """
+    readers = _Readers(subgraph)
+    found = (_gated_product(node, readers) for node in subgraph.nodes if node.op == "Split")
+    return [use for use in found if use]
+
+
+class _Readers:
+    """Which nodes of a subgraph read a value."""
+
+    def __init__(self, subgraph: Subgraph) -> None:
+        self._outputs = set(subgraph.outputs)
+        self._readers: dict[str, list[Node]] = {}
+        for node in subgraph.nodes:
+            for name in node.inputs:
+                self._readers.setdefault(name, []).append(node)
+
+    def only(self, name: str, op: str) -> Node | None:
+        """The one reader of a value, if it is that operator and nobody outside wants the value."""
+        found = self.inside(name)
+        return found[0] if len(found) == 1 and found[0].op == op else None
+
+    def inside(self, name: str) -> list[Node]:
+        """All readers of a value; none, if it leaves the subgraph."""
+        return [] if name in self._outputs else self._readers.get(name, [])
+
+
+def _gated_product(split: Node, readers: _Readers) -> Use | None:
+    if len(split.outputs) != 2:
+        return None
+    gate, up = split.outputs
+    gelu = readers.only(gate, "Gelu")
+    op, activation = ("GeluMul", [gelu]) if gelu else ("SiluMul", _silu(gate, readers))
+    last = readers.only(activation[-1].outputs[0], "Mul") if activation else None
+    if last is None or readers.only(up, "Mul") is not last:
+        return None
+    attributes = gelu.attributes if gelu else {}
+    whole = replace(last, op=op, domain=DOMAIN, inputs=split.inputs, attributes=attributes)
+    return Use(operator=canonical_name(DOMAIN, op), node=whole, nodes=(split, *activation, last))
+
+
+def _silu(gate: str, readers: _Readers) -> list[Node]:
+    users = {user.op: user for user in readers.inside(gate)}
+    if set(users) != {"Sigmoid", "Mul"} or len(readers.inside(gate)) != 2:
+        return []
+    sigmoid, silu = users["Sigmoid"], users["Mul"]
+    return [sigmoid, silu] if readers.only(sigmoid.outputs[0], "Mul") is silu else []
+
+
+def _is_linear(node: Node, plan: Plan) -> bool:
+    return node.op == "MatMul" and plan.tensors[node.inputs[1]].kind == "weight"
+
+
+def _last_linears(subgraph: Subgraph, plan: Plan) -> set[str]:
+    """The linears that make the plan's output, by node; what is done to logits afterwards goes element by element."""
+    writers = {name: node for node in subgraph.nodes for name in node.outputs}
+    found, pending = set(), [plan.output]
+    while pending:
+        node = writers.get(pending.pop())
+        if node and _is_linear(node, plan):
+            found.add(node.name)
+        elif node and node.op in ("Add", "Mul", "Tanh"):
+            pending += node.inputs
+    return found

@@ -1,0 +1,42 @@
+"""docs/tour.md against the code: the files that a compilation enters are those that it names."""
+
+import re
+import sys
+from pathlib import Path
+
+from fixture_checkpoints import checkpoint
+
+import chunkrt
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.quant.scheme import SCHEMES, Recipe
+
+TOUR = Path(__file__).parents[1] / "docs" / "tour.md"
+PACKAGE = Path(chunkrt.__file__).parent
+
+
+def files_entered(call):
+    """Of the package, those with a function that was called."""
+    found = set()
+
+    def enter(frame, event, argument):
+        if event == "call" and frame.f_code.co_name != "<module>":
+            found.add(frame.f_code.co_filename)
+
+    sys.setprofile(enter)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    paths = map(Path, found)
+    return {path.relative_to(PACKAGE).as_posix() for path in paths if path.is_relative_to(PACKAGE)}
+
+
+def test_the_way_of_a_checkpoint_is_as_the_tour_tells_it(tmp_path):
+    recipe, folder = Recipe(scheme=SCHEMES["w8a8-dynamic"]), tmp_path / "engine"
+    entered = files_entered(lambda: compile_checkpoint(checkpoint("llama_gqa"), recipe, {}, folder, model="toy"))
+    section = TOUR.read_text(encoding="utf-8").split("\n## ")[1]
+    numbered = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", section, re.MULTILINE)
+    assert len(numbered) == len(set(numbered)) <= 14
+    assert set(numbered) <= entered
+    named = set(re.findall(r"`([\w/]+\.py)`", section))
+    assert {path for path in entered if not any(f"/{path}".endswith(f"/{name}") for name in named)} == set()
