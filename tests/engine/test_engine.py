@@ -85,7 +85,7 @@ def test_float_linears_are_refused_by_native_with_what_to_do():
         PartitionError, match=r"native cannot run subgraph static.0 under scheme float \(node model"
     ) as e:
         chunkrt.load(CHECKPOINT, scheme="float", npu="native")
-    assert "'onnxrt' or 'reference'" in str(e.value)
+    assert "--npu onnxrt or --npu reference" in str(e.value)
 
 
 def test_a_name_that_is_no_model_offers_the_nearest():
