@@ -201,7 +201,7 @@ class Dispatcher:
         reason, refusal = self._why_off(use.operator), ""
         if not reason:
             if plugin := self._registry.find_plugin(use.operator, device):
-                if not (refusal := _refusal(plugin, use)):
+                if not (refusal := plugin.refusal(use.node)):
                     return self._call(plugin, f"plug-in {plugin.provider} has it")
                 refusal = f"; plug-in {plugin.provider} refuses it: {refusal}"
             reason = self._why_not_melted(use.operator) or self._why_missing(use, backend, device)
@@ -211,7 +211,7 @@ class Dispatcher:
                 return Runner(operator=use.operator, runs_on=backend, origin=origin, reason="native form" + refusal)
             reason += refusal
             reference = self._registry.find(use.operator, REFERENCE)
-            if reference is not None and reference.is_plugin and _refusal(reference, use):
+            if reference is not None and reference.is_plugin and reference.refusal(use.node):
                 reference = self._own_reference(use.operator)
         else:
             reference = self._own_reference(use.operator)
@@ -271,7 +271,7 @@ class Dispatcher:
     def _why_not_called(self, reference: Implementation | None, use: Use) -> str:
         if reference is None:
             return f"the reference has no {use.operator!r}"
-        return _refusal(reference, use)
+        return reference.refusal(use.node)
 
     def _why_missing(self, use: Use, backend: str, device: str) -> str:
         is_standard = device == NPU and not use.node.domain
@@ -291,19 +291,6 @@ class Dispatcher:
     def _own_reference(self, operator: str) -> Implementation | None:
         """chunkrt's own, or that of the plug-in that brings the operator."""
         return self._registry.find_own(operator, REFERENCE) or self._registry.find(operator, REFERENCE)
-
-
-def _refusal(implementation: Implementation, use: Use) -> str:
-    """Why an implementation does not take a use; empty if it does."""
-    try:
-        return implementation.refuses(use.node)
-    except Exception as error:
-        if not implementation.is_plugin:
-            raise
-        what = f"{type(error).__name__}: {error}"
-        raise PartitionError(
-            f"{implementation.origin} cannot say whether it takes node {use.node.name!r}: {what}; repair it"
-        ) from error
 
 
 def check_switches(switches: Switches, registry: OperatorRegistry) -> None:

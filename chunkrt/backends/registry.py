@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.graph.plan import Node
 from chunkrt.graph.uses import PARTS, SAMPLER, Use
 
@@ -72,6 +72,18 @@ class Implementation:
     def origin(self) -> str:
         """Where it comes from: "chunkrt.backends.reference", "chunkrt-torch (chunkrt_torch.norms)"."""
         return f"{self.distribution} ({self.module})" if self.distribution else self.module
+
+    def refusal(self, node: Node) -> str:
+        """What `refuses` says of a node. Raises PartitionError if a plug-in's fails."""
+        try:
+            return self.refuses(node)
+        except Exception as error:
+            if not self.is_plugin:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise PartitionError(
+                f"{self.origin} cannot say whether it takes node {node.name!r}: {what}; repair it"
+            ) from error
 
 
 class OperatorRegistry:
