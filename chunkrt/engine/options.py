@@ -58,7 +58,6 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: isinstance(value, str), "text"),
     "int": (_is_whole, "a whole number"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "Path": (lambda value: isinstance(value, Path), "a pathlib.Path"),
     "HtpOptions": (lambda value: isinstance(value, HtpOptions), "HtpOptions"),
 }
 
@@ -128,7 +127,11 @@ class EngineOptions:
     scheme: str | None = _option(
         "--scheme", "Quantisation.  [default: the model's]", choices=lambda: SCHEME_NAMES, check=find_scheme
     )
-    calibration: Path | None = _option("--calibration", "What `chunkrt calibrate` wrote.  [default: made]")
+    calibration: Path | None = _option(
+        "--calibration",
+        "What `chunkrt calibrate` wrote.  [default: made]",
+        must=(lambda value: isinstance(value, Path), "a pathlib.Path"),
+    )
     shadow: str | None = _option(
         "--shadow none|all|auto|LIST",
         "8-bit linears whose largest inputs are computed in float beside them; auto: the fewest within --budget.  "

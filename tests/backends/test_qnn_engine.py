@@ -16,6 +16,7 @@ from chunkrt.backends import qnn
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.backends.qnn.library import open_session
+from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import roles as npu
@@ -46,7 +47,9 @@ def model(tmp_path_factory):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
     planned = plan_checkpoint(folder, {})
-    found = calibrate(planned.plan, planned.load, prompt(CONTEXT, seed=1), model="tiny")
+    found = calibrate(
+        planned.plan, planned.load, prompt(CONTEXT, seed=1), model="tiny", weights=weights_digest(planned.source)
+    )
     path = folder.parent / "tiny.npz"
     found.save(path)
     return folder, path

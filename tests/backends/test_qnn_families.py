@@ -7,6 +7,7 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.graph.plan import resolve
@@ -36,7 +37,8 @@ def test_a_layer_is_what_the_reference_computes(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     tokens = np.array(input_ids(name))
     planned = plan_checkpoint(checkpoint(name), {})
-    calibrate(planned.plan, planned.load, tokens, model=name).save(tmp_path / "calibration.npz")
+    weights = weights_digest(planned.source)
+    calibrate(planned.plan, planned.load, tokens, model=name, weights=weights).save(tmp_path / "calibration.npz")
     options = {"npu": "reference", "scheme": SCHEME, "calibration": tmp_path / "calibration.npz"}
     with chunkrt.load(checkpoint(name), chunk_length=CHUNK, **options) as engine:
         subgraph, values = run_up_to(engine, SUBGRAPH, tokens[:CHUNK])

@@ -9,6 +9,7 @@ from folding_models import Model, assert_same, equalised, rotated
 
 import chunkrt
 from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import QuantizationError
@@ -50,7 +51,9 @@ def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkey
     options = {"scheme": scheme}
     if find_scheme(scheme).is_static:
         planned = plan_checkpoint(checkpoint(name), {})
-        calibrate(planned.plan, planned.load, np.array(input_ids(name)), model=name).save(tmp_path / "found.npz")
+        weights = weights_digest(planned.source)
+        found = calibrate(planned.plan, planned.load, np.array(input_ids(name)), model=name, weights=weights)
+        found.save(tmp_path / "found.npz")
         options["calibration"] = tmp_path / "found.npz"
     assert 0 < relative_error(logits_of(name, **options), logits_of(name, scheme="float")) < MOST_ERROR[scheme]
 
