@@ -19,7 +19,7 @@ NATIVE_BUILD = $(shell $(BIN)/python -c 'import sys, sysconfig; \
   print(f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/chunkrt._native")')
 LOCATE = $(shell $(CXX) -print-file-name=$(1))
 SANITIZED = PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
-  LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" $(BIN)/python
+  LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" $(BIN)/python -P
 MINUTES ?= 60
 
 PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md LICENSE) \
