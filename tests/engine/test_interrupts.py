@@ -134,6 +134,7 @@ def interrupted_at(act, name, at, path):
     return False
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may fall between open and with
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
