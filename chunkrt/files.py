@@ -16,8 +16,9 @@ import os
 import shutil
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -197,6 +198,12 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("its values are nested too deeply") from error
+
+
+def check_keys(table: Mapping[str, Any], kind: type) -> None:
+    """Raise ValueError for a key that a dataclass, read from this table, has no field for."""
+    if unknown := sorted(table.keys() - {field.name for field in fields(kind)}):
+        raise ValueError(f"{kind.__name__} has no key {unknown[0]!r}")
 
 
 def _refuse_constant(name: str) -> None:

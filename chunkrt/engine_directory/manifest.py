@@ -23,7 +23,7 @@ import xxhash
 
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import fingerprint, read_json, read_text
+from chunkrt.files import check_keys, fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
@@ -219,8 +219,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         manifest = msgspec.convert(data, Manifest)
         Scheme.from_dict(data["scheme"])
-        if unknown := sorted(data.keys() - Manifest.__dataclass_fields__.keys()):
-            raise ValueError(f"it has an unknown key {unknown[0]!r}")
+        check_keys(data, Manifest)
         if not _is_sound(manifest):
             raise ValueError("it holds values of the wrong kind")
     except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:

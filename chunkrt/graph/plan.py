@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.files import parse_json
+from chunkrt.files import check_keys, parse_json
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.operators import MOST, check_node, require
 
@@ -224,7 +224,9 @@ class Plan:
         try:
             data = parse_json(text)
             plan = msgspec.convert(data, Plan)
-            _check_keys(data)
+            for kind, tables in _tables(data).items():
+                for table in tables:
+                    check_keys(table, kind)
             _check(plan)
             return plan
         except KeyError as error:
@@ -269,18 +271,10 @@ def embedding_tables(plan: Plan) -> set[str]:
     }
 
 
-def _check_keys(data: dict[str, Any]) -> None:
-    """Refuse keys that nobody would read, in what has been found to be a plan otherwise."""
-    nodes = (node for subgraph in data["subgraphs"] for node in subgraph["nodes"])
-    for kind, tables in (
-        (Plan, [data]),
-        (Subgraph, data["subgraphs"]),
-        (Node, nodes),
-        (Tensor, data["tensors"].values()),
-    ):
-        known = kind.__dataclass_fields__.keys()
-        for table in tables:
-            require(table.keys() <= known, f"it has unknown keys {sorted(table.keys() - known)}")
+def _tables(data: dict[str, Any]) -> dict[type, list[dict[str, Any]]]:
+    """The tables of what has been found to be a plan, by what each is read as."""
+    nodes = [node for subgraph in data["subgraphs"] for node in subgraph["nodes"]]
+    return {Plan: [data], Subgraph: data["subgraphs"], Node: nodes, Tensor: list(data["tensors"].values())}
 
 
 def _check(plan: Plan) -> None:

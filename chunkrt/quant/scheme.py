@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.files import check_keys
 
 BLOCK_LENGTH = 32
 """Depth of a block of 4-bit weights that share a multiplier."""
@@ -71,8 +72,7 @@ class Scheme:
     def from_dict(data: Mapping[str, Any]) -> Scheme:
         """Read what `dataclasses.asdict` gave, by way of JSON. Raises ValueError for anything else."""
         scheme = msgspec.convert(data, Scheme)
-        if unknown := sorted(data.keys() - Scheme.__dataclass_fields__.keys()):
-            raise ValueError(f"a scheme has no {unknown[0]!r}")
+        check_keys(data, Scheme)
         equalisation = scheme.equalisation
         is_sound = (scheme.weight_bits is None) == (scheme.activations is None)
         if not is_sound or not (equalisation is None or 0 <= equalisation <= 1):

@@ -28,6 +28,7 @@ from fuzz.mutation import (
 )
 
 import chunkrt
+from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.catalogue.entry import read_entry
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.settings import read_settings
@@ -209,17 +210,10 @@ def _members(kind: str, name: str) -> dict[str, bytes]:
     else:
         with chunkrt.load(checkpoint(name), scheme="w8a8", npu="reference", threads=1):
             pass  # makes a calibration
-        made = sorted((Path(checkpoint_home()) / "calibrations").glob("*.npz"), key=lambda found: found.stat().st_mtime)
+        made = sorted((catalogue.home() / "calibrations").glob("*.npz"), key=lambda found: found.stat().st_mtime)
         shutil.copy(made[-1], path)
     with zipfile.ZipFile(path) as archive:
         return {member: archive.read(member) for member in archive.namelist()}
-
-
-def checkpoint_home() -> str:
-    """Where chunkrt keeps what it makes."""
-    from chunkrt.checkpoints import catalogue
-
-    return str(catalogue.home())
 
 
 def _session(name: str) -> closing[chunkrt.Session]:
