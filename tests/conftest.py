@@ -12,6 +12,8 @@ from hypothesis import settings
 from chunkrt.cli import main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would all that tests start
 settings.register_profile("any machine", deadline=None, max_examples=30)
 settings.register_profile("exhaustive", deadline=None, max_examples=300)
 settings.load_profile("any machine")
