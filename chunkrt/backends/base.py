@@ -6,9 +6,9 @@ A backend plays one or both roles, "npu" and "cpu"; the device "link" has one of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -53,6 +53,38 @@ class Executable(Protocol):
             outputs: the subgraph's `outputs` by name, C-contiguous, written in full.
 
         The caller owns all buffers. Releases the GIL while it computes; several threads may call one instance.
+
+        Raises:
+            BackendError: the computation failed.
+        """
+        ...
+
+
+class SegmentOperands(NamedTuple):
+    """What a stateful subgraph takes of one segment: consecutive rows of a chunk that are one sequence's.
+
+    `num_rows`: of the segment. `inputs`: by name what each sequence has of its own: the state, and inputs whose shape
+    has no rows ("position", "rope_position").
+    """
+
+    num_rows: int
+    inputs: Mapping[str, Array]
+
+
+@runtime_checkable
+class SegmentExecutable(Executable, Protocol):
+    """A subgraph with state that takes the rows of several sequences in one call. Of others each segment is a call."""
+
+    def run_segments(
+        self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], segments: Sequence[SegmentOperands]
+    ) -> None:
+        """As `run`, for a chunk of several segments, with the bits that each alone would give.
+
+        Args:
+            inputs: those of the subgraph's `inputs` that have rows, of the whole chunk.
+            outputs: the subgraph's `outputs`, of the whole chunk.
+            segments: what lies in the chunk's rows, in their order; their rows together are the chunk's. No two share
+                state.
 
         Raises:
             BackendError: the computation failed.

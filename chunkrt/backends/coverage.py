@@ -84,8 +84,8 @@ def refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
     scheme, dispatcher = find_scheme(DEFAULT_NPU_SCHEME), _dispatcher(plan, DEFAULT_NPU_SCHEME)
     refused: dict[str, RefusedSubgraph] = {}
     for subgraph in (s for s in plan.subgraphs if s.is_static and s.device == NPU):
-        for segment in dispatcher.segments(subgraph, QNN):
-            if not segment.steps and not (verdict := npu_support(segment.subgraph, segment.plan, scheme)):
+        for section in dispatcher.sections(subgraph, QNN):
+            if not section.steps and not (verdict := npu_support(section.subgraph, section.plan, scheme)):
                 found = RefusedSubgraph(name=subgraph.name, node=verdict.node, reason=verdict.reason)
                 refused.setdefault(subgraph.name, found)
     return list(refused.values())

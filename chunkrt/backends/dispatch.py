@@ -33,7 +33,7 @@ from chunkrt.backends.registry import (
     operators,
     qualified,
 )
-from chunkrt.backends.segments import SegmentedExecutable, cut
+from chunkrt.backends.sections import SectionedExecutable, cut
 from chunkrt.backends.switches import ALL, NONE, Switches
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, PartitionError
@@ -74,7 +74,7 @@ class Runner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class Section:
     """Neighbours of a subgraph that run together: `runners` are all functions, or all the backend's.
 
     `subgraph`: of their nodes alone; `plan`: the one in which it is a subgraph.
@@ -86,7 +86,7 @@ class Segment:
 
     @property
     def steps(self) -> list[tuple[Node, Callable[..., Any]]]:
-        """What is called, and for which node; empty where the backend compiles the segment."""
+        """What is called, and for which node; empty where the backend compiles the section."""
         return [(use.node, runner.function) for use, runner in self.runners if runner.function is not None]
 
 
@@ -131,14 +131,14 @@ class Dispatcher:
             PartitionError: an operator that nobody has, or that the backend does not run under the scheme.
             CompileError: the backend's compiler failed.
         """
-        segments = self.segments(subgraph, backend.name)
-        compiled = [(segment.subgraph, self._compile(segment, backend, chunk_length, weights)) for segment in segments]
+        sections = self.sections(subgraph, backend.name)
+        compiled = [(section.subgraph, self._compile(section, backend, chunk_length, weights)) for section in sections]
         if len(compiled) == 1:
             return compiled[0][1]
-        return SegmentedExecutable(subgraph, compiled, self._plan, chunk_length)
+        return SectionedExecutable(subgraph, compiled, self._plan, chunk_length)
 
-    def segments(self, subgraph: Subgraph, backend: str) -> list[Segment]:
-        """A subgraph cut where functions and the backend take turns; one segment, the whole, where they do not.
+    def sections(self, subgraph: Subgraph, backend: str) -> list[Section]:
+        """A subgraph cut where functions and the backend take turns; one section, the whole, where they do not.
 
         Args:
             backend: the name of the one that runs the subgraph.
@@ -149,15 +149,15 @@ class Dispatcher:
         runners = self.runners(subgraph, backend)
         groups = [list(group) for _, group in groupby(runners, key=lambda runner: runner[1].function is None)]
         if len(groups) == 1:
-            return [Segment(subgraph=subgraph, plan=self._plan, runners=runners)]
+            return [Section(subgraph=subgraph, plan=self._plan, runners=runners)]
         parts = cut(subgraph, self._plan, [[node for use, _ in group for node in use.nodes] for group in groups])
         index = self._plan.subgraphs.index(subgraph)
         before, after = self._plan.subgraphs[:index], self._plan.subgraphs[index + 1 :]
         plan = replace(self._plan, subgraphs=(*before, *parts, *after))
-        return [Segment(subgraph=part, plan=plan, runners=group) for part, group in zip(parts, groups, strict=True)]
+        return [Section(subgraph=part, plan=plan, runners=group) for part, group in zip(parts, groups, strict=True)]
 
     def runners(self, subgraph: Subgraph, backend: str) -> list[tuple[Use, Runner]]:
-        """What runs each operator of a subgraph, in the order in which they run; raises as `segments`."""
+        """What runs each operator of a subgraph, in the order in which they run; raises as `sections`."""
         return [(use, self._choose(use, backend)) for use in uses(subgraph, self._plan)]
 
     def compiles_whole(self, backend: str) -> bool:
@@ -178,21 +178,21 @@ class Dispatcher:
         """What makes the samplers of sessions."""
         return self._part_runner(SAMPLER, SAMPLER)
 
-    def check(self, segment: Segment, backend: str, supports: Callable[[Subgraph, Plan, Scheme], Support]) -> None:
-        """Raises PartitionError if a backend, by its `supports`, does not run a segment under the scheme."""
-        if not segment.steps and not (support := supports(segment.subgraph, segment.plan, self._scheme)):
+    def check(self, section: Section, backend: str, supports: Callable[[Subgraph, Plan, Scheme], Support]) -> None:
+        """Raises PartitionError if a backend, by its `supports`, does not run a section under the scheme."""
+        if not section.steps and not (support := supports(section.subgraph, section.plan, self._scheme)):
             raise PartitionError(
-                f"{backend} cannot run subgraph {segment.subgraph.name} under scheme {self._scheme.name}"
+                f"{backend} cannot run subgraph {section.subgraph.name} under scheme {self._scheme.name}"
                 f"{f' (node {support.node})' if support.node else ''}: {support.reason}"
             )
 
-    def _compile(self, segment: Segment, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
-        self.check(segment, backend.name, backend.supports)
-        subgraph, plan, scheme = segment.subgraph, segment.plan, self._scheme
-        if segment.steps:
-            wanted = [(use.node, runner.prepare) for use, runner in segment.runners]
+    def _compile(self, section: Section, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
+        self.check(section, backend.name, backend.supports)
+        subgraph, plan, scheme = section.subgraph, section.plan, self._scheme
+        if section.steps:
+            wanted = [(use.node, runner.prepare) for use, runner in section.runners]
             nodes, arrays = prepared(wanted, constants(subgraph, plan, scheme, weights))
-            steps = [(node, function) for node, (_, function) in zip(nodes, segment.steps, strict=True)]
+            steps = [(node, function) for node, (_, function) in zip(nodes, section.steps, strict=True)]
             return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors)
         return backend.compile(subgraph, plan, chunk_length, scheme, weights)
 

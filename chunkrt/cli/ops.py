@@ -49,10 +49,10 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
     counts: Counter[Row] = Counter()
     for subgraph in plan.subgraphs:
         backend = roles.get(subgraph.device, subgraph.device)
-        for segment in dispatcher.segments(subgraph, backend):
+        for section in dispatcher.sections(subgraph, backend):
             if backend in supports:
-                dispatcher.check(segment, backend, supports[backend])
-            for _, runner in segment.runners:
+                dispatcher.check(section, backend, supports[backend])
+            for _, runner in section.runners:
                 counts.update(_rows(runner, subgraph.device, dispatcher))
     counts[_row(dispatcher.sampler(), "session")] = 1
     rows = sorted(counts, key=lambda row: (row.operator, row.role, row.runs_on))

@@ -105,8 +105,8 @@ def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
         # The CPU has every subgraph compiled: it decodes, and takes over from an NPU that nobody asked for by name.
         devices: set[Device] = {"cpu"} if options.npu == "auto" else {"cpu", subgraph.device}
         for name, supports in (roles[device] for device in sorted(devices)):
-            for segment in dispatcher.segments(subgraph, name):
-                dispatcher.check(segment, name, supports)
+            for section in dispatcher.sections(subgraph, name):
+                dispatcher.check(section, name, supports)
 
 
 def _beside_npu(scheme: Scheme, threads: int) -> Backend:

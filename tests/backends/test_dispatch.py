@@ -16,7 +16,7 @@ from chunkrt.backends.functions import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
 from chunkrt.backends.reference import _routed_experts, rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
-from chunkrt.backends.segments import SegmentedExecutable
+from chunkrt.backends.sections import SectionedExecutable
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.sampling import Sampler
 from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionError
@@ -148,7 +148,7 @@ def test_what_all_runs_on_the_backend_is_the_backends_executable(decoder, regist
     assert kinds == {
         "all": {NativeExecutable},
         "none": {FunctionExecutable},
-        "-rms_norm": {SegmentedExecutable},
+        "-rms_norm": {SectionedExecutable},
     }
 
 
@@ -292,7 +292,7 @@ def test_caches_of_int8_are_the_native_attentions_alone():
             run_model("llama_gqa", ops, cache_dtype="int8")
 
 
-def test_several_threads_call_one_executable_in_segments(decoder, registry):
+def test_several_threads_call_one_executable_in_sections(decoder, registry):
     backend, weights, plan = make_backend("native", threads=2), decoder.weights[DYNAMIC.name], decoder.plan
     subgraph = next(s for s in plan.static_subgraphs if len(s.nodes) > 8)
     executable = dispatcher(decoder, registry, "-rms_norm,-add").compile(subgraph, backend, 8, weights)

@@ -1,4 +1,4 @@
-"""A subgraph in several parts: consecutive segments, each an executable, run one after another as if they were one."""
+"""A subgraph in several parts: consecutive sections, each an executable, run one after another as if they were one."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tup
     return tuple(parts)
 
 
-class SegmentedExecutable:
-    """Runs segments in order. What passes between them is in buffers of its own, a set for each call at a time.
+class SectionedExecutable:
+    """Runs sections in order. What passes between them is in buffers of its own, a set for each call at a time.
 
     Args:
         subgraph: the whole.
-        segments: its parts, each with an executable for up to `chunk_length` rows.
+        sections: its parts, each with an executable for up to `chunk_length` rows.
     """
 
     def __init__(
-        self, subgraph: Subgraph, segments: Sequence[tuple[Subgraph, Executable]], plan: Plan, chunk_length: int
+        self, subgraph: Subgraph, sections: Sequence[tuple[Subgraph, Executable]], plan: Plan, chunk_length: int
     ) -> None:
-        self.fixed_length = next((e.fixed_length for _, e in segments if e.fixed_length is not None), None)
-        self._steps = [((*part.inputs, *part.state), part.outputs, executable.run) for part, executable in segments]
+        self.fixed_length = next((e.fixed_length for _, e in sections if e.fixed_length is not None), None)
+        self._steps = [((*part.inputs, *part.state), part.outputs, executable.run) for part, executable in sections]
         self._inner = {
-            name: plan.tensors[name] for part, _ in segments for name in part.outputs if name not in subgraph.outputs
+            name: plan.tensors[name] for part, _ in sections for name in part.outputs if name not in subgraph.outputs
         }
         outside = (*subgraph.inputs, *subgraph.outputs)
         self._counted_by = {plan.tensors[name].shape[0]: name for name in outside if plan.tensors[name].shape}
