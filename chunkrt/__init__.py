@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING
 
 from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.engine.engine import Engine, load
+from chunkrt.engine.generation import Piece
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.sequence import PrefillResult
-from chunkrt.engine.session import Piece, Session
+from chunkrt.engine.session import Session
 from chunkrt.errors import ChunkrtError
 
 if TYPE_CHECKING:

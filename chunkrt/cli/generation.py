@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import click
 
 from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields
+from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.session import FinishReason, Session
+from chunkrt.engine.session import Session
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -38,6 +38,8 @@ from chunkrt.files import Progress
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import available_cpus, find_cpus, running_on
+from chunkrt.runtime.batcher import find_batcher
+from chunkrt.runtime.conductor import Conductor
 from chunkrt.runtime.ranks.launch import connect
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.state import State
@@ -45,6 +47,8 @@ from chunkrt.runtime.state_tensors import CacheDtype
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from asyncio import Future
+
     from chunkrt.engine.ranks.leader import EngineMirror
     from chunkrt.runtime.ranks.mpi import MpiCommunicator
 
@@ -207,7 +211,8 @@ class Engine:
             progress=progress,
         ).build()
         self.npu_backend = executors.npu_backend
-        self._executor, self._decoder = executors.prompts, executors.tokens
+        self._has_ranks = communicator is not None
+        self._conductor = Conductor(executors.lanes, find_batcher(options.batcher))
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -251,15 +256,45 @@ class Engine:
         return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
 
     def run(self, run: Run) -> RunResult:
-        """Run tokens through the decoder; sequences call this. One run at a time, others wait their turn."""
+        """Run tokens through the decoder; sequences call this.
+
+        Runs that are asked for at the same time share chunks (docs/serving.md); of several ranks each waits its turn.
+        """
         if not isinstance(run, Run):
             raise ConfigError(f"run is {run!r}, expected a Run; sessions make them")
-        self.check_process()
+        self._check_open()
         self._verification.wait()
-        with self._lock:
-            self._check_open()
-            executor = self._decoder if run.token_ids.size == 1 else self._executor
-            return executor.run(run) if self._mirror is None else self._mirror.run(executor.run, run)
+        if self._mirror is not None:
+            return self._mirror.run(self._conductor.run_alone, run)
+        return self._conductor.run_alone(run) if self._has_ranks else self._conductor.run(run)
+
+    async def arun(self, run: Run) -> RunResult:
+        """As `run`, while the event loop goes on. A task that is cancelled ends the run at the next chunk."""
+        import asyncio
+
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        if self._has_ranks:
+            raise ConfigError("ranks take one run at a time; use prefill and generate in a thread beside the loop")
+        if not self._verification.is_done:
+            await loop.run_in_executor(None, self._verification.wait)
+        self._verification.wait()
+        done = loop.create_future()
+        job = self._conductor.job(run)
+        run.state.begin(run.token_ids.size)
+        ticket = None
+        try:
+            ticket = self._conductor.submit(job, partial(loop.call_soon_threadsafe, _settle, done))
+            await done
+            if ticket.error is not None:
+                raise ticket.error
+        except BaseException:
+            if ticket is not None:
+                self._conductor.cancel(ticket)
+                job.wait_for_writers = ticket.wait
+            job.give_up()
+            raise
+        return job.finish()
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -284,7 +319,8 @@ class Engine:
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
-                del self._executor, self._decoder
+                self._conductor.close()
+                del self._conductor
                 self._verification.stop()
                 if self._mirror is not None:
                     self._mirror.close()
@@ -319,6 +355,12 @@ class Engine:
         self.check_process()
         if self.is_closed:
             raise ClosedError("the engine is closed; load the model again")
+
+
+def _settle(done: Future[None]) -> None:
+    """A future that a task may have cancelled."""
+    if not done.done():
+        done.set_result(None)
 
 
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:

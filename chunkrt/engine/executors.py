@@ -15,6 +15,7 @@ from chunkrt.errors import CompileError, DeviceLostError, PartitionError
 from chunkrt.files import Progress
 from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.runtime.conductor import Lanes
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.tasks import processors_for
@@ -22,15 +23,15 @@ from chunkrt.runtime.tasks import processors_for
 
 @dataclass(frozen=True, kw_only=True)
 class Executors:
-    """The executors of prompts and of single tokens.
+    """An engine's executors.
 
     Prompts stream through the NPU, if there is one, and the CPU. Single tokens, which an NPU compiled for whole chunks
-    would pad, run on the CPU alone; native runs as few subgraphs for them as there can be, since each costs time.
+    would pad, run on the CPU alone; native runs as few subgraphs for them as there can be, since each costs time. So it
+    does for chunks that several sequences share, where there is no NPU.
     npu_backend: what plays the NPU's role; the CPU's, if the NPU failed already when it was compiled for.
     """
 
-    prompts: Executor
-    tokens: Executor
+    lanes: Lanes
     npu_backend: Backend
 
 
@@ -68,13 +69,18 @@ class ExecutorBuilder:
         dispatcher = self.dispatcher.for_plan(merged)
         if self.cpu_backend.name == NATIVE and dispatcher.compiles_whole(NATIVE):
             compiled = {
-                s.name: on_cpu.get(s.name) or dispatcher.compile(s, self.cpu_backend, 1, self.weights)
+                s.name: on_cpu.get(s.name) or dispatcher.compile(s, self.cpu_backend, self.chunk_length, self.weights)
                 for s in merged.subgraphs
             }
             tokens = self._make(merged, compiled)
+            few = self._make(merged, compiled, chunk_length=self.chunk_length)
+            many = prompts if on_npu else few
+        elif on_npu:
+            tokens = self._make(self.plan, on_cpu)
+            few, many = self._make(self.plan, on_cpu, chunk_length=self.chunk_length), prompts
         else:
-            tokens = self._make(self.plan, on_cpu) if on_npu else prompts
-        return Executors(prompts=prompts, tokens=tokens, npu_backend=npu_backend)
+            tokens = few = many = prompts
+        return Executors(lanes=Lanes(prompts=prompts, tokens=tokens, many=many, few=few), npu_backend=npu_backend)
 
     def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
         return self.link if self.link is not None and subgraph.device == "link" else self.cpu_backend

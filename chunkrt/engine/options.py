@@ -16,6 +16,7 @@ from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
+from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy, policy_names
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
@@ -28,6 +29,7 @@ CPU_CHUNK_LENGTH = 128
 MOST_THREADS = 256
 
 Outputs = Literal["grid", "float"]
+DecodeOn = Literal["auto", "cpu", "npu"]
 OnNpuFailure = Literal["fallback", "fail"]
 
 
@@ -169,6 +171,28 @@ class EngineOptions:
     )
     policy: str = _option(
         "--policy", "Order of tasks.", default=DEFAULT_POLICY, choices=policy_names, check=find_policy
+    )
+    batcher: str = _option(
+        "--batcher",
+        "Which rows share a chunk when several sequences wait.",
+        default=DEFAULT_BATCHER,
+        choices=batcher_names,
+        check=find_batcher,
+    )
+    decode_on: DecodeOn = _option(
+        "--decode-on",
+        "Where single tokens of several sequences run; auto: where a chunk of them takes less time, as measured. A "
+        "lone sequence decodes on the CPU.",
+        default="auto",
+        choices=lambda: get_args(DecodeOn),
+        noun="place to decode on",
+    )
+    cache_memory: int | None = _option(
+        "--cache-memory",
+        "Bytes that the caches of all sessions may take together, such as 2e9 or 512M.  [default: no limit]",
+    )
+    queue: int = _option(
+        "--queue", "Sequences that may wait for room in --cache-memory before further ones are refused.", default=64
     )
     chunks_in_flight: int | None = _option(
         "--in-flight", "Chunks under way at once.  [default: as many as help]", check=check_chunks_in_flight

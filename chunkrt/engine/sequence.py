@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import TaskEvent
 
 Float32 = NDArray[np.float32]
+
+Result = TypeVar("Result")
+Steps = Generator[Run, RunResult, Result]
+"""What a sequence does, run by run: it yields each, is sent what came of it, and returns in the end. Who drives it
+computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`)."""
 
 
 def require_whole(name: str, value: object) -> int:
@@ -46,17 +51,12 @@ def as_token_ids(prompt: object) -> list[int]:
     return [int(token) for token in ids]
 
 
-class Runner(Protocol):
+class SequenceEngine(Protocol):
     """What a sequence takes of an engine."""
 
     plan: Plan
     options: EngineOptions
     context_length: int
-    chunk_length: int
-
-    def run(self, run: Run) -> RunResult:
-        """Run tokens through the decoder."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +79,21 @@ class TokenSequence:
     """Tokens, and the state that follows them.
 
     Args:
-        runner: runs them.
+        engine: whose options they go by.
         state: empty, or of the first of `tokens`.
         tokens: those there are already.
     """
 
-    def __init__(self, runner: Runner, state: State, tokens: Iterable[int] = ()) -> None:
-        self._runner = runner
+    def __init__(self, engine: SequenceEngine, state: State, tokens: Iterable[int] = ()) -> None:
+        self._engine = engine
         self.state = state
         self.tokens = list(tokens)
         """Those in the context: all so far, unless it has been shifted."""
         self.logits: Float32 | None = None
         """After the last token, if that has been run."""
         self.cancel = threading.Event()
+        self.follows_text = False
+        """Whether the last token is one of plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
@@ -109,18 +111,18 @@ class TokenSequence:
         """Whether it takes no further token: the context is full and does not shift."""
         return not self._room and not self._shifts
 
-    def extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+    def extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
         """Take the tokens of a prompt, and run them after those that the state has not seen yet.
 
         Raises:
             ConfigError: they do not fit. Whatever is raised, the sequence is as it was.
         """
         if len(new) <= self._room:
-            result = self._extend(new, logits)
+            result = yield from self._extend(new, logits)
         elif self._shifts:
-            result = self._extend_in_parts(new, logits)
+            result = yield from self._extend_in_parts(new, logits)
         else:
-            length, most = self._runner.context_length, self._runner.plan.context_length
+            length, most = self._engine.context_length, self._engine.plan.context_length
             longer = f" take a context of up to {most} (--context)," if length < most else ""
             raise ConfigError(
                 f"the prompt has {len(new)} tokens, but the context of {length} has room for {self._room}; shorten the "
@@ -138,12 +140,12 @@ class TokenSequence:
             self.logits = None
             self.tokens.append(token_id)
 
-    def next_logits(self) -> Float32:
+    def next_logits(self) -> Steps[Float32]:
         """Logits after the last token; if that was not run yet, it is now."""
         if self.logits is None:
             if self.state.position == len(self.tokens):
                 self.state.rewind(self.state.position - 1)
-            self._run(self._pending(), "last")
+            yield from self._run(self._pending(), "last")
         assert self.logits is not None
         return self.logits
 
@@ -162,9 +164,10 @@ class TokenSequence:
 
     def fork(self) -> TokenSequence:
         """One of its own that has seen the same tokens."""
-        copy = TokenSequence(self._runner, self.state.fork(), self.tokens)
+        copy = TokenSequence(self._engine, self.state.fork(), self.tokens)
         copy._dropped = self._dropped.copy()
         copy.logits, copy._after_prompt = self.logits, self._after_prompt
+        copy.follows_text = self.follows_text
         return copy
 
     def shift(self) -> None:
@@ -183,24 +186,24 @@ class TokenSequence:
 
     @property
     def _room(self) -> int:
-        return self._runner.context_length - len(self.tokens)
+        return self._engine.context_length - len(self.tokens)
 
     @property
     def _shifts(self) -> bool:
-        return self._runner.options.context_shift
+        return self._engine.options.context_shift
 
     @property
     def _num_kept(self) -> int:
-        return self._runner.options.context_keep
+        return self._engine.options.context_keep
 
-    def _extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+    def _extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
         """Take and run tokens for which there is room."""
         num_before, before = len(self.tokens), self.logits
         self.logits = None
         self.tokens += new
         try:
             pending = self._pending()
-            result = self._run(pending, logits)
+            result = yield from self._run(pending, logits)
         except BaseException:
             if self.state.position <= num_before:  # else the state has seen them
                 del self.tokens[num_before:]
@@ -210,7 +213,7 @@ class TokenSequence:
             return replace(result, logits=result.logits[-len(new) :])
         return result
 
-    def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+    def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
         """Take and run tokens for which there is no room: as many as fit, then a shift, and so on."""
         tokens, dropped, last_logits = self.tokens.copy(), self._dropped.copy(), self.logits
         state, results = self.state.snapshot(), list[PrefillResult]()
@@ -219,7 +222,8 @@ class TokenSequence:
                 if not self._room:
                     self.shift()
                 part, new = new[: self._room], new[self._room :]
-                results.append(self._extend(part, "none" if new and logits == "last" else logits))
+                wanted: Logits = "none" if new and logits == "last" else logits
+                results.append((yield from self._extend(part, wanted)))
         except BaseException:
             self.tokens, self._dropped, self.logits = tokens, dropped, last_logits
             self.state.restore(state)
@@ -235,23 +239,24 @@ class TokenSequence:
 
     def _pending(self) -> list[int]:
         """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
-        rope_offset = self._runner.plan.rope_offset(len(self.tokens))
+        rope_offset = self._engine.plan.rope_offset(len(self.tokens))
         if rope_offset != self.state.rope_offset:
             self.state.reset(rope_offset)
         return self.tokens[self.state.position :]
 
-    def _run(self, token_ids: Sequence[int], logits: Logits) -> PrefillResult:
+    def _run(self, token_ids: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
         start = time.perf_counter()
-        run = self._runner.run(Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel))
+        run = yield Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel)
         seconds = time.perf_counter() - start
         if self.on_run is not None:
-            self.on_run(run.record)
+            for record in run.records:
+                self.on_run(record)
         self.logits = run.logits[-1].copy() if run.logits is not None else None
         wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         return PrefillResult(
             logits=wanted,
             num_tokens=len(token_ids),
-            num_chunks=-(-len(token_ids) // self._runner.chunk_length),
+            num_chunks=sum(record.num_chunks for record in run.records),
             seconds=seconds,
-            events=run.record.events,
+            events=[event for record in run.records for event in record.events],
         )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Protocol, get_args
 
+from chunkrt.engine.driving import OneUser, drive, drive_async
+from chunkrt.engine.generation import Generation, Piece
 from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
-from chunkrt.engine.sequence import Float32, PrefillResult, Runner, TokenSequence, as_token_ids, require_whole
+from chunkrt.engine.sequence import (
+    PrefillResult,
+    SequenceEngine,
+    Steps,
+    TokenSequence,
+    as_token_ids,
+    require_whole,
+)
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.run import Logits
+from chunkrt.runtime.run import Logits, Run, RunResult
 from chunkrt.runtime.state import State
-from chunkrt.tokenizer import IncrementalDecoder, Tokenizer
-
-FinishReason = Literal["stop", "length", "context"]
+from chunkrt.tokenizer import Tokenizer
 
 
-class SessionEngine(Runner, Protocol):
+class SessionEngine(SequenceEngine, Protocol):
     """What a session takes of an engine."""
 
     tokenizer: Tokenizer | None
@@ -28,32 +34,30 @@ class SessionEngine(Runner, Protocol):
         """The tokenizer. Raises ModelError if there is none."""
         ...
 
+    def run(self, run: Run) -> RunResult:
+        """Run tokens through the decoder."""
+        ...
+
+    async def arun(self, run: Run) -> RunResult:
+        """The same, while the event loop goes on."""
+        ...
+
     def check_process(self) -> None:
         """Raises ClosedError in a process forked from the one that loaded the model."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A step of generation: text that is now certain (perhaps none), and why it ended if this is the last.
-
-    `finish_reason`: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" when
-    the context is full and does not shift; None before the last piece. `token_id` is None on a closing piece that no
-    token made.
-    """
-
-    text: str
-    token_id: int | None
-    finish_reason: FinishReason | None = None
-
-
 class Session:
-    """Tokens in, text out. Not for use by two threads at once; make one session a thread."""
+    """Tokens in, text out.
+
+    One is for one thread or task at a time; others get an error. Those of one engine that run at the same time share
+    chunks.
+    """
 
     def __init__(self, engine: SessionEngine, state: State) -> None:
         self._engine = engine
         self._sequence = TokenSequence(engine, state)
-        self._follows_text = False
+        self._one_user = OneUser("the session")
         self._is_closed = False
 
     @property
@@ -110,13 +114,14 @@ class Session:
             ClosedError: the session or the engine is closed, or `cancel` was called.
             BackendError: a subgraph failed. The session is as it was.
         """
-        self._check_open()
-        if not isinstance(logits, str):
-            raise ConfigError(f"logits is {logits!r}, expected one of: {', '.join(get_args(Logits))}")
-        self._sequence.cancel.clear()
-        result = self._sequence.extend(self._encode(prompt), logits)
-        self._follows_text = isinstance(prompt, str)
-        return result
+        with self._one_user():
+            return drive(self._extension(prompt, logits), self._engine.run)
+
+    async def aprefill(self, prompt: str | Sequence[int], *, logits: Logits = "last") -> PrefillResult:
+        """As `prefill`, while the event loop goes on. Cancelling the task ends it at the next chunk; the session is as
+        it was."""
+        with self._one_user():
+            return await drive_async(self._extension(prompt, logits), self._engine.arun)
 
     def generate(
         self,
@@ -138,18 +143,17 @@ class Session:
         Raises:
             ConfigError: nothing was prefilled yet, or an argument is out of range.
         """
-        self._check_open()
-        if require_whole("max_new_tokens", max_new_tokens) < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
-        if not isinstance(sampling, SamplingOptions):
-            raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
-        stops = StopStrings(stop)
-        if not self._sequence.tokens:
-            raise ConfigError("there is nothing to continue; call prefill first")
-        if stop:
-            self._engine.require_tokenizer()
-        self._sequence.cancel.clear()
-        return self._generate(max_new_tokens, self._engine.make_sampler(sampling), stops)
+        return self._pieces(self._generation(max_new_tokens, sampling, stop))
+
+    def agenerate(
+        self,
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions = GREEDY,
+        stop: Sequence[str] = (),
+    ) -> AsyncIterator[Piece]:
+        """As `generate`, while the event loop goes on."""
+        return self._apieces(self._generation(max_new_tokens, sampling, stop))
 
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.
@@ -171,7 +175,6 @@ class Session:
         sequence = self._sequence.fork()
         copy = Session(self._engine, sequence.state)
         copy._sequence = sequence
-        copy._follows_text = self._follows_text
         return copy
 
     def cancel(self) -> None:
@@ -188,38 +191,48 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _generate(self, max_new_tokens: int, sampler: Sampler | PluginSampler, stops: StopStrings) -> Iterator[Piece]:
-        text = _Text(self._engine.tokenizer, stops, follows_text=self._follows_text)
-        for count in range(1, max_new_tokens + 1):
-            if self._sequence.cancel.is_set():
-                raise ClosedError(f"the generation was cancelled after {count - 1} tokens")
-            token_id = sampler.next(self._next_logits(), self._sequence.tokens)
-            piece = self._take(token_id, text, is_last=count == max_new_tokens)
+    def _generation(self, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]) -> Generation:
+        self._check_open()
+        if require_whole("max_new_tokens", max_new_tokens) < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+        if not isinstance(sampling, SamplingOptions):
+            raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
+        stops = StopStrings(stop)
+        if not self._sequence.tokens:
+            raise ConfigError("there is nothing to continue; call prefill first")
+        if stop:
+            self._engine.require_tokenizer()
+        self._sequence.cancel.clear()
+        sampler = self._engine.make_sampler(sampling)
+        return Generation(
+            self._sequence,
+            self._engine.tokenizer,
+            sampler,
+            stops,
+            max_new_tokens=max_new_tokens,
+            check_open=self._check_open,
+        )
+
+    def _pieces(self, generation: Generation) -> Iterator[Piece]:
+        while not generation.is_finished:
+            with self._one_user():
+                piece = drive(generation.next_piece(), self._engine.run)
             yield piece
-            if piece.finish_reason is not None:
-                return
 
-    def _next_logits(self) -> Float32:
-        if self._sequence.logits is None:
-            self._check_open()
-        return self._sequence.next_logits()
+    async def _apieces(self, generation: Generation) -> AsyncIterator[Piece]:
+        while not generation.is_finished:
+            with self._one_user():
+                piece = await drive_async(generation.next_piece(), self._engine.arun)
+            yield piece
 
-    def _take(self, token_id: int, text: _Text, *, is_last: bool) -> Piece:
-        """Add a token to the sequence and to the text; whether that ends the generation."""
-        self._follows_text = True
-        reason: FinishReason | None = None
-        if token_id in text.end_ids:
-            self._sequence.append(token_id)
-            return Piece(text=text.rest(), token_id=token_id, finish_reason="stop")
-        new, is_stopped = text.push(token_id)
-        if self._sequence.is_full:
-            reason = "context"
-        else:
-            self._sequence.append(token_id)
-            reason = "length" if is_last else None
-        if is_stopped:
-            return Piece(text=new, token_id=token_id, finish_reason="stop")
-        return Piece(text=new + text.rest() if reason else new, token_id=token_id, finish_reason=reason)
+    def _extension(self, prompt: str | Sequence[int], logits: Logits) -> Steps[PrefillResult]:
+        self._check_open()
+        if not isinstance(logits, str):
+            raise ConfigError(f"logits is {logits!r}, expected one of: {', '.join(get_args(Logits))}")
+        self._sequence.cancel.clear()
+        result = yield from self._sequence.extend(self._encode(prompt), logits)
+        self._sequence.follows_text = isinstance(prompt, str)
+        return result
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -238,24 +251,3 @@ class Session:
         if self._is_closed or self._engine.is_closed:
             raise ClosedError("the session is closed; make a new one with engine.session()")
         self._engine.check_process()
-
-
-class _Text:
-    """The text of one generation: of its tokens as far as it is certain, up to a stop string. Empty without a
-    tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
-        self.end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
-        self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
-        self._stops = stops
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """What a token makes certain, and whether a stop string was met."""
-        return self._stops.push(self._decoder.push(token_id)) if self._decoder else ("", False)
-
-    def rest(self) -> str:
-        """What was held back, now that nothing follows."""
-        if self._decoder is None:
-            return ""
-        text, is_stopped = self._stops.push(self._decoder.flush())
-        return text if is_stopped else text + self._stops.flush()

@@ -27,6 +27,11 @@ class Verification:
         self._thread = threading.Thread(target=self._verify, args=(folder, large), name="verification", daemon=True)
         self._thread.start()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would come back at once."""
+        return not self._thread.is_alive()
+
     def wait(self) -> None:
         """Come back when all files have proved whole. Raises ModelError if one is not, or cannot be read."""
         self._thread.join()

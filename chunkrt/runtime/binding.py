@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkrt.backends.base import Array, Executable
+from chunkrt.backends.base import Array, Executable, SegmentExecutable, SegmentOperands
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Subgraph
-from chunkrt.runtime.buffers import ChunkBuffers
-from chunkrt.runtime.state import State
+from chunkrt.runtime.buffers import EMPTY, ChunkBuffers
+from chunkrt.runtime.job import Segment
 
 
 class BoundSubgraph:
@@ -43,11 +43,15 @@ class BoundSubgraph:
         self.subgraph = subgraph
         self.rows = subgraph.rows
         self._compute = executable.run
+        self._compute_segments = executable.run_segments if isinstance(executable, SegmentExecutable) else None
         self._fixed_length = executable.fixed_length
         self._slots = slots
         self._chunk_length = chunk_length
         self._logits = output if output in subgraph.outputs else None
         self._outputs = tuple(name for name in subgraph.outputs if name != output)
+        has_rows = slots[0].has_rows
+        self._shared = tuple(name for name in subgraph.inputs if has_rows(name))
+        self._own = tuple(name for name in subgraph.inputs if not has_rows(name))
         self._check_length()
         whole = slice(chunk_length)
         self._whole = [
@@ -79,14 +83,22 @@ class BoundSubgraph:
         """Rows of logits that one call writes, where that number is fixed; 1 where it is not."""
         return self._fixed_length or 1
 
-    def run(self, slot: int, num_tokens: int, state: State) -> None:
+    @property
+    def has_logits(self) -> bool:
+        """Whether it computes the plan's output."""
+        return self._logits is not None
+
+    def run(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
         """Compute one chunk.
 
         Args:
             slot: chunk slot that holds the chunk.
+            segments: what lies in its rows; their jobs' states are updated in place.
             num_tokens: rows of the chunk that hold tokens, 1 to C.
-            state: its caches are updated in place.
         """
+        if len(segments) > 1 and self.subgraph.state:
+            self._run_segments(slot, segments, num_tokens)
+            return
         inputs, outputs = self._whole[slot]
         if num_tokens < self._chunk_length:
             buffers = self._slots[slot]
@@ -99,8 +111,29 @@ class BoundSubgraph:
             else:
                 buffers.clear_padding(self.subgraph.inputs, num_tokens)
         if self.subgraph.state:
-            inputs = inputs | {name: state.tensors[name] for name in self.subgraph.state}
+            inputs = inputs | self._state_of(segments[0])
         self._compute(inputs, outputs)
+
+    def _run_segments(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
+        """In one call, if the executable has one for it; else in one each."""
+        buffers, row = self._slots[slot], 0
+        if self._compute_segments is not None:
+            tokens = slice(num_tokens)
+            operands = [
+                SegmentOperands(s.num_tokens, buffers.views(self._own, EMPTY, segment=i) | self._state_of(s))
+                for i, s in enumerate(segments)
+            ]
+            self._compute_segments(buffers.views(self._shared, tokens), buffers.views(self._outputs, tokens), operands)
+            return
+        for index, segment in enumerate(segments):
+            rows = slice(row, row + segment.num_tokens)
+            inputs = buffers.views(self.subgraph.inputs, rows, segment=index)
+            self._compute(inputs | self._state_of(segment), buffers.views(self._outputs, rows))
+            row = rows.stop
+
+    def _state_of(self, segment: Segment) -> dict[str, Array]:
+        tensors = segment.job.run.state.tensors
+        return {name: tensors[name] for name in self.subgraph.state}
 
     def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array) -> None:
         """Compute the rows of one chunk whose logits are wanted, as many at a time as the executable takes.

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Dimension, Plan, resolve
+
+if TYPE_CHECKING:  # whose logits are made here
+    from chunkrt.runtime.job import Segment
 
 Array = NDArray[Any]
 
@@ -28,12 +31,11 @@ MAPPED_BYTES = 32 * 2**20
 """Arrays from so many bytes on are mapped. `np.zeros` may take them from what this process has freed before, and would
 then write the zeros."""
 
-WHOLE = slice(None)
 EMPTY = slice(0)
 
 GRAPH_INPUTS = ("input_ids", "position", "rope_position", "logit_rows")
-"""What a run provides: int64 [T] tokens, int64 [1] position of row 0, int64 [1] its row in the rotary tables, int64 [R]
-rows with wanted logits."""
+"""What a chunk provides: int64 [T] tokens; int64 [R] rows with wanted logits; of each segment the position of its first
+row, and where in the rotary tables that is, int64 [1]."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -78,6 +80,7 @@ class BufferLayout:
     def __init__(self, plan: Plan, chunk_length: int) -> None:
         self.values = {name: plan.tensors[name] for name in _boundary_values(plan)}
         self.chunk_length = chunk_length
+        self.vocab_size = plan.vocab_size
         self.buffer_of: dict[str, int] = {}
         self.buffer_bytes: list[int] = []
         self._users = _users(plan)
@@ -111,7 +114,9 @@ class BufferLayout:
         self._last_users.append(self._users[name])
 
     def _num_bytes(self, name: str) -> int:
-        return self.values[name].num_bytes(T=self.chunk_length, R=self.chunk_length)
+        tensor, rows = self.values[name], self.chunk_length
+        num_bytes = tensor.num_bytes(T=rows, R=rows)
+        return num_bytes if tensor.shape[0] in ("T", "R") else num_bytes * rows  # of every segment
 
 
 class ChunkBuffers:
@@ -120,33 +125,49 @@ class ChunkBuffers:
     def __init__(self, layout: BufferLayout) -> None:
         buffers = [aligned_zeros((num_bytes,), np.uint8) for num_bytes in layout.buffer_bytes]
         rows = layout.chunk_length
+        self._vocab_size = layout.vocab_size
+        self._logits: Array | None = None
         self._arrays: dict[str, Array] = {}
         self._symbols: dict[str, Dimension] = {}
         for name, index in layout.buffer_of.items():
             tensor = layout.values[name]
-            shape = resolve(tensor.shape, {"T": rows, "R": rows})
-            self._arrays[name] = buffers[index].view(tensor.dtype).reshape(shape)
+            _, *others = resolve(tensor.shape, {"T": rows, "R": rows})
+            self._arrays[name] = buffers[index].view(tensor.dtype).reshape(rows, *others)
             self._symbols[name] = tensor.shape[0]
 
-    def load(self, token_ids: Array, position: int, logit_rows: range, rope_offset: int = 0) -> None:
-        """Fill the graph inputs.
+    def load(self, segments: Sequence[Segment]) -> None:
+        """Fill the graph inputs: T rows of tokens, T in 1..C, whose segments lie one behind the other."""
+        row = num_rows = 0
+        for index, (segment, position) in enumerate((s, s.position) for s in segments):
+            rows = slice(row, row + segment.num_tokens)
+            self._put("input_ids", rows, segment.token_ids)
+            self._put("position", index, position)
+            self._put("rope_position", index, position + segment.job.rope_offset)
+            wanted = slice(num_rows, num_rows + segment.num_rows)
+            self._put("logit_rows", wanted, range(rows.stop - segment.num_rows, rows.stop))
+            row, num_rows = rows.stop, wanted.stop
 
-        Args:
-            token_ids: int64 [T], T in 1..C.
-            position: of row 0.
-            logit_rows: the rows whose logits are wanted, R in 0..C of them.
-            rope_offset: what is added to a position for its row in the rotary tables.
-        """
-        places = {"position": position, "rope_position": position + rope_offset}
-        graph_inputs: dict[str, Any] = {"input_ids": token_ids, **places, "logit_rows": logit_rows}
-        for name, rows in graph_inputs.items():
-            if name in self._arrays:
-                self._arrays[name][: np.size(rows)] = rows
+    def _put(self, name: str, where: int | slice, value: Any) -> None:
+        if name in self._arrays:
+            self._arrays[name][where] = value
 
-    def views(self, names: Iterable[str], tokens: slice, logit_rows: slice = EMPTY) -> dict[str, Array]:
-        """Values by name: those with "T" rows cut to `tokens`, those with "R" rows to `logit_rows`."""
+    def logits(self, num_rows: int) -> Array:
+        """Room for logits of rows that several jobs want, float32 [num_rows, V]; made when it is first asked for."""
+        if self._logits is None or len(self._logits) < num_rows:
+            self._logits = aligned_zeros((num_rows, self._vocab_size), np.float32)
+        return self._logits[:num_rows]
+
+    def views(
+        self, names: Iterable[str], tokens: slice, logit_rows: slice = EMPTY, segment: int = 0
+    ) -> dict[str, Array]:
+        """Values by name: those with "T" rows cut to `tokens`, with "R" rows to `logit_rows`, others to a segment's."""
         cuts: dict[Dimension, slice] = {"T": tokens, "R": logit_rows}
-        return {name: self._arrays[name][cuts.get(self._symbols[name], WHOLE)] for name in names}
+        own = slice(segment, segment + 1)
+        return {name: self._arrays[name][cuts.get(self._symbols[name], own)] for name in names}
+
+    def has_rows(self, name: str) -> bool:
+        """Whether a value is of the chunk's rows, and not of each segment."""
+        return self._symbols[name] in ("T", "R")
 
     def clear_padding(self, names: Iterable[str], num_tokens: int, num_logit_rows: int = 0) -> None:
         """Zero the rows of the named values that hold no token, or no row whose logits are wanted."""

@@ -52,8 +52,21 @@ class Costs:
             float64 [subgraphs, chunks].
         """
         positions = position + np.cumsum(num_tokens) - num_tokens
+        segments = [[(int(start), count)] for start, count in zip(positions, num_tokens, strict=True)]
+        return self.flops_of_segments(segments, num_rows)
+
+    def flops_of_segments(
+        self, chunks: Sequence[Sequence[tuple[int, int]]], num_rows: Sequence[int]
+    ) -> NDArray[np.float64]:
+        """As `flops`, of chunks that may hold several sequences' tokens.
+
+        Args:
+            chunks: the segments of each: position of the first token, and tokens.
+            num_rows: rows of every chunk whose logits are wanted.
+        """
+        num_tokens = [sum(count for _, count in chunk) for chunk in chunks]
         pairs = [
-            [attended_pairs(int(start), count, window) for start, count in zip(positions, num_tokens, strict=True)]
+            [sum(attended_pairs(start, count, window) for start, count in chunk) for chunk in chunks]
             for window in (0, self._window)
         ]
         flops: NDArray[np.float64] = self._flops @ np.array([num_tokens, num_rows, *pairs], np.float64)

@@ -6,7 +6,7 @@ schedule, the threads and the stream belong to one run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from time import perf_counter_ns
@@ -22,13 +22,14 @@ from chunkrt.runtime.binding import BoundSubgraph
 from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.costs import Costs
+from chunkrt.runtime.job import Job
 from chunkrt.runtime.policy import Policy
-from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.record import Pipeline, stages_of
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.stream import Chunk, Stream
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
-from chunkrt.runtime.workers import Workers, run_in_caller
+from chunkrt.runtime.workers import Workers, never, run_in_caller
 
 
 class Executor:
@@ -108,6 +109,16 @@ class Executor:
         self._workers: Workers | None = None
         self._one_run = Lock()
 
+    def job(self, run: Run) -> Job:
+        """A run that may be computed here. Raises ConfigError if the tokens, the state or an option do not fit."""
+        run.check(self.plan, self.chunk_length)
+        return Job(run, self.plan, self.logit_group)
+
+    @property
+    def logit_group(self) -> int:
+        """See `BoundSubgraph.logit_group`."""
+        return self.subgraphs[-1].logit_group
+
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder at the state's position, and advance it.
 
@@ -122,74 +133,125 @@ class Executor:
             BackendError: a task failed; the message names its subgraph and chunk, the cause is chained.
             ClosedError: the run was cancelled.
         """
-        run.check(self.plan, self.chunk_length)
-        state, num_tokens = run.state, run.token_ids.size
+        job = self.job(run)
+        with self._one_run:
+            self._end_workers()
+        return job.carry_out(self.compute)
+
+    def compute(self, job: Job, gives_way: Callable[[], bool] = never) -> None:
+        """Compute what is left of a job, in chunks of its own; the state is the caller's to advance.
+
+        Args:
+            job: one of this executor's.
+            gives_way: asked before every task; once it says yes, no further chunk is begun, and the job keeps the rest.
+
+        Raises:
+            As `run`.
+        """
         with self._one_run:
             start_ns = perf_counter_ns()
-            if self._workers is not None:
-                self._workers.close()  # they may run on after a second interrupt
-                self._workers = None
-            stream = Stream(run, self.plan, subgraphs=self.subgraphs, slots=self.slots, chunk_length=self.chunk_length)
-            flops = self._flops(stream.chunks)
-            schedule = Schedule(
-                self.plan,
-                routes=stream.routes,
-                chunks_in_flight=len(self.slots),
-                processors=self.processors,
-                policy=self.policy,
-                durations=None if flops is None else self.costs.durations(flops),
-            )
-            state.begin(num_tokens)
+            self._end_workers()
+            first, chunks = job.num_taken, list[Chunk]()
+            while job.num_left:
+                chunks.append(Chunk([job.take(self.chunk_length)], self.plan.flow))
+            flops = self._flops(chunks)
+            schedule = self._schedule(chunks, flops)
+            stream = self._stream(chunks)
             try:
-                events = self._compute(run, stream, schedule, starts_threads=flops is not None)
-                if run.agree is not None:
-                    run.agree()
+                events = self._drive(job, stream, schedule, gives_way, starts_threads=flops is not None)
             except BaseException:
+                job.num_taken = first
                 workers = self._workers
-                state.roll_back(wait=workers.close if workers is not None and workers.are_running else None)
+                job.wait_for_writers = workers.close if workers is not None and workers.are_running else None
                 raise
-            state.advance(num_tokens)
+            segments = [chunk.segments[0] for chunk in chunks[: schedule.num_chunks]]
+            job.num_taken = segments[-1].start + segments[-1].num_tokens
             if flops is not None:
                 self.costs.learn(flops, events)
-            record = RunRecord(
-                pipeline=self._pipeline_in_caller if flops is None else self._pipeline,
-                num_tokens=num_tokens,
-                position=state.position - num_tokens,
-                position_bytes=state.position_bytes,
-                start_ns=start_ns,
-                end_ns=perf_counter_ns(),
-                events=events,
-            )
-            return RunResult(logits=stream.logits, record=record)
+            pipeline = self._pipeline_in_caller if flops is None else self._pipeline
+            job.record(pipeline, segments, events, start_ns=start_ns, end_ns=perf_counter_ns())
+
+    def compute_chunk(self, chunk: Chunk) -> list[TaskEvent]:
+        """Compute one chunk, whosever rows it holds, in the calling thread. Raises BackendError if a task failed."""
+        with self._one_run:
+            self._end_workers()
+            schedule = self._schedule([chunk], None)
+            stream = self._stream([chunk])
+            with running_on(self.cpus):
+                events = run_in_caller(schedule, lambda task: stream.compute(task, schedule.slot(task.chunk)))
+            if schedule.failure is not None:
+                raise self.failure(*schedule.failure) from schedule.failure[1]
+            self.costs.learn(self._flops_of([chunk]), events)
+            return events
+
+    @property
+    def pipeline_in_caller(self) -> Pipeline:
+        """What records of chunks that were computed in the calling thread share."""
+        return self._pipeline_in_caller
+
+    def estimate(self, segments: Sequence[tuple[int, int]], num_rows: int) -> int:
+        """Nanoseconds that a chunk is expected to take by itself, without overlap.
+
+        Args:
+            segments: position of the first token, and tokens, of each.
+            num_rows: rows whose logits are wanted.
+        """
+        durations = self.costs.durations(self.costs.flops_of_segments([segments], [num_rows]))
+        return sum(of_subgraph[0] for of_subgraph in durations)
+
+    def _end_workers(self) -> None:
+        """Those of a run that a second interrupt left may still run."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _schedule(self, chunks: Sequence[Chunk], flops: NDArray[np.float64] | None) -> Schedule:
+        return Schedule(
+            self.plan,
+            routes=[chunk.route for chunk in chunks],
+            chunks_in_flight=len(self.slots),
+            processors=self.processors,
+            policy=self.policy,
+            durations=None if flops is None else self.costs.durations(flops),
+        )
+
+    def _stream(self, chunks: Sequence[Chunk]) -> Stream:
+        return Stream(dict(enumerate(chunks)), self.plan.flow, self.subgraphs, self.slots)
 
     def _flops(self, chunks: Sequence[Chunk]) -> NDArray[np.float64] | None:
         """Of every task, [subgraphs, chunks]; None where none can overlap another, so that no order is better."""
-        num_tokens = [chunk.token_ids.size for chunk in chunks]
-        if not (self.is_concurrent if len(chunks) > 1 else self.splits_chunks and num_tokens[0] > 1):
+        if not (self.is_concurrent if len(chunks) > 1 else self.splits_chunks and chunks[0].num_tokens > 1):
             return None
-        num_rows = [len(chunk.rows) if chunk.has_logits else 0 for chunk in chunks]
-        return self.costs.flops(num_tokens, num_rows, chunks[0].position)
+        return self._flops_of(chunks)
 
-    def _compute(self, run: Run, stream: Stream, schedule: Schedule, *, starts_threads: bool) -> list[TaskEvent]:
+    def _flops_of(self, chunks: Sequence[Chunk]) -> NDArray[np.float64]:
+        segments = [[(segment.position, segment.num_tokens) for segment in chunk.segments] for chunk in chunks]
+        return self.costs.flops_of_segments(segments, [chunk.num_rows for chunk in chunks])
+
+    def _drive(
+        self, job: Job, stream: Stream, schedule: Schedule, gives_way: Callable[[], bool], *, starts_threads: bool
+    ) -> list[TaskEvent]:
         """Drive a run to its end. Raises BackendError if a task failed, ClosedError if it was cancelled."""
+        cancel = job.run.cancel
 
         def execute(task: Task) -> None:
             stream.compute(task, schedule.slot(task.chunk))
 
         if starts_threads:
-            self._workers = Workers(schedule, execute, cancel=run.cancel, cpus=self.cpus)
+            self._workers = Workers(schedule, execute, cancel=cancel, gives_way=gives_way, cpus=self.cpus)
             events = self._workers.run()
             self._workers = None
         else:
             with running_on(self.cpus):
-                events = run_in_caller(schedule, execute, cancel=run.cancel)
+                events = run_in_caller(schedule, execute, cancel=cancel, gives_way=gives_way)
         if schedule.failure is not None:
-            raise self._failure(*schedule.failure) from schedule.failure[1]
+            raise self.failure(*schedule.failure) from schedule.failure[1]
         if schedule.is_cancelled:
             raise ClosedError(f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks")
         return events
 
-    def _failure(self, task: Task, error: BaseException) -> BackendError:
+    def failure(self, task: Task, error: BaseException) -> BackendError:
+        """What is raised for a task that failed with an error."""
         kind = DeviceLostError if isinstance(error, DeviceLostError) else BackendError
         name = self.plan.subgraphs[task.subgraph].name
         return kind(f"subgraph {name} failed on chunk {task.chunk}: {str(error) or type(error).__name__}")

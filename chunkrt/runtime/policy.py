@@ -36,7 +36,12 @@ class ScheduleView(Protocol):
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of the whole run."""
+        """Tasks of the whole run; while more chunks may come, of those that there are."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more chunks may come: those of many sequences, which nobody knows beforehand."""
         ...
 
     @property
@@ -53,7 +58,7 @@ class ScheduleView(Protocol):
         ...
 
     def upward_rank(self, task: Task) -> float:
-        """The time from a task's start to the run's end if every task after it started at once: the longest path."""
+        """The time from a task's start to the end of all if every task after it started at once: the longest path."""
         ...
 
     def makespan(self, policy: Policy) -> float:
@@ -152,7 +157,8 @@ class LookAhead:
     """Follows whichever policy ends first by the estimated durations.
 
     So it is never slower than any of them, as far as the estimates are right. A long run goes by the first, and so does
-    one on a single processor: there every order keeps the workers busy, and foreseeing costs more than it gains.
+    one on a single processor: there every order keeps the workers busy, and foreseeing costs more than it gains. Where
+    more chunks may come, the earliest goes first: somebody waits for it.
     """
 
     name = "look_ahead"
@@ -165,6 +171,8 @@ class LookAhead:
         """What the quickest policy selects."""
         if len(ready) == 1:
             return ready[0]
+        if schedule.is_open:
+            return earliest(ready)
         if schedule.num_tasks > MOST_TASKS_FORESEEN or len(schedule.processors) == 1:
             return self._policies[0].select(ready, schedule)
         return min(self._policies, key=schedule.makespan).select(ready, schedule)

@@ -54,6 +54,21 @@ class Pipeline:
         return Flow([stage.waits_for for stage in self.stages], [stage.has_state for stage in self.stages])
 
 
+class SegmentRecord(NamedTuple):
+    """Whose rows lie in a chunk: a number for the sequence, the position of its first token there, and how many."""
+
+    sequence: int
+    position: int
+    num_tokens: int
+
+
+class ChunkRecord(NamedTuple):
+    """A chunk that several runs shared. `number`: by which their records tell that it is the same."""
+
+    number: int
+    segments: tuple[SegmentRecord, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One run, on one monotonic clock in nanoseconds.
@@ -61,6 +76,7 @@ class RunRecord:
     position: of the first token. position_bytes: what the caches hold for each position.
     start_ns, end_ns: of the whole run; no event lies outside.
     events: every task, once.
+    chunks: of a run that shared its chunks with others, one each; none of a run whose chunks were its own.
     copies: what was copied from one processor's memory to another's before a task could start: an event each, with the
         task that waits for it. Executors record none, since today's processors share memory.
     """
@@ -73,6 +89,7 @@ class RunRecord:
     end_ns: int
     events: Sequence[TaskEvent]
     copies: Sequence[TaskEvent] = ()
+    chunks: Sequence[ChunkRecord] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -87,7 +104,7 @@ class RunRecord:
     @property
     def num_chunks(self) -> int:
         """Chunks of the run."""
-        return -(-self.num_tokens // self.pipeline.chunk_length)
+        return len(self.chunks) or -(-self.num_tokens // self.pipeline.chunk_length)
 
 
 def stages_of(plan: Plan) -> tuple[Stage, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from threading import Event
 from typing import Literal, get_args
@@ -69,11 +69,18 @@ class RunResult:
     """What a run computed.
 
     logits: float32 [1, V] of the last token, [n, V] of all, or None if none were asked for.
-    record: every task, in the order in which they ended, and what tells why workers waited.
+    records: of consecutive parts of the run, each by one pipeline: every task, in the order in which they ended, and
+        what tells why workers waited. A run that shares no chunk is one part.
     """
 
     logits: NDArray[np.float32] | None
-    record: RunRecord
+    records: Sequence[RunRecord]
+
+    @property
+    def record(self) -> RunRecord:
+        """That of a run that shared no chunk."""
+        (record,) = self.records
+        return record
 
 
 def _memory(plan: Plan) -> tuple[object, ...]:

@@ -1,13 +1,13 @@
-"""The schedule of one run: which tasks are ready, running and ended.
+"""The schedule: which tasks are ready, running and ended.
 
 A state machine without threads, locks or clocks. The executor's workers drive it under their lock, simulators on a
 virtual clock.
 
 The rules. A task waits for the tasks of its chunk whose values it reads, so several of a chunk may be ready or running
-at once. A subgraph that owns state takes the chunks in order; the turn passes on when a task ends. So attention of a
-chunk waits for what all chunks up to its own give it, and any other task only for its own chunk: others may overtake. A
-chunk enters when a chunk slot is free and keeps it until its last task has ended. A chunk whose logits nobody asked for
-passes only through what state is made of, because nothing reads the rest.
+at once. A subgraph that owns state takes the chunks of a sequence in order; the turn passes on when a task ends. So
+attention of a chunk waits for what all its sequences' chunks up to its own give it, and any other task only for its own
+chunk: others may overtake. A chunk enters when a chunk slot is free and keeps it until its last task has ended. A chunk
+whose logits nobody asked for passes only through what state is made of, because nothing reads the rest.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import get_args
 from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.graph.flow import Route
 from chunkrt.graph.plan import Device, Plan
+from chunkrt.runtime.chunk_progress import ChunkProgress
 from chunkrt.runtime.critical_path import upward_ranks
 from chunkrt.runtime.policy import Policy
 from chunkrt.runtime.tasks import Processor, Task
@@ -26,60 +27,67 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 
 class Schedule:
-    """The tasks of one run and their states.
+    """Tasks of chunks, and what has become of them.
+
+    That of a run is given all its chunks at once, each after the one before it. One that is given none is open: chunks
+    come by `admit`, until it is closed, and one that fails stops no other.
 
     Args:
         plan: the decoder.
-        routes: what every chunk passes through, at least one.
+        routes: what every chunk of a run passes through; none for a schedule that is open.
         chunks_in_flight: chunk slots, at least 1.
         processors: who asks for tasks.
         policy: chooses among ready tasks.
-        durations: of every task as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks]. Without them
-            it takes every task to last equally long.
+        durations: of every task of a run as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks].
+            Without them it takes every task to last equally long.
     """
 
     def __init__(
         self,
         plan: Plan,
         *,
-        routes: Sequence[Route],
+        routes: Sequence[Route] = (),
         chunks_in_flight: int,
         processors: Sequence[Processor],
         policy: Policy,
         durations: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.num_chunks = num_chunks = len(routes)
         self.processors = tuple(processors)
+        self.is_open = True
+        """Whether more chunks may come."""
+        self.num_chunks = 0
+        """So far."""
+        self.num_tasks = 0
         self.chunks_done = 0
         self.running: list[Task] = []
         self.failure: tuple[Task, BaseException] | None = None
-        """The first task that failed, and its error."""
+        """The first task that failed and stopped everything, and its error."""
         self.is_cancelled = False
+        self.ended: list[tuple[int, BaseException | None]] = []
+        """The chunks that have ended, by number, with the error of those that failed. Who wants them takes them."""
         self._plan = plan
-        self._routes = routes
+        self._flow = plan.flow
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
-        self._durations = durations or [[1] * num_chunks] * len(plan.subgraphs)
-        self._upward_ranks: list[list[int]] = []
-        """Empty until a policy asks for one."""
+        self._upward_ranks: dict[int, Sequence[int]] = {}
+        """By chunk; empty until a policy asks for one."""
         self._makespans: dict[Policy, int] = {}
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
-        flow = plan.flow
-        self._has_state = flow.has_state
-        self._left = [len(route.subgraphs) for route in routes]
-        """Tasks of every chunk that have not ended."""
-        self.num_tasks = sum(self._left)
-        self._waits = [list(flow.num_waits) for _ in range(num_chunks)]
-        """How many things every task still waits for, [chunks][subgraphs]; see `Flow.num_waits`."""
         self._ready = _queues(self.processors)
         """By device."""
         self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
-        self._slots: list[int] = []
+        self._chunks: dict[int, ChunkProgress] = {}
+        """All of a run; else those that have not ended."""
+        self._slots: dict[int, int] = {}
         """The chunk slot of every chunk that has entered."""
-        self._release((index, 0) for index, owns in enumerate(flow.has_state) if owns)
-        for slot in range(min(chunks_in_flight, num_chunks)):
-            self._slots.append(slot)
-            self._release((first, slot) for first in self._routes[slot].first)
+        self._free_slots = list(reversed(range(chunks_in_flight)))
+        self._outside: list[int] = []
+        """The chunks that have not entered."""
+        self._errors: dict[int, BaseException] = {}
+        for chunk, route in enumerate(routes):
+            self.admit(route, [chunk - 1], [of_subgraph[chunk] for of_subgraph in durations or ()])
+        self._is_run = bool(routes)
+        self.is_open = not routes
 
     @property
     def ready(self) -> list[Task]:
@@ -88,13 +96,67 @@ class Schedule:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no further task will be handed out: all chunks are done, or the run was stopped."""
-        return self.chunks_done == self.num_chunks or self.is_stopped
+        """Whether no further task will be handed out: all chunks are done, or everything was stopped."""
+        return self.is_stopped or (self.chunks_done == self.num_chunks and not self.is_open)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run failed or was cancelled."""
+        """Whether everything failed or was cancelled."""
         return self.is_cancelled or self.failure is not None
+
+    def admit(self, route: Route, after: Iterable[int] = (), durations: Sequence[int] = ()) -> int:
+        """Take a chunk, which enters as soon as there is a slot.
+
+        Args:
+            route: what it passes through.
+            after: the numbers of chunks that it comes after where state is, since they hold earlier tokens of the same
+                sequences. Some may have ended.
+            durations: of its tasks as estimated, nanoseconds by subgraph.
+
+        Returns:
+            Its number.
+        """
+        assert self.is_open
+        number = self.num_chunks
+        before = [self._chunks[earlier] for earlier in after if earlier in self._chunks]
+        durations = durations or [1] * len(self._devices)
+        self._chunks[number] = chunk = ChunkProgress(number, route, durations, before, self._flow)
+        self.num_chunks += 1
+        self.num_tasks += chunk.left
+        self._outside.append(number)
+        self._upward_ranks.clear()
+        self._makespans.clear()
+        if self._free_slots:
+            self._release((first, number) for first in self._enter())
+        return number
+
+    def close(self) -> None:
+        """No more chunks come."""
+        self.is_open = False
+
+    def withdraw(self) -> int:
+        """Take back the last chunks of a run as far as none of their tasks was handed out; the first stays.
+
+        Returns:
+            How many are left.
+        """
+        while self.num_chunks > 1:
+            number = self.num_chunks - 1
+            chunk = self._chunks[number]
+            if chunk.num_running or chunk.left < len(chunk.route.subgraphs):
+                break
+            self._clear(number)
+            self._chunks.pop(number)
+            self._chunks[number - 1].next.clear()
+            if number in self._slots:
+                self._free_slots.append(self._slots.pop(number))
+            else:
+                self._outside.remove(number)
+            self.num_chunks -= 1
+            self.num_tasks -= chunk.left
+            self._upward_ranks.clear()
+            self._makespans.clear()
+        return self.num_chunks
 
     def slot(self, chunk: int) -> int:
         """The chunk slot of a chunk that has entered."""
@@ -106,24 +168,29 @@ class Schedule:
 
     def duration(self, task: Task) -> int:
         """How long a task is estimated to take."""
-        return self._durations[task.subgraph][task.chunk]
+        return self._chunks[task.chunk].durations[task.subgraph]
 
     def upward_rank(self, task: Task) -> int:
-        """The longest path from a task's start to the run's end; see `upward_ranks`."""
+        """The longest path from a task's start to the end of all chunks that there are; see `upward_ranks`."""
         if not self._upward_ranks:
-            self._upward_ranks = upward_ranks(self._durations, self._routes, self._has_state, self._chunks_in_flight)
+            chunks = list(self._chunks.values())
+            durations = list(zip(*(chunk.durations for chunk in chunks), strict=True))
+            routes, has_state = [chunk.route for chunk in chunks], self._flow.has_state
+            ranks = upward_ranks(durations, routes, has_state, self._chunks_in_flight)
+            self._upward_ranks = dict(zip(self._chunks, ranks, strict=True))
         return self._upward_ranks[task.chunk][task.subgraph]
 
     def makespan(self, policy: Policy) -> int:
-        """How long the whole run would take under a policy if every task took as long as estimated."""
+        """How long all chunks that there are would take under a policy, from their beginning, by the estimates."""
         if policy not in self._makespans:
+            chunks = self._chunks.values()
             fresh = Schedule(
                 self._plan,
-                routes=self._routes,
+                routes=[chunk.route for chunk in chunks],
                 chunks_in_flight=self._chunks_in_flight,
                 processors=self.processors,
                 policy=policy,
-                durations=self._durations,
+                durations=list(zip(*(chunk.durations for chunk in chunks), strict=True)),
             )
             self._makespans[policy] = run_on_virtual_clock(fresh, fresh.duration)[-1].end_ns
         return self._makespans[policy]
@@ -152,6 +219,7 @@ class Schedule:
             return None
         self._ready[self._devices[task.subgraph]].remove(task)
         self.running.append(task)
+        self._chunks[task.chunk].num_running += 1
         return task
 
     def _select(self, ready: Sequence[Task]) -> Task | None:
@@ -171,58 +239,100 @@ class Schedule:
         """The tasks that would become ready if a ready or running task ended now."""
         released = self._released_by(task)
         unlocked = []
-        for subgraph, chunk in released:
-            waits = self._waits[chunk][subgraph]
-            if waits == 1 or waits == released.count((subgraph, chunk)):
-                unlocked.append(Task(subgraph, chunk))
+        for subgraph, number in released:
+            waits = self._chunks[number].waits[subgraph]
+            if waits == 1 or waits == released.count((subgraph, number)):
+                unlocked.append(Task(subgraph, number))
         return unlocked if len(unlocked) < 2 else list(dict.fromkeys(unlocked))
 
     def complete(self, task: Task) -> None:
         """A running task ended well: what waited for nothing else becomes ready."""
-        self.running.remove(task)
+        chunk = self._end(task)
         if self.is_stopped:
             return
-        self._release(self._released_by(task))
-        chunk = task.chunk
-        self._left[chunk] -= 1
-        if not self._left[chunk]:
-            self.chunks_done += 1
-            if len(self._slots) < self.num_chunks:
-                self._slots.append(self._slots[chunk])
+        if not chunk.is_failed:
+            released = self._released_by(task)
+            chunk.left -= 1
+            if self._flow.has_state[task.subgraph]:
+                chunk.passed.add(task.subgraph)
+            if not chunk.left:
+                self._leave(chunk)
+            self._release(released)
+        elif not chunk.num_running:
+            self._release(self._leave(chunk))
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """A running task failed: nothing further is handed out. The first failure is kept."""
-        self.running.remove(task)
-        self._clear()
-        if self.failure is None:
-            self.failure = task, error
+        """A running task failed. Of a run nothing further is handed out; else nothing further of its chunk is, and
+        what comes after it comes at once. The first failure is kept."""
+        chunk = self._end(task)
+        if self._is_run:
+            self._clear()
+            if self.failure is None:
+                self.failure = task, error
+            return
+        if not chunk.is_failed:
+            chunk.is_failed = True
+            self._errors[chunk.number] = error
+            self._clear(chunk.number)
+            turns = [s for s, owns in enumerate(self._flow.has_state) if owns and s not in chunk.passed]
+            self._release((subgraph, later.number) for later in chunk.next for subgraph in turns)
+        if not chunk.num_running:
+            self._release(self._leave(chunk))
 
     def cancel(self) -> None:
-        """Stop the run: nothing further is handed out."""
+        """Stop everything: nothing further is handed out."""
         self._clear()
         self.is_cancelled = True
 
-    def _clear(self) -> None:
+    def _end(self, task: Task) -> ChunkProgress:
+        self.running.remove(task)
+        chunk = self._chunks[task.chunk]
+        chunk.num_running -= 1
+        return chunk
+
+    def _clear(self, chunk: int | None = None) -> None:
+        """Hand out nothing that is ready, or nothing of a chunk."""
         for queue in self._ready.values():
-            queue.clear()
+            queue[:] = [] if chunk is None else [task for task in queue if task.chunk != chunk]
+
+    def _enter(self) -> Sequence[int]:
+        """Give a slot to the next chunk; its first subgraphs."""
+        number = self._outside.pop(0)
+        self._slots[number] = self._free_slots.pop()
+        return self._chunks[number].route.first
+
+    def _leave(self, chunk: ChunkProgress) -> list[tuple[int, int]]:
+        """A chunk has ended, and its slot is the next one's: the tasks, (subgraph, chunk), that waited for it."""
+        number = chunk.number
+        self.chunks_done += 1
+        self.ended.append((number, self._errors.pop(number, None)))
+        self._free_slots.append(self._slots[number])
+        if not self._is_run:
+            del self._chunks[number], self._slots[number]
+            self.num_tasks -= len(chunk.route.subgraphs)
+        if not self._outside:
+            return []
+        entering = self._outside[0]
+        return [(first, entering) for first in self._enter()]
 
     def _released_by(self, task: Task) -> list[tuple[int, int]]:
         """The tasks, (subgraph, chunk), that wait for one thing less once a task has ended; twice is two things."""
-        subgraph, chunk = task
-        released = [(follower, chunk) for follower in self._routes[chunk].followers[subgraph]]
-        if self._has_state[subgraph] and chunk + 1 < self.num_chunks:
-            released.append((subgraph, chunk + 1))
-        entering = len(self._slots)
-        if self._left[chunk] == 1 and entering < self.num_chunks:
-            released += [(first, entering) for first in self._routes[entering].first]
+        subgraph, number = task
+        chunk = self._chunks[number]
+        released = [(follower, number) for follower in chunk.route.followers[subgraph]]
+        if self._flow.has_state[subgraph]:
+            released += [(subgraph, later.number) for later in chunk.next]
+        if chunk.left == 1 and self._outside:
+            entering = self._outside[0]
+            released += [(first, entering) for first in self._chunks[entering].route.first]
         return released
 
     def _release(self, tasks: Iterable[tuple[int, int]]) -> None:
-        for subgraph, chunk in tasks:
-            waits = self._waits[chunk]
+        for subgraph, number in tasks:
+            waits = self._chunks[number].waits
             waits[subgraph] -= 1
-            if not waits[subgraph]:
-                self._ready[self._devices[subgraph]].append(Task(subgraph, chunk))
+            if not waits[subgraph] and not self._chunks[number].is_failed:
+                self._ready[self._devices[subgraph]].append(Task(subgraph, number))
 
 
 def _queues(processors: Sequence[Processor]) -> dict[Device, list[Task]]:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.state_file import StateFile
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors, Write
+
+_serials = count()
 
 MOST_KEPT = 2
 """Snapshots that a state keeps to rewind to: the last of them are those that a conversation comes back to."""
@@ -78,6 +81,8 @@ class State:
         if chunk_length is not None and not 1 <= chunk_length <= capacity:
             raise ConfigError(f"a state for chunks of {chunk_length} was asked for; its capacity is {capacity}")
         self.plan = plan
+        self.serial = next(_serials)
+        """By which traces tell sequences apart."""
         self.capacity = capacity
         self.dtype: CacheDtype = dtype
         self.chunk_length = chunk_length or capacity

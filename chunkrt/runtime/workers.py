@@ -18,11 +18,17 @@ from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 Execute = Callable[[Task], None]
 
 
+def never() -> bool:
+    """A run that gives way to nobody."""
+    return False
+
+
 def run_in_caller(
     schedule: Schedule,
     execute: Execute,
     *,
     cancel: Event | None = None,
+    gives_way: Callable[[], bool] = never,
 ) -> list[TaskEvent]:
     """Drive a schedule to its end in the calling thread, one task at a time.
 
@@ -33,6 +39,8 @@ def run_in_caller(
         if cancel is not None and cancel.is_set():
             schedule.cancel()
             break
+        if gives_way():
+            schedule.withdraw()
         for processor in schedule.processors:
             if (task := schedule.claim(processor)) is not None:
                 break
@@ -57,6 +65,7 @@ class Workers:
             threads as it has workers.
         execute: runs one task, in a worker's thread.
         cancel: checked before every claim.
+        gives_way: asked before every claim; if it says yes, the run ends with the chunks that have begun.
         cpus: those that the threads run on; by default those of the thread that calls `run`.
     """
 
@@ -66,11 +75,13 @@ class Workers:
         execute: Execute,
         *,
         cancel: Event | None = None,
+        gives_way: Callable[[], bool] = never,
         cpus: Collection[int] | None = None,
     ) -> None:
         self._schedule = schedule
         self._execute = execute
         self._cancel = cancel
+        self._gives_way = gives_way
         self._cpus = cpus
         self._events: list[TaskEvent] = []
         self._policy_error: BaseException | None = None
@@ -170,6 +181,8 @@ class Workers:
             while True:
                 if self._cancel is not None and self._cancel.is_set() and not schedule.is_finished:
                     schedule.cancel()
+                if self._gives_way():
+                    schedule.withdraw()
                 task = schedule.claim(processor)
                 if ended is not None or schedule.is_finished:
                     self._announce()

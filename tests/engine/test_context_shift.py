@@ -183,7 +183,7 @@ def test_a_failure_between_shifts_leaves_the_session_as_it_was(
     with load(folders["two"], "reference") as engine:
         session = engine.session()
         session.prefill(TOKENS[:60])
-        subgraph, num_calls = engine._executor.subgraphs[3], 0
+        subgraph, num_calls = engine._conductor.lanes.prompts.subgraphs[3], 0
         compute = subgraph._compute
 
         def fail_late(inputs: Any, outputs: Any) -> None:

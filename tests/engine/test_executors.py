@@ -26,11 +26,12 @@ def load(name, **options):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_merged_subgraphs_change_no_bit_of_logits_or_state(name, options):
     with load(name, **options) as engine:
-        assert len(engine._decoder.plan.subgraphs) == 2 < len(engine._executor.plan.subgraphs)
+        lanes = engine._conductor.lanes
+        assert len(lanes.tokens.plan.subgraphs) == 2 < len(lanes.prompts.plan.subgraphs)
         merged, parts = engine.make_state(), engine.make_state()
         for token in input_ids(name)[:12]:
             ids = np.array([token], np.int64)
-            found, expected = engine.run(Run(ids, merged)), engine._executor.run(Run(ids, parts))
+            found, expected = engine.run(Run(ids, merged)), lanes.prompts.run(Run(ids, parts))
             np.testing.assert_array_equal(found.logits, expected.logits)
             assert len(found.record.events) == 2 < len(expected.record.events)
         for tensor, array in merged.tensors.items():
@@ -53,7 +54,8 @@ def test_a_state_goes_from_one_executor_to_the_other_and_back():
 @pytest.mark.parametrize("options", [{"ops": "-rms_norm"}, {"npu": "reference"}, {"npu": "onnxrt"}])
 def test_what_is_not_compiled_as_one_runs_in_the_executor_of_prompts(options):
     with chunkrt.load(checkpoint("llama_gqa"), **{"npu": "native", **options}) as engine:
-        assert engine._decoder is engine._executor
+        lanes = engine._conductor.lanes
+        assert lanes.tokens is lanes.prompts is lanes.few is lanes.many
 
 
 def test_a_trace_calls_merged_subgraphs_layers():

@@ -7,6 +7,7 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
+from chunkrt.engine.driving import drive
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import BackendError, ClosedError, ConfigError
 
@@ -33,7 +34,8 @@ def generated(session, **options):
 
 def next_logits(session):
     """The logits that the next token is drawn from, without drawing one."""
-    return session.fork()._next_logits()
+    fork = session.fork()
+    return drive(fork._sequence.next_logits(), fork._engine.run)
 
 
 def test_prefill_tells_what_it_did(session):
@@ -328,7 +330,7 @@ class Hook:
     """Runs something before the first call of an executable that reaches it."""
 
     def __init__(self, engine, monkeypatch, action):
-        subgraph = engine._executor.subgraphs[3]
+        subgraph = engine._conductor.lanes.prompts.subgraphs[3]
         compute, self.action = subgraph._compute, action
 
         def run(inputs, outputs):

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import WIDTH, make_plan, subgraph, value
+from fake_backend import CONTEXT, WIDTH, make_plan, subgraph, value
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, Tensor
 from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers, aligned_zeros
+from chunkrt.runtime.job import Job, Segment
+from chunkrt.runtime.run import Logits, Run
+from chunkrt.runtime.state import State
 
 CHUNK = 8
 ROWS_BYTES = CHUNK * WIDTH * 4
@@ -96,7 +99,7 @@ def test_both_sides_of_a_fork_have_memory_of_their_own() -> None:
 def test_memory_does_not_grow_with_the_layers() -> None:
     small, large = (BufferLayout(make_plan(layers), CHUNK) for layers in (3, 30))
     assert small.num_bytes == large.num_bytes
-    graph_inputs = CHUNK * 8 + 8 + CHUNK * 8
+    graph_inputs = 3 * CHUNK * 8  # tokens, rows of logits, a position for each segment
     most_alive_at_once = 4
     assert small.num_bytes == graph_inputs + most_alive_at_once * ROWS_BYTES
     small, large = (BufferLayout(make_plan(layers, shadowed=layers), CHUNK) for layers in (3, 30))
@@ -108,17 +111,26 @@ def test_logits_have_no_buffer() -> None:
     assert "logits" not in layout.buffer_of
 
 
-def test_views_cut_rows_and_leave_the_position_whole() -> None:
+def test_views_cut_rows_and_leave_each_segment_its_position() -> None:
     plan = make_plan()
     buffers = ChunkBuffers(BufferLayout(plan, CHUNK))
-    buffers.load(np.array([7, 8, 9]), 40, range(2, 3))
-    views = buffers.views(["input_ids", "position", "logit_rows"], slice(3), slice(1))
-    assert {name: array.tolist() for name, array in views.items()} == {
-        "input_ids": [7, 8, 9],
-        "position": [40],
-        "logit_rows": [2],
-    }
+    buffers.load([segment([7, 8, 9], 40), segment([4, 5], 2, logits="all"), segment([6], 9, logits="none")])
+    names = ["input_ids", "position", "logit_rows"]
+    views = [buffers.views(names, slice(6), slice(3), segment=i) for i in range(3)]
+    for view, position in zip(views, ([40], [2], [9]), strict=True):
+        assert {name: array.tolist() for name, array in view.items()} == {
+            "input_ids": [7, 8, 9, 4, 5, 6],
+            "position": position,
+            "logit_rows": [2, 3, 4],
+        }
     assert buffers.views(["qkv.0"], slice(3))["qkv.0"].shape == (3, WIDTH)
+
+
+def segment(token_ids: list[int], position: int, logits: Logits = "last") -> Segment:
+    """All of a run."""
+    state = State(make_plan(), CONTEXT)
+    state.advance(position)
+    return Job(Run(np.array(token_ids, np.int64), state, logits=logits), state.plan).take(CHUNK)
 
 
 def test_clearing_padding_leaves_tokens_and_the_position() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -32,6 +32,7 @@ from chunkrt.errors import BackendError, ClosedError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import ChunkBuffers
 from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.job import Segment
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.run import Logits, Run
 from chunkrt.runtime.state import State
@@ -346,9 +347,9 @@ def test_of_several_subgraphs_that_wait_for_nothing_the_first_fills_the_inputs(
     """And what only the last static subgraph reads is left out where nobody wants logits."""
     plan, loaded, load = with_second_start(make_plan(), 5), [], ChunkBuffers.load
 
-    def note(buffers: ChunkBuffers, token_ids: Array, *rest: Any) -> None:
-        loaded.append(int(token_ids[0]))
-        load(buffers, token_ids, *rest)
+    def note(buffers: ChunkBuffers, segments: Sequence[Segment]) -> None:
+        loaded.append(int(segments[0].token_ids[0]))
+        load(buffers, segments)
 
     monkeypatch.setattr(ChunkBuffers, "load", note)
     executables = make_executables(plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, get_args
 
@@ -16,7 +16,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import read_json, written_aside
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
-from chunkrt.runtime.record import WORKS, Pipeline, RunRecord, Stage, Work
+from chunkrt.runtime.record import WORKS, ChunkRecord, Pipeline, RunRecord, SegmentRecord, Stage, Work
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, trace_events, tracks_of
 
@@ -98,7 +98,8 @@ def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
             pipelines.append(vars(record.pipeline) | {"processors": processors})
         kept = {name: getattr(record, name) for name in ("num_tokens", "position", "position_bytes")}
         times = {"start_ns": record.start_ns - zero_ns, "end_ns": record.end_ns - zero_ns}
-        runs.append({"pipeline": shared[id(record.pipeline)], **kept, **times})
+        chunks: dict[str, Any] = {"chunks": record.chunks} if record.chunks else {}
+        runs.append({"pipeline": shared[id(record.pipeline)], **kept, **times, **chunks})
     tracks = list(tracks_of(records))
     about = {"format": FORMAT, "title": title, "pipelines": pipelines, "runs": runs, "tracks": tracks}
     separator = '{"traceEvents":[\n'
@@ -106,6 +107,11 @@ def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
         file.write(separator + json.dumps(event, ensure_ascii=False, separators=(",", ":")))
         separator = ",\n"
     file.write('\n],\n"otherData":' + json.dumps(about, ensure_ascii=False) + "}\n")
+
+
+def _chunk(data: Any) -> ChunkRecord:
+    number, segments = data
+    return ChunkRecord(_whole(number), tuple(SegmentRecord(*map(_whole, segment)) for segment in segments))
 
 
 def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
@@ -132,7 +138,8 @@ def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
         pipeline = pipelines[_whole(data["pipeline"])]
         if numbers["num_tokens"] < 1:
             raise ValueError(f"run {len(records)} has no tokens")
-        records.append(RunRecord(pipeline=pipeline, events=its_tasks, copies=its_copies, **numbers, **times))
+        record = RunRecord(pipeline=pipeline, events=its_tasks, copies=its_copies, chunks=(), **numbers, **times)
+        records.append(replace(record, chunks=tuple(_chunk(chunk) for chunk in data.get("chunks", ()))))
     if not records:
         raise ValueError("it has no runs")
     return records

@@ -1,0 +1,84 @@
+"""Driving the steps of sequences: in the calling thread, in an event loop, or those of many at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from chunkrt.engine.sequence import Steps
+from chunkrt.errors import ConfigError
+from chunkrt.runtime.run import Run, RunResult
+
+Result = TypeVar("Result")
+
+
+def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
+    """Take steps to their end in the calling thread.
+
+    Args:
+        steps: of a sequence, not begun.
+        run: computes a run; what it raises is raised in the steps.
+    """
+    try:
+        wanted = next(steps)
+        while True:
+            try:
+                result = run(wanted)
+            except BaseException as error:
+                wanted = steps.throw(error)
+            else:
+                wanted = steps.send(result)
+    except StopIteration as end:
+        value: Result = end.value
+        return value
+    finally:
+        steps.close()  # an interrupt may have fallen between a run and what the sequence makes of it
+
+
+async def drive_async(steps: Steps[Result], run: Callable[[Run], Awaitable[RunResult]]) -> Result:
+    """As `drive`, while the event loop goes on. A task that is cancelled ends the run at the next chunk."""
+    try:
+        wanted = next(steps)
+        while True:
+            try:
+                result = await run(wanted)
+            except BaseException as error:
+                wanted = steps.throw(error)
+            else:
+                wanted = steps.send(result)
+    except StopIteration as end:
+        value: Result = end.value
+        return value
+    finally:
+        steps.close()
+
+
+class OneUser:
+    """Refuses a second thread or task while one uses what it stands for."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._user: object = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Raises ConfigError if somebody else is within. What an interrupt left behind, its own thread may enter."""
+        me, other = _thread_or_task(), self._user
+        if other is not None and other != me:
+            raise ConfigError(f"{self._what} is in use by another thread or task; make one for each")
+        self._user = me
+        try:
+            yield
+        finally:
+            self._user = None
+
+
+def _thread_or_task() -> object:
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None:
+        with suppress(RuntimeError):  # no event loop runs here
+            return asyncio.current_task()
+    return threading.get_ident()

@@ -1,0 +1,110 @@
+"""A generation: token after token of an answer, and the text that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from chunkrt.engine.sampling import PluginSampler, Sampler, StopStrings
+from chunkrt.engine.sequence import Steps, TokenSequence
+from chunkrt.errors import ClosedError
+from chunkrt.tokenizer import IncrementalDecoder, Tokenizer
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A step of generation: text that is now certain (perhaps none), and why it ended if this is the last.
+
+    `finish_reason`: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" when
+    the context is full and does not shift; None before the last piece. `token_id` is None on a closing piece that no
+    token made.
+    """
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+
+
+class Generation:
+    """Continues a sequence.
+
+    Args:
+        sequence: with one token at least.
+        tokenizer: makes text of tokens; without one there is none.
+        sampler: draws them.
+        stops: strings that end it.
+        max_new_tokens: at most so many.
+        check_open: raises ClosedError if nothing may be computed any more.
+    """
+
+    def __init__(
+        self,
+        sequence: TokenSequence,
+        tokenizer: Tokenizer | None,
+        sampler: Sampler | PluginSampler,
+        stops: StopStrings,
+        *,
+        max_new_tokens: int,
+        check_open: Callable[[], None],
+    ) -> None:
+        self.is_finished = False
+        self._sequence = sequence
+        self._sampler = sampler
+        self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
+        self._left = self._most = max_new_tokens
+        self._check_open = check_open
+
+    def next_piece(self) -> Steps[Piece]:
+        """Run what is to be run, and draw a token. Raises ClosedError if the sequence was cancelled."""
+        sequence = self._sequence
+        if sequence.cancel.is_set():
+            raise ClosedError(f"the generation was cancelled after {self._most - self._left} tokens")
+        if sequence.logits is None:
+            self._check_open()
+        logits = yield from sequence.next_logits()
+        self._left -= 1
+        piece = self._take(self._sampler.next(logits, sequence.tokens))
+        self.is_finished = piece.finish_reason is not None
+        return piece
+
+    def _take(self, token_id: int) -> Piece:
+        """Add a token to the sequence and to the text; whether that ends the generation."""
+        sequence, text = self._sequence, self._text
+        sequence.follows_text = True
+        reason: FinishReason | None = None
+        if token_id in text.end_ids:
+            sequence.append(token_id)
+            return Piece(text=text.rest(), token_id=token_id, finish_reason="stop")
+        new, is_stopped = text.push(token_id)
+        if sequence.is_full:
+            reason = "context"
+        else:
+            sequence.append(token_id)
+            reason = None if self._left else "length"
+        if is_stopped:
+            return Piece(text=new, token_id=token_id, finish_reason="stop")
+        return Piece(text=new + text.rest() if reason else new, token_id=token_id, finish_reason=reason)
+
+
+class _Text:
+    """The text of one generation: of its tokens as far as it is certain, up to a stop string. Empty without a
+    tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
+        self.end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
+        self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
+        self._stops = stops
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """What a token makes certain, and whether a stop string was met."""
+        return self._stops.push(self._decoder.push(token_id)) if self._decoder else ("", False)
+
+    def rest(self) -> str:
+        """What was held back, now that nothing follows."""
+        if self._decoder is None:
+            return ""
+        text, is_stopped = self._stops.push(self._decoder.flush())
+        return text if is_stopped else text + self._stops.flush()

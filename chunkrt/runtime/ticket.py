@@ -1,0 +1,89 @@
+"""Tickets: jobs that wait for their share of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Lock
+
+from chunkrt.runtime.batcher import Waiting
+from chunkrt.runtime.job import Job, Segment
+from chunkrt.runtime.record import ChunkRecord, Pipeline
+from chunkrt.runtime.tasks import Task, TaskEvent
+
+
+class Ticket:
+    """A job that waits for its share of chunks.
+
+    Args:
+        job: begun; whoever asked for it finishes it or gives it up, once it has ended.
+        step: see `Waiting.step`.
+        on_end: called, in the conductor's thread, when nothing of it is left to compute. It must not fail.
+    """
+
+    def __init__(self, job: Job, step: int, on_end: Callable[[], object]) -> None:
+        self.job = job
+        self._step = step
+        self.error: BaseException | None = None
+        """Why not all of it was computed."""
+        self.is_cancelled = False
+        self.num_passed = 0
+        """Chunks that were formed without it since its last."""
+        self.num_in_flight = 0
+        self.is_ended = False
+        self._on_end = on_end
+        self._pipeline: Pipeline | None = None
+        self._noted: list[tuple[Segment, ChunkRecord]] = []
+        self._events: list[TaskEvent] = []
+        self._gate = Lock()
+        self._gate.acquire()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of its tokens shall go into another chunk."""
+        cancel = self.job.run.cancel
+        return self.error is not None or self.is_cancelled or (cancel is not None and cancel.is_set())
+
+    @property
+    def waiting(self) -> Waiting:
+        """What a batcher sees of it."""
+        run = self.job.run
+        return Waiting(self.job.num_left, run.token_ids.size == 1, self.num_passed, self._step)
+
+    def wait(self) -> None:
+        """Wait until it has ended. (An interrupt gets through, and leaves nothing behind.)"""
+        with self._gate:
+            pass
+
+    def note(self, pipeline: Pipeline, segment: Segment, events: Sequence[TaskEvent], record: ChunkRecord) -> None:
+        """Remember what a chunk with some of it took. Neighbours that one pipeline computed are one record."""
+        if pipeline is not self._pipeline:
+            self._write_record()
+            self._pipeline = pipeline
+        chunk = len(self._noted)
+        self._noted.append((segment, record))
+        self._events += [event._replace(task=Task(event.task.subgraph, chunk)) for event in events]
+
+    def _write_record(self) -> None:
+        if self._pipeline is None:
+            return
+        self.job.record(
+            self._pipeline,
+            [segment for segment, _ in self._noted],
+            self._events,
+            start_ns=min(event.start_ns for event in self._events),
+            end_ns=max(event.end_ns for event in self._events),
+            chunks=tuple(record for _, record in self._noted),
+        )
+        self._noted, self._events = [], []
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more of it is computed; what is told first stays."""
+        if not self.is_ended:
+            self.is_ended = True
+            self.error = self.error or error
+            if self.error is None:
+                self._write_record()
+            self._gate.release()
+            with suppress(Exception):  # it tells somebody who may have gone
+                self._on_end()
