@@ -27,6 +27,22 @@ class Program:
             ValueError: an array is not what was declared.
             IndexError: an index or a position is out of range. Nothing has been written then.
         """
+    def run_segments(
+        self,
+        inputs: Sequence[NDArray[Any]],
+        outputs: Sequence[NDArray[Any]],
+        segments: Sequence[tuple[int, Sequence[NDArray[Any]]]],
+    ) -> None:
+        """As `run`, for rows of several sequences, with the bits that each alone would give.
+
+        Args:
+            inputs: those with rows, of the whole chunk, in declared order.
+            segments: consecutive rows that are one sequence's: how many, and the sequence's states and inputs without
+                rows, in declared order.
+
+        Raises:
+            ValueError: also if the segments' rows together are not T, or if two share a state's memory.
+        """
     @property
     def arena_bytes(self) -> int: ...
     @property

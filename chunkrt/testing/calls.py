@@ -6,12 +6,12 @@ finds its state as the reference leaves it before the call's position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from chunkrt.backends.base import Array, Executable
+from chunkrt.backends.base import Array, Executable, SegmentExecutable, SegmentOperands
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.graph.plan import Plan, Subgraph, Tensor, resolve
@@ -47,7 +47,7 @@ class Call:
 
     def guard_bits(self) -> dict[str, bytes]:
         """What lies around each output."""
-        return {n: b[:GUARD_ROWS].tobytes() + b[len(b) - GUARD_ROWS :].tobytes() for n, b in self.buffers.items()}
+        return _guard_bits(self.buffers)
 
     def other_position_bits(self) -> dict[str, bytes]:
         """The caches at positions that are not the call's own."""
@@ -66,6 +66,65 @@ class Call:
     def result_bits(self) -> dict[str, bytes]:
         """The results, bit for bit."""
         return {name: result.tobytes() for name, result in self.results().items()}
+
+    def run(self, executable: Executable) -> None:
+        """Run it. Raises whatever the executable does."""
+        executable.run(self.inputs, self.outputs)
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens at position {self.position}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCall:
+    """Calls of several sequences as segments of one chunk: the arguments of one `SegmentExecutable.run_segments`.
+
+    It is watched as a `Call` is. Once it has run, the outputs of `calls` hold their rows.
+    """
+
+    calls: Sequence[Call]
+    inputs: Mapping[str, Array]
+    """Those with rows, of all calls."""
+    outputs: Mapping[str, Array]
+    buffers: Mapping[str, Array]
+
+    @property
+    def segments(self) -> list[SegmentOperands]:
+        """What each call has of its own."""
+        return [
+            SegmentOperands(call.num_tokens, {n: a for n, a in call.inputs.items() if n not in self.inputs})
+            for call in self.calls
+        ]
+
+    def run(self, executable: SegmentExecutable) -> None:
+        """Run it. Raises whatever the executable does."""
+        executable.run_segments(self.inputs, self.outputs, self.segments)
+        ends = np.cumsum([call.num_tokens for call in self.calls])
+        for name, output in self.outputs.items():
+            for call, rows in zip(self.calls, np.split(output, ends[:-1]), strict=True):
+                call.outputs[name][...] = rows
+
+    def input_bits(self) -> dict[str, bytes]:
+        """As of a `Call`; of what is a segment's own, under its number too."""
+        own = {f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.input_bits().items()}
+        return {**own, **{name: array.tobytes() for name, array in self.inputs.items()}}
+
+    def guard_bits(self) -> dict[str, bytes]:
+        """As of a `Call`."""
+        return _guard_bits(self.buffers)
+
+    def other_position_bits(self) -> dict[str, bytes]:
+        """As of a `Call`, by name and segment."""
+        return {
+            f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.other_position_bits().items()
+        }
+
+    def results(self) -> dict[str, Array]:
+        """The outputs."""
+        return dict(self.outputs)
+
+    def __str__(self) -> str:
+        return "segments of " + ", of ".join(map(str, self.calls))
 
 
 class Recording:
@@ -125,21 +184,36 @@ class Recording:
             for name in subgraph.inputs
         }
         states = {name: self._state(subgraph, name, position, cache_dtype) for name in subgraph.state}
-        buffers = {}
-        for name in subgraph.outputs:
-            tensor = self.plan.tensors[name]
-            num_rows = num_tokens if tensor.shape[0] == "T" else len(rows)
-            buffers[name] = self._empty(tensor, num_rows + 2 * GUARD_ROWS)
-        outputs = {name: buffer[GUARD_ROWS : len(buffer) - GUARD_ROWS] for name, buffer in buffers.items()}
+        buffers = self._buffers(subgraph.outputs, num_tokens, len(rows))
         return Call(
             inputs={**inputs, **states},
-            outputs=outputs,
+            outputs=_inside(buffers),
             buffers=buffers,
             states=states,
             caches=frozenset(name for name in subgraph.state if self._is_cache(name)),
             position=position,
             num_tokens=num_tokens,
         )
+
+    def pack(self, calls: Sequence[Call]) -> PackedCall:
+        """Calls of one subgraph with rows T, as segments of one chunk."""
+        first = calls[0]
+        with_rows = [n for n in first.inputs if n not in first.states and "T" in self.plan.tensors[n].shape]
+        buffers = self._buffers(first.outputs, sum(call.num_tokens for call in calls), 0)
+        return PackedCall(
+            calls=calls,
+            inputs={name: np.concatenate([call.inputs[name] for call in calls]) for name in with_rows},
+            outputs=_inside(buffers),
+            buffers=buffers,
+        )
+
+    def _buffers(self, names: Iterable[str], num_tokens: int, num_logit_rows: int) -> dict[str, Array]:
+        buffers = {}
+        for name in names:
+            tensor = self.plan.tensors[name]
+            num_rows = num_tokens if tensor.shape[0] == "T" else num_logit_rows
+            buffers[name] = self._empty(tensor, num_rows + 2 * GUARD_ROWS)
+        return buffers
 
     def _rows(self, name: str, tokens: slice, logit_rows: Array) -> Array:
         of_chunk = self._values[name][tokens]
@@ -174,3 +248,12 @@ class Recording:
     def _empty(self, tensor: Tensor, num_rows: int) -> Array:
         shape = resolve((num_rows, *tensor.shape[1:]), self._symbols)
         return np.full(shape, UNWRITTEN).astype(tensor.dtype, copy=False)
+
+
+def _inside(buffers: Mapping[str, Array]) -> dict[str, Array]:
+    """Buffers without their guard rows."""
+    return {name: buffer[GUARD_ROWS : len(buffer) - GUARD_ROWS] for name, buffer in buffers.items()}
+
+
+def _guard_bits(buffers: Mapping[str, Array]) -> dict[str, bytes]:
+    return {n: b[:GUARD_ROWS].tobytes() + b[len(b) - GUARD_ROWS :].tobytes() for n, b in buffers.items()}

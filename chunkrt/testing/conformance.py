@@ -20,7 +20,14 @@ from chunkrt.testing.calls import UNWRITTEN, Recording
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.error import ConformanceError
 from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
-from chunkrt.testing.executables import CompiledSubgraph, check_chunks, check_repetition, check_threads, check_values
+from chunkrt.testing.executables import (
+    CompiledSubgraph,
+    check_chunks,
+    check_repetition,
+    check_segments,
+    check_threads,
+    check_values,
+)
 from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"
@@ -91,7 +98,9 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         repetition: the same call gives the same bits.
         chunks: two chunks at once give, within the tolerance of `values`, what one after the other does, or one row
             and then the rest.
-        threads: so do two calls of one executable at once, in two threads.
+        segments: where an executable with state has `run_segments`, rows of three sequences in one call give, within
+            that tolerance, what each sequence's own call does.
+        threads: two calls of one executable at once, in two threads, give the same bits as one after the other.
 
     Raises:
         ConformanceError: an AssertionError that names the first clause that was broken.
@@ -108,7 +117,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         check_values(subgraph)
     for suite in suites:
         suite.check_linears()
-    for check in (check_repetition, check_chunks, check_threads):
+    for check in (check_repetition, check_chunks, check_segments, check_threads):
         for subgraph in compiled:
             check(subgraph)
 

@@ -11,9 +11,9 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.base import Array, Executable
+from chunkrt.backends.base import Array, Executable, SegmentExecutable
 from chunkrt.graph.plan import EXPERTS_OP, Subgraph
-from chunkrt.testing.calls import Call, Recording
+from chunkrt.testing.calls import Call, PackedCall, Recording
 from chunkrt.testing.error import ConformanceError
 
 Results = dict[str, NDArray[np.float64]]
@@ -70,6 +70,11 @@ class CompiledSubgraph:
         return FLOAT_TOLERANCE + num_half * HALF_ROUNDING
 
     @property
+    def has_rings(self) -> bool:
+        """Whether it has caches of a window alone."""
+        return any("W" in self.recording.plan.tensors[name].shape for name in self.subgraph.state)
+
+    @property
     def is_of_fixed_length(self) -> bool:
         """Whether it tells of an NPU, which computes in float16 between linears."""
         return self.executable.fixed_length is not None
@@ -90,7 +95,7 @@ class CompiledSubgraph:
         call = partial(self.recording.call, self.subgraph)
         if self.subgraph.rows == "T":
             places = [0, START]
-            if any("W" in self.recording.plan.tensors[name].shape for name in self.subgraph.state):
+            if self.has_rings:
                 places.append(self.recording.ring - self.chunk_length // 2)
             return [partial(call, at, length, cache_dtype=cache_dtype) for length in lengths for at in places]
         last_first = range(self.chunk_length)[::-1]
@@ -152,6 +157,29 @@ def _check_chunks(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
         _compare("chunks", subgraph, parts, whole, cache_dtype)
 
 
+def check_segments(subgraph: CompiledSubgraph) -> None:
+    """Check the clause segments."""
+    executable = subgraph.of_two_chunks
+    if not subgraph.subgraph.state or not isinstance(executable, SegmentExecutable):
+        return
+    for cache_dtype in subgraph.cache_dtypes:
+        alone, packed = _sequences(subgraph, cache_dtype), _sequences(subgraph, cache_dtype)
+        for call in alone:
+            _run(subgraph, executable, call)
+        chunk = subgraph.recording.pack(packed)
+        _watch(subgraph, "segments", chunk, partial(chunk.run, executable))
+        for found, expected in zip(packed, alone, strict=True):
+            _compare("segments", subgraph, _all_results([found]), _all_results([expected]), cache_dtype)
+
+
+def _sequences(subgraph: CompiledSubgraph, cache_dtype: str) -> list[Call]:
+    """Rows of up to three sequences, which together fill two chunks; a ring of the last wraps."""
+    recording, length = subgraph.recording, subgraph.chunk_length
+    last = recording.ring - length // 2 if subgraph.has_rings else START + 1
+    places = [(START, max(2 * length - 4, 1)), (0, 1), (last, min(3, length))][: 2 * length]
+    return [recording.call(subgraph.subgraph, *place, cache_dtype=cache_dtype) for place in places]
+
+
 def _in_parts(subgraph: CompiledSubgraph, lengths: Sequence[int], cache_dtype: str) -> list[Call]:
     """Consecutive calls, each of which finds the state as the one before has left it."""
     executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
@@ -190,13 +218,17 @@ def check_threads(subgraph: CompiledSubgraph) -> None:
 
 
 def _run(subgraph: CompiledSubgraph, executable: Executable, call: Call) -> None:
-    """One call, watched: what it may not write, and what it must."""
-    where = f"{call.num_tokens} tokens at position {call.position}"
+    _watch(subgraph, "rows", call, partial(call.run, executable))
+
+
+def _watch(subgraph: CompiledSubgraph, clause: str, call: Call | PackedCall, act: Callable[[], None]) -> None:
+    """One call: what it may not write, and what it must. The clause is that it runs at all."""
+    where = str(call)
     inputs, guards, other_positions = call.input_bits(), call.guard_bits(), call.other_position_bits()
     try:
-        executable.run(call.inputs, call.outputs)
+        act()
     except Exception as error:
-        subgraph.fail("rows", f"{where}: {error!r}", error)
+        subgraph.fail(clause, f"{where}: {error!r}", error)
     if changed := _first_difference(inputs, call.input_bits()):
         subgraph.fail("inputs", f"{where}: the input {changed!r} was written")
     if changed := _first_difference(other_positions, call.other_position_bits()):

@@ -72,6 +72,19 @@ void run(Program& program, const std::vector<py::array>& inputs, const std::vect
   program.run(input_views, output_views);
 }
 
+using PythonSegment = std::pair<std::size_t, std::vector<py::array>>;
+
+void run_segments(Program& program, const std::vector<py::array>& inputs,
+                  const std::vector<py::array>& outputs, const std::vector<PythonSegment>& segments) {
+  const std::vector<TensorView> input_views = views_of(inputs), output_views = views_of(outputs);
+  std::vector<SegmentViews> segment_views;
+  for (const auto& [num_rows, arrays] : segments) {
+    segment_views.push_back({.num_rows = num_rows, .inputs = views_of(arrays)});
+  }
+  const py::gil_scoped_release without_gil;
+  program.run_segments(input_views, output_views, segment_views);
+}
+
 ValueId add_input(ProgramBuilder& builder, std::string name, const std::string& dtype,
                   const PythonShape& shape) {
   return builder.input(std::move(name), dtype_named(dtype), shape_of(shape));
@@ -107,6 +120,8 @@ void bind_program(py::module_& module) {
 
   py::class_<Program>(module, "Program", "A compiled subgraph.")
       .def("run", run, "inputs"_a.noconvert(), "outputs"_a.noconvert())
+      .def("run_segments", run_segments, "inputs"_a.noconvert(), "outputs"_a.noconvert(),
+           "segments"_a.noconvert())
       .def_property_readonly("arena_bytes", &Program::arena_bytes)
       .def_property_readonly("num_loops", &Program::num_loops);
 

@@ -35,17 +35,25 @@ ProgramBuilder::ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max
 }
 
 ValueId ProgramBuilder::input(std::string name, Dtype dtype, Shape shape) {
-  definition_.inputs.push_back(add_value(
-      {.kind = ValueKind::input, .name = std::move(name), .dtype = dtype, .shape = std::move(shape)}));
-  return definition_.inputs.back();
+  return add_input(
+      {.kind = ValueKind::input, .name = std::move(name), .dtype = dtype, .shape = std::move(shape)});
 }
 
 ValueId ProgramBuilder::state(std::string name, Shape shape) {
-  definition_.inputs.push_back(add_value({.kind = ValueKind::state,
-                                          .name = std::move(name),
-                                          .dtype = Dtype::float32,
-                                          .shape = std::move(shape)}));
-  return definition_.inputs.back();
+  return add_input({.kind = ValueKind::state,
+                    .name = std::move(name),
+                    .dtype = Dtype::float32,
+                    .shape = std::move(shape)});
+}
+
+ValueId ProgramBuilder::add_input(Value value) {
+  const bool is_segments_own =
+      value.kind == ValueKind::state || std::ranges::none_of(value.shape, counts_rows);
+  if (is_segments_own) value.segment_place = definition_.segment_inputs.size();
+  const ValueId id = add_value(std::move(value));
+  definition_.inputs.push_back(id);
+  (is_segments_own ? definition_.segment_inputs : definition_.chunk_inputs).push_back(id);
+  return id;
 }
 
 ValueId ProgramBuilder::constant(const void* data, Dtype dtype, const std::vector<std::size_t>& shape,
@@ -83,6 +91,10 @@ const Value& ProgramBuilder::value(ValueId id) const {
 ValueId ProgramBuilder::add_value(Value value) {
   require(!is_built_, "the program has been built; start another builder");
   require_room(value, definition_.max_rows);
+  if (!value.shape.empty() && counts_rows(value.shape[0])) {
+    value.bytes_of_row = bytes_of(value.dtype);
+    for (std::size_t i = 1; i < value.shape.size(); ++i) value.bytes_of_row *= value.shape[i].size;
+  }
   definition_.values.push_back(std::move(value));
   return definition_.values.size() - 1;
 }
@@ -132,32 +144,55 @@ void ProgramBuilder::need_scratch(std::size_t floats) {
   definition_.scratch_floats = std::max(definition_.scratch_floats, floats);
 }
 
-void ProgramBuilder::add_check(Check check) { definition_.checks.push_back(std::move(check)); }
+bool ProgramBuilder::is_segmented(const std::vector<ValueId>& uses) const {
+  const auto is_own = [this](ValueId id) { return value(id).segment_place.has_value(); };
+  if (std::ranges::none_of(uses, is_own)) return false;
+  for (const ValueId id : uses) {
+    const Value& used = value(id);
+    if (used.segment_place || used.kind == ValueKind::constant) continue;
+    const auto is_fixed = [](const Dimension& dimension) { return !dimension.symbol; };
+    require(!used.shape.empty() && used.shape[0].symbol == Symbol::T &&
+                std::ranges::all_of(used.shape.begin() + 1, used.shape.end(), is_fixed),
+            "what is computed for a segment at a time has no rows of " + describe(used.dtype, used.shape) +
+                "; its first dimension must be T, and no other a symbol");
+  }
+  return true;
+}
 
-void ProgramBuilder::use(const std::vector<ValueId>& values) {
+void ProgramBuilder::add_check(const std::vector<ValueId>& uses, std::function<void(const Frame&)> look) {
+  definition_.checks.push_back({.look = std::move(look), .uses = uses, .is_segmented = is_segmented(uses)});
+}
+
+Step ProgramBuilder::make_step(const std::vector<ValueId>& uses, Compute compute) const {
+  return {.compute = std::move(compute), .uses = uses, .is_segmented = is_segmented(uses)};
+}
+
+void ProgramBuilder::append(Step step) {
   const std::size_t last = definition_.loops.size() - 1;
-  for (const ValueId id : values) {
+  for (const ValueId id : step.uses) {
     Value& used = definition_.values[id];
     used.first_loop = std::min(used.first_loop, last);
     used.last_loop = std::max(used.last_loop, last);
   }
+  definition_.loops.back().steps.push_back(std::move(step));
 }
 
-void ProgramBuilder::add_row_step(Symbol rows, const std::vector<ValueId>& uses, Step step) {
+void ProgramBuilder::add_row_step(Symbol rows, const std::vector<ValueId>& uses, Compute compute) {
+  Step step = make_step(uses, std::move(compute));
+  require(rows == Symbol::T || !step.is_segmented, "segments have rows T of their own, not R");
   if (definition_.loops.empty() || definition_.loops.back().rows != rows) {
     const auto num_rows = [rows](const Frame& frame) { return frame.size_of(rows); };
     definition_.loops.push_back({.num_items = num_rows, .piece_multiple = 1, .rows = rows, .steps = {}});
   }
-  definition_.loops.back().steps.push_back(std::move(step));
-  use(uses);
+  append(std::move(step));
 }
 
 void ProgramBuilder::add_loop(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
-                              const std::vector<ValueId>& uses, Step step) {
+                              const std::vector<ValueId>& uses, Compute compute) {
+  Step step = make_step(uses, std::move(compute));
   definition_.loops.push_back(
       {.num_items = std::move(num_items), .piece_multiple = piece_multiple, .rows = {}, .steps = {}});
-  definition_.loops.back().steps.push_back(std::move(step));
-  use(uses);
+  append(std::move(step));
 }
 
 }  // namespace chunkrt

@@ -54,14 +54,17 @@ class ProgramBuilder {
   void use_as_cache(ValueId state);
   // The floats of scratch that each thread has for a step, at least.
   void need_scratch(std::size_t floats);
+
+  // `uses` are all values that is read or written. If one of them is a segment's own, the frame is that of a
+  // segment: all others must be constants or have rows T, so that it has rows of its own in each.
+
   // What every run checks before anything is written.
-  void add_check(Check check);
-  // Appends a step over rows to the last loop if that is over the same rows, else to a new one. `uses` are
-  // all values that it reads or writes.
-  void add_row_step(Symbol rows, const std::vector<ValueId>& uses, Step step);
-  // Appends a loop of one step.
+  void add_check(const std::vector<ValueId>& uses, std::function<void(const Frame&)> look);
+  // Appends a step over rows to the last loop if that is over the same rows, else to a new one.
+  void add_row_step(Symbol rows, const std::vector<ValueId>& uses, Compute compute);
+  // Appends a loop of one step; `num_items` sees the same frame as that.
   void add_loop(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
-                const std::vector<ValueId>& uses, Step step);
+                const std::vector<ValueId>& uses, Compute compute);
 
   // What operators of a kind note of this program, so that it is computed once: there is one object of each
   // type, made when it is first asked for.
@@ -74,7 +77,10 @@ class ProgramBuilder {
 
  private:
   ValueId add_value(Value value);
-  void use(const std::vector<ValueId>& values);
+  ValueId add_input(Value value);
+  bool is_segmented(const std::vector<ValueId>& uses) const;
+  Step make_step(const std::vector<ValueId>& uses, Compute compute) const;
+  void append(Step step);  // to the last loop
 
   std::shared_ptr<ThreadPool> pool_;
   ProgramDefinition definition_;

@@ -10,10 +10,7 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kAlignment = MemoryPool::kAlignment;
 constexpr std::size_t kPiecesPerThread = 4;  // so that a slower core takes fewer
-constexpr std::size_t kRowsAtOnce =
-    2;  // through all steps of a loop, so that they stay in the first-level cache
 
 std::string describe(const TensorView& view) {
   std::string text = view.dtype + " [";
@@ -67,160 +64,317 @@ std::string expectation(const Value& value, const Sizes& sizes) {
   return others + describe(value.dtype, value.shape) + known;
 }
 
+void require_count(std::size_t found, std::size_t expected, const char* what) {
+  if (found == expected) return;
+  throw std::invalid_argument("expected " + std::to_string(expected) + " " + what + ", got " +
+                              std::to_string(found));
+}
+
+// What `act` throws names the segment, if there are several.
+template <typename Act>
+void name_segment(std::size_t index, std::size_t num_segments, const Act& act) {
+  const auto named = [&](const std::exception& error) {
+    return (num_segments > 1 ? "segment " + std::to_string(index) + ": " : "") + error.what();
+  };
+  try {
+    act();
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(named(error));
+  } catch (const std::out_of_range& error) {
+    throw std::out_of_range(named(error));
+  }
+}
+
 }  // namespace
 
-// What one run needs for itself.
-struct Program::Workspace {
+// Views in the order of definition_.segment_inputs.
+struct Program::SegmentInputs {
+  std::optional<std::size_t> num_rows;  // without a number all of the chunk's
+  std::vector<const TensorView*> views;
+};
+
+// What a segment has of its own.
+struct Program::Segment {
+  std::size_t first_row;
+  Sizes sizes;
+  std::vector<void*> data;  // by segment_place
+  std::vector<Dtype> dtypes;
+};
+
+// What one run works on. Values that are a segment's own have data here if there is one segment alone.
+struct Program::Chunk {
   std::byte* scratch;     // of every member
   std::byte* row_locals;  // of every member
   std::vector<void*> data;
   std::vector<Dtype> dtypes;
+  Sizes sizes{};
+  std::vector<Segment> segments = {};
+  std::vector<std::size_t> first_items = {};  // of each segment in a segmented loop, and the end of the last
+
+  bool has_one_segment() const { return segments.size() == 1; }
 };
 
-Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool)
-    : definition_(std::move(definition)), pool_(std::move(pool)) {
-  row_local_bytes_ = lay_out_rows();
-  scratch_bytes_ = round_up(checked_multiply(definition_.scratch_floats, sizeof(float)), kAlignment);
-  lay_out_arena();
-  const std::size_t own_bytes = checked_add(scratch_bytes_, row_local_bytes_);
-  run_bytes_ = checked_add(arena_bytes_, checked_multiply(own_bytes, pool_->budget()));
-}
-
-Program::~Program() = default;
-
-std::size_t Program::lay_out_rows() {
-  row_locals_.resize(definition_.loops.size());
-  std::size_t most = 0;
-  std::vector<std::size_t> used(definition_.loops.size());
-  for (ValueId id = 0; id < definition_.values.size(); ++id) {
-    Value& value = definition_.values[id];
-    if (value.kind != ValueKind::temporary || value.first_loop != value.last_loop) continue;
-    const Loop& loop = definition_.loops[value.first_loop];
-    if (!loop.rows || loop.steps.size() < 2 || value.shape[0].symbol != loop.rows) continue;
-    std::size_t row_bytes = bytes_of(value.dtype);
-    for (std::size_t i = 1; i < value.shape.size(); ++i)
-      row_bytes = checked_multiply(row_bytes, value.shape[i].size);
-    std::size_t& offset = used[value.first_loop];
-    row_locals_[value.first_loop].push_back({.value = id, .row_bytes = row_bytes, .offset = offset});
-    offset = round_up(checked_add(offset, checked_multiply(kRowsAtOnce, row_bytes)), kAlignment);
-    most = std::max(most, offset);
-    value.is_row_local = true;
-  }
-  return most;
-}
-
-void Program::lay_out_arena() {
-  struct Placed {
-    const Value* value;
-    std::size_t end;
-  };
-  std::vector<Placed> placed;
-  for (Value& value : definition_.values) {
-    if (value.kind != ValueKind::temporary || value.is_row_local) continue;
-    std::size_t bytes = bytes_of(value.dtype);
-    for (const Dimension& dimension : value.shape) {
-      bytes = checked_multiply(bytes, dimension.symbol ? definition_.max_rows : dimension.size);
-    }
-    // The lowest gap among those that live at the same time; `placed` is sorted by offset.
-    std::size_t offset = 0;
-    for (const Placed& other : placed) {
-      const bool live_together =
-          other.value->first_loop <= value.last_loop && value.first_loop <= other.value->last_loop;
-      if (live_together && offset < other.end) {
-        if (checked_add(offset, bytes) <= other.value->arena_offset) break;
-        offset = round_up(other.end, kAlignment);
-      }
-    }
-    value.arena_offset = offset;
-    const auto position =
-        std::ranges::upper_bound(placed, offset, {}, [](const Placed& p) { return p.value->arena_offset; });
-    const std::size_t end = checked_add(offset, bytes);
-    placed.insert(position, Placed{&value, end});
-    arena_bytes_ = std::max(arena_bytes_, round_up(end, kAlignment));
-  }
-}
-
-Program::Workspace Program::make_workspace(std::byte* memory) const {
-  const std::size_t members = pool_->budget();
-  Workspace workspace = {.scratch = memory + arena_bytes_,
-                         .row_locals = memory + arena_bytes_ + scratch_bytes_ * members,
-                         .data = {},
-                         .dtypes = {}};
-  for (const Value& value : definition_.values) {
-    void* data = const_cast<void*>(value.data);  // steps only read constants
-    if (value.kind == ValueKind::temporary) data = memory + value.arena_offset;
-    workspace.data.push_back(data);
-    workspace.dtypes.push_back(value.dtype);
-  }
-  return workspace;
-}
-
-void Program::bind(std::span<const TensorView> views, const std::vector<ValueId>& ids, const char* what,
-                   Workspace& workspace, Sizes& sizes) const {
-  if (views.size() != ids.size()) {
-    throw std::invalid_argument("expected " + std::to_string(ids.size()) + " " + what + "s, got " +
-                                std::to_string(views.size()));
-  }
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    const Value& value = definition_.values[ids[i]];
-    const TensorView& view = views[i];
-    const std::string name = std::string(what) + " '" + value.name + "'";
-    const Dtype dtype = match_dtype(value, view) ? dtype_named(view.dtype) : value.dtype;
-    if (view.dtype != name_of(dtype) || !match_shape(shape_in(value, dtype), view, sizes)) {
-      throw std::invalid_argument(name + ": expected " + expectation(value, sizes) + ", got " +
-                                  describe(view));
-    }
-    if (!view.is_contiguous) {
-      throw std::invalid_argument(name +
-                                  " is not contiguous row-major memory; pass numpy.ascontiguousarray of it");
-    }
-    if (value.kind != ValueKind::input && !view.is_writeable) {
-      throw std::invalid_argument(name + " is written to, but read-only");
-    }
-    workspace.data[ids[i]] = view.data;
-    workspace.dtypes[ids[i]] = dtype;
-  }
-}
+// What one thread sees: the chunk, but for its rows in work, and of several segments the one in work.
+struct Program::Member {
+  std::byte* row_locals;
+  float* scratch;
+  std::vector<void*> data;
+  std::vector<void*> segment_data;
+  std::vector<Dtype> segment_dtypes;
+};
 
 void Program::run(std::span<const TensorView> inputs, std::span<const TensorView> outputs) {
+  require_count(inputs.size(), definition_.inputs.size(), "inputs");
+  std::vector<const TensorView*> of_chunk;
+  SegmentInputs of_segment = {.num_rows = {}, .views = {}};
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const bool is_own = definition_.values[definition_.inputs[i]].segment_place.has_value();
+    (is_own ? of_segment.views : of_chunk).push_back(&inputs[i]);
+  }
+  execute(of_chunk, outputs, {&of_segment, 1});
+}
+
+void Program::run_segments(std::span<const TensorView> inputs, std::span<const TensorView> outputs,
+                           std::span<const SegmentViews> segments) {
+  std::vector<const TensorView*> of_chunk;
+  for (const TensorView& view : inputs) of_chunk.push_back(&view);
+  std::vector<SegmentInputs> of_segments;
+  for (const SegmentViews& segment : segments) {
+    SegmentInputs& own = of_segments.emplace_back(SegmentInputs{.num_rows = segment.num_rows, .views = {}});
+    for (const TensorView& view : segment.inputs) own.views.push_back(&view);
+  }
+  execute(of_chunk, outputs, of_segments);
+}
+
+void Program::execute(std::span<const TensorView* const> inputs, std::span<const TensorView> outputs,
+                      std::span<const SegmentInputs> segments) {
   ThreadPool::Team team(*pool_);  // who waits for a turn holds no memory
   const MemoryPool::Block memory = pool_->memory().borrow(run_bytes_);
-  Workspace workspace = make_workspace(memory.get());
-  Frame frame{.data = workspace.data, .dtypes = workspace.dtypes};
-  bind(inputs, definition_.inputs, "input", workspace, frame.sizes);
-  bind(outputs, definition_.outputs, "output", workspace, frame.sizes);
-  for (const Symbol symbol : {Symbol::T, Symbol::R}) {
-    if (frame.size_of(symbol) > definition_.max_rows) {
-      throw std::invalid_argument(
-          std::string(name_of(symbol)) + " = " + std::to_string(frame.size_of(symbol)) +
-          " rows, but the program was compiled for at most " + std::to_string(definition_.max_rows));
-    }
-  }
-  for (const Check& check : definition_.checks) check(frame);
-  std::vector data_of_members(pool_->budget(), workspace.data);  // the same, but for rows in work
+  Chunk chunk = make_chunk(memory.get());
+  bind_chunk(inputs, outputs, chunk);
+  bind_segments(segments, chunk);
+  std::vector<Member> members = make_members(chunk);
+  check(chunk, members[0]);
 
   const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
   for (std::size_t index = 0; index < definition_.loops.size(); ++index) {
     const Loop& loop = definition_.loops[index];
     const auto body = [&](std::size_t begin, std::size_t end, std::size_t member) {
-      const std::size_t at_once = loop.steps.size() > 1 ? kRowsAtOnce : end - begin;
-      std::vector<void*>& data = data_of_members[member];
-      const Frame own = {.data = data, .dtypes = frame.dtypes, .sizes = frame.sizes};
-      std::byte* rows = workspace.row_locals + member * row_local_bytes_;
-      float* scratch = reinterpret_cast<float*>(workspace.scratch + member * scratch_bytes_);
-      for (; begin < end; begin += at_once) {
-        // Where row 0 would be, if there were room for it.
-        for (const RowLocal& local : row_locals_[index]) {
-          const auto place = reinterpret_cast<std::uintptr_t>(rows + local.offset) - begin * local.row_bytes;
-          data[local.value] = reinterpret_cast<void*>(place);
-        }
-        const std::size_t last = std::min(begin + at_once, end);
-        for (const Step& step : loop.steps) step(own, begin, last, scratch);
-      }
+      compute(index, begin, end, chunk, members[member]);
     };
-    const std::size_t num_items = loop.num_items(frame);
+    const std::size_t num_items = number_items(loop, chunk, members[0]);
     const std::size_t fair_share = std::max<std::size_t>(ceil_divide(num_items, num_pieces), 1);
     team.parallel_for(num_items, round_up(fair_share, loop.piece_multiple), std::cref(body));
+  }
+}
+
+Program::Chunk Program::make_chunk(std::byte* memory) const {
+  const std::size_t members = pool_->budget();
+  Chunk chunk = {.scratch = memory + arena_bytes_,
+                 .row_locals = memory + arena_bytes_ + scratch_bytes_ * members,
+                 .data = {},
+                 .dtypes = {}};
+  for (const Value& value : definition_.values) {
+    void* data = const_cast<void*>(value.data);  // steps only read constants
+    if (value.kind == ValueKind::temporary) data = memory + value.arena_offset;
+    chunk.data.push_back(data);
+    chunk.dtypes.push_back(value.dtype);
+  }
+  return chunk;
+}
+
+Dtype Program::bind(const TensorView& view, ValueId id, const char* what, Sizes& sizes) const {
+  const Value& value = definition_.values[id];
+  const std::string name = std::string(what) + " '" + value.name + "'";
+  const Dtype dtype = match_dtype(value, view) ? dtype_named(view.dtype) : value.dtype;
+  if (view.dtype != name_of(dtype) || !match_shape(shape_in(value, dtype), view, sizes)) {
+    throw std::invalid_argument(name + ": expected " + expectation(value, sizes) + ", got " + describe(view));
+  }
+  if (!view.is_contiguous) {
+    throw std::invalid_argument(name +
+                                " is not contiguous row-major memory; pass numpy.ascontiguousarray of it");
+  }
+  if (value.kind != ValueKind::input && !view.is_writeable) {
+    throw std::invalid_argument(name + " is written to, but read-only");
+  }
+  return dtype;
+}
+
+void Program::bind_chunk(std::span<const TensorView* const> inputs, std::span<const TensorView> outputs,
+                         Chunk& chunk) const {
+  require_count(inputs.size(), definition_.chunk_inputs.size(), "inputs with rows");
+  require_count(outputs.size(), definition_.outputs.size(), "outputs");
+  const auto bind_one = [&](const TensorView& view, ValueId id, const char* what) {
+    chunk.dtypes[id] = bind(view, id, what, chunk.sizes);
+    chunk.data[id] = view.data;
+  };
+  for (std::size_t i = 0; i < inputs.size(); ++i) bind_one(*inputs[i], definition_.chunk_inputs[i], "input");
+  for (std::size_t i = 0; i < outputs.size(); ++i) bind_one(outputs[i], definition_.outputs[i], "output");
+  for (const Symbol symbol : {Symbol::T, Symbol::R}) {
+    const std::size_t rows = chunk.sizes[static_cast<std::size_t>(symbol)].value_or(0);
+    if (rows > definition_.max_rows) {
+      throw std::invalid_argument(std::string(name_of(symbol)) + " = " + std::to_string(rows) +
+                                  " rows, but the program was compiled for at most " +
+                                  std::to_string(definition_.max_rows));
+    }
+  }
+}
+
+void Program::bind_segments(std::span<const SegmentInputs> segments, Chunk& chunk) const {
+  if (segments.empty()) throw std::invalid_argument("expected at least 1 segment, got 0");
+  const std::optional<std::size_t> rows_of_chunk = chunk.sizes[static_cast<std::size_t>(Symbol::T)];
+  std::size_t first_row = 0;
+  for (std::size_t index = 0; index < segments.size(); ++index) {
+    name_segment(index, segments.size(), [&] {
+      const SegmentInputs& given = segments[index];
+      Segment& segment = chunk.segments.emplace_back(
+          Segment{.first_row = first_row, .sizes = chunk.sizes, .data = {}, .dtypes = {}});
+      if (given.num_rows) {
+        if (*given.num_rows == 0) throw std::invalid_argument("expected at least 1 row, got 0");
+        segment.sizes[static_cast<std::size_t>(Symbol::T)] = given.num_rows;
+        first_row = checked_add(first_row, *given.num_rows);
+      } else {
+        first_row = rows_of_chunk.value_or(0);
+      }
+      require_count(given.views.size(), definition_.segment_inputs.size(), "states and inputs without rows");
+      for (std::size_t i = 0; i < given.views.size(); ++i) {
+        segment.dtypes.push_back(
+            bind(*given.views[i], definition_.segment_inputs[i], "input", segment.sizes));
+        segment.data.push_back(given.views[i]->data);
+      }
+    });
+  }
+  if (first_row != rows_of_chunk.value_or(0)) {
+    throw std::invalid_argument("the segments have " + std::to_string(first_row) +
+                                " rows together, the chunk has " + std::to_string(rows_of_chunk.value_or(0)));
+  }
+  if (!chunk.has_one_segment()) return check_states_apart(segments);
+  const Segment& all = chunk.segments.front();
+  chunk.sizes = all.sizes;
+  for (std::size_t i = 0; i < all.data.size(); ++i) {
+    chunk.data[definition_.segment_inputs[i]] = all.data[i];
+    chunk.dtypes[definition_.segment_inputs[i]] = all.dtypes[i];
+  }
+}
+
+void Program::check_states_apart(std::span<const SegmentInputs> segments) const {
+  struct Range {
+    std::uintptr_t begin, end;
+    std::size_t segment, place;
+  };
+  std::vector<Range> ranges;
+  for (std::size_t index = 0; index < segments.size(); ++index) {
+    for (std::size_t i = 0; i < segments[index].views.size(); ++i) {
+      if (definition_.values[definition_.segment_inputs[i]].kind != ValueKind::state) continue;
+      const TensorView& view = *segments[index].views[i];
+      std::size_t bytes = bytes_of(dtype_named(view.dtype));
+      for (const std::size_t size : view.shape) bytes *= size;
+      const auto begin = reinterpret_cast<std::uintptr_t>(view.data);
+      if (bytes > 0) ranges.push_back({.begin = begin, .end = begin + bytes, .segment = index, .place = i});
+    }
+  }
+  std::ranges::sort(ranges, {}, &Range::begin);
+  const auto name = [&](const Range& range) {
+    return "'" + definition_.values[definition_.segment_inputs[range.place]].name + "'";
+  };
+  for (std::size_t i = 1, furthest = 0; i < ranges.size(); ++i) {
+    const Range &before = ranges[furthest], &range = ranges[i];
+    if (range.begin < before.end && range.segment != before.segment) {
+      throw std::invalid_argument("segments " + std::to_string(before.segment) + " and " +
+                                  std::to_string(range.segment) + " share the memory of " + name(before) +
+                                  " and " + name(range) + "; every segment needs states of its own");
+    }
+    if (range.end > before.end) furthest = i;
+  }
+}
+
+std::vector<Program::Member> Program::make_members(const Chunk& chunk) const {
+  std::vector<Member> members;
+  for (std::size_t i = 0; i < pool_->budget(); ++i) {
+    members.push_back({.row_locals = chunk.row_locals + i * row_local_bytes_,
+                       .scratch = reinterpret_cast<float*>(chunk.scratch + i * scratch_bytes_),
+                       .data = chunk.data,
+                       .segment_data = {},
+                       .segment_dtypes = {}});
+    if (chunk.has_one_segment()) continue;
+    members.back().segment_data = chunk.data;
+    members.back().segment_dtypes = chunk.dtypes;
+  }
+  return members;
+}
+
+// The frame of a segment, good for the values in `uses`, until the member enters another.
+Frame Program::enter(const Chunk& chunk, std::size_t index, const std::vector<ValueId>& uses,
+                     Member& member) const {
+  const Segment& segment = chunk.segments[index];
+  if (chunk.has_one_segment()) return {.data = member.data, .dtypes = chunk.dtypes, .sizes = segment.sizes};
+  for (const ValueId id : uses) {
+    const Value& value = definition_.values[id];
+    if (value.segment_place) {
+      member.segment_data[id] = segment.data[*value.segment_place];
+      member.segment_dtypes[id] = segment.dtypes[*value.segment_place];
+    } else {
+      const auto first =
+          reinterpret_cast<std::uintptr_t>(member.data[id]) + segment.first_row * value.bytes_of_row;
+      member.segment_data[id] = reinterpret_cast<void*>(first);
+    }
+  }
+  return {.data = member.segment_data, .dtypes = member.segment_dtypes, .sizes = segment.sizes};
+}
+
+void Program::check(const Chunk& chunk, Member& member) const {
+  for (const Check& check : definition_.checks) {
+    if (!check.is_segmented) {
+      check.look({.data = member.data, .dtypes = chunk.dtypes, .sizes = chunk.sizes});
+      continue;
+    }
+    for (std::size_t index = 0; index < chunk.segments.size(); ++index) {
+      name_segment(index, chunk.segments.size(),
+                   [&] { check.look(enter(chunk, index, check.uses, member)); });
+    }
+  }
+}
+
+// How many items the loop has; where segments have theirs, one after the other.
+std::size_t Program::number_items(const Loop& loop, Chunk& chunk, Member& member) const {
+  const bool is_segmented = std::ranges::any_of(loop.steps, &Step::is_segmented);
+  if (!is_segmented || chunk.has_one_segment())
+    return loop.num_items({.data = member.data, .dtypes = chunk.dtypes, .sizes = chunk.sizes});
+  chunk.first_items.assign(1, 0);
+  for (std::size_t index = 0; index < chunk.segments.size(); ++index) {
+    const Frame frame = enter(chunk, index, loop.steps.front().uses, member);
+    chunk.first_items.push_back(chunk.first_items.back() + loop.num_items(frame));
+  }
+  return chunk.first_items.back();
+}
+
+void Program::compute(std::size_t loop_index, std::size_t begin, std::size_t end, const Chunk& chunk,
+                      Member& member) const {
+  const Loop& loop = definition_.loops[loop_index];
+  const std::vector<std::size_t>& first_items = chunk.first_items;
+  const Frame whole = {.data = member.data, .dtypes = chunk.dtypes, .sizes = chunk.sizes};
+  const std::size_t at_once = loop.steps.size() > 1 ? kRowsAtOnce : end - begin;
+  for (; begin < end; begin += at_once) {
+    // Where row 0 would be, if there were room for it.
+    for (const RowLocal& local : row_locals_[loop_index]) {
+      const auto place =
+          reinterpret_cast<std::uintptr_t>(member.row_locals + local.offset) - begin * local.row_bytes;
+      member.data[local.value] = reinterpret_cast<void*>(place);
+    }
+    const std::size_t last = std::min(begin + at_once, end);
+    for (const Step& step : loop.steps) {
+      if (!step.is_segmented || chunk.has_one_segment()) {
+        step.compute(whole, begin, last, member.scratch);
+        continue;
+      }
+      const auto after = std::ranges::upper_bound(first_items, begin);
+      for (auto index = static_cast<std::size_t>(after - first_items.begin()) - 1; first_items[index] < last;
+           ++index) {
+        const std::size_t first = first_items[index];
+        step.compute(enter(chunk, index, step.uses, member), std::max(begin, first) - first,
+                     std::min(last, first_items[index + 1]) - first, member.scratch);
+      }
+    }
   }
 }
 

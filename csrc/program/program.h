@@ -4,6 +4,11 @@
 // loop goes over independent items (rows, blocks of columns, ...) that a team's threads divide among
 // themselves; row-wise steps that follow each other share one loop, so that a row stays in one thread's
 // cache between them. Temporaries that no other loop reads have memory for the few rows in work alone.
+//
+// A chunk's rows may be those of several sequences: segments, which follow each other. States, and inputs
+// without rows such as a position, are a segment's own. A step that uses one of these sees a segment at a
+// time, as if there were no other; one loop still goes over the items of all segments. Other steps see the
+// chunk.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +23,7 @@
 
 namespace chunkrt {
 
-// One run's buffers and sizes, as the steps see them.
+// One run's buffers and sizes, as a step sees them: those of the chunk, or of one segment.
 struct Frame {
   std::span<void* const> data;    // by ValueId
   std::span<const Dtype> dtypes;  // by ValueId; a cache's is the caller's choice
@@ -33,27 +38,45 @@ struct Frame {
 };
 
 // Computes the items [begin, end) of its loop. `scratch` is the thread's own.
-using Step = std::function<void(const Frame& frame, std::size_t begin, std::size_t end, float* scratch)>;
+using Compute = std::function<void(const Frame& frame, std::size_t begin, std::size_t end, float* scratch)>;
+
+struct Step {
+  Compute compute;
+  std::vector<ValueId> uses;  // all values that it reads or writes
+  bool is_segmented;          // its frame is a segment's, and its items are numbered within that
+};
 
 struct Loop {
-  std::function<std::size_t(const Frame&)> num_items;
+  std::function<std::size_t(const Frame&)> num_items;  // of a segment, if the step is segmented
   std::size_t piece_multiple = 1;  // pieces are multiples of it, for kernels that are best at so many items
   std::optional<Symbol> rows;      // set if the items are rows
   std::vector<Step> steps;
 };
 
 // Looks at the inputs before anything is written; throws if they cannot be computed with.
-using Check = std::function<void(const Frame&)>;
+struct Check {
+  std::function<void(const Frame&)> look;
+  std::vector<ValueId> uses;
+  bool is_segmented;
+};
 
 // What a ProgramBuilder has put together.
 struct ProgramDefinition {
   std::vector<Value> values;
-  std::vector<ValueId> inputs;  // states included, in the order of their declaration
+  std::vector<ValueId> inputs;          // states included, in the order of their declaration
+  std::vector<ValueId> chunk_inputs;    // those of them that have rows
+  std::vector<ValueId> segment_inputs;  // the others
   std::vector<ValueId> outputs;
   std::vector<Loop> loops;
   std::vector<Check> checks;
   std::size_t max_rows = 0;        // the most that T and R may be
   std::size_t scratch_floats = 0;  // a thread's
+};
+
+// What a run takes of one segment.
+struct SegmentViews {
+  std::size_t num_rows;
+  std::vector<TensorView> inputs;  // states, and inputs without rows, in the order of their declaration
 };
 
 class Program {
@@ -65,13 +88,24 @@ class Program {
   // Throws std::invalid_argument if a tensor is not what was declared, std::out_of_range if an index is out
   // of range; then no output and no state has been touched.
   void run(std::span<const TensorView> inputs, std::span<const TensorView> outputs);
+  // The same for a chunk of several segments, at least one row each, with the bits that each alone would
+  // give. `inputs` are those with rows, of the whole chunk, as the outputs are. Also throws
+  // std::invalid_argument if the segments' rows together are not T, or if two share a state's memory.
+  void run_segments(std::span<const TensorView> inputs, std::span<const TensorView> outputs,
+                    std::span<const SegmentViews> segments);
 
   // Bytes of the temporaries that loops share; scratch and each thread's rows in work come on top.
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::size_t num_loops() const { return definition_.loops.size(); }
 
  private:
-  struct Workspace;
+  struct SegmentInputs;
+  struct Segment;
+  struct Chunk;
+  struct Member;
+
+  // Rows through all steps of a loop together, so that they stay in the first-level cache.
+  static constexpr std::size_t kRowsAtOnce = 2;
 
   // A temporary of one loop's rows. A thread has room for those that it works on.
   struct RowLocal {
@@ -82,9 +116,20 @@ class Program {
 
   void lay_out_arena();
   std::size_t lay_out_rows();
-  Workspace make_workspace(std::byte* memory) const;
-  void bind(std::span<const TensorView> views, const std::vector<ValueId>& ids, const char* what,
-            Workspace& workspace, Sizes& sizes) const;
+  void execute(std::span<const TensorView* const> inputs, std::span<const TensorView> outputs,
+               std::span<const SegmentInputs> segments);
+  Chunk make_chunk(std::byte* memory) const;
+  Dtype bind(const TensorView& view, ValueId id, const char* what, Sizes& sizes) const;
+  void bind_chunk(std::span<const TensorView* const> inputs, std::span<const TensorView> outputs,
+                  Chunk& chunk) const;
+  void bind_segments(std::span<const SegmentInputs> segments, Chunk& chunk) const;
+  void check_states_apart(std::span<const SegmentInputs> segments) const;
+  std::vector<Member> make_members(const Chunk& chunk) const;
+  Frame enter(const Chunk& chunk, std::size_t index, const std::vector<ValueId>& uses, Member& member) const;
+  void check(const Chunk& chunk, Member& member) const;
+  std::size_t number_items(const Loop& loop, Chunk& chunk, Member& member) const;
+  void compute(std::size_t loop_index, std::size_t begin, std::size_t end, const Chunk& chunk,
+               Member& member) const;
 
   ProgramDefinition definition_;
   std::shared_ptr<ThreadPool> pool_;

@@ -66,8 +66,11 @@ struct Value {
   std::string name = {};  // of inputs, states and outputs
   Dtype dtype;            // a cache may also be float16 or int8
   Shape shape;
-  bool is_cache = false;      // a state of keys or values
-  bool is_row_local = false;  // a temporary of which only the rows in work are kept
+  // Of a state, or an input without rows: its place among what each segment has of its own.
+  std::optional<std::size_t> segment_place = {};
+  std::size_t bytes_of_row = 0;  // of the chunk, T; 0 if the first dimension is another
+  bool is_cache = false;         // a state of keys or values
+  bool is_row_local = false;     // a temporary of which only the rows in work are kept
   // Of a constant.
   const void* data = nullptr;
   std::shared_ptr<const void> owner = {};

@@ -12,6 +12,7 @@ int main(int argc, char** argv) {
   chunkrt::testing::Suite suite(argc == 2 ? argv[1] : "");
   chunkrt::testing::test_thread_pool(suite);
   chunkrt::testing::test_program(suite);
+  chunkrt::testing::test_segments(suite);
   chunkrt::testing::test_block_linear(suite);
   chunkrt::testing::test_linear_attention_program(suite);
   chunkrt::testing::test_routed_experts(suite);

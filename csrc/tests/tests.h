@@ -22,6 +22,7 @@ void test_linear_attention(Suite& suite);
 // chunkrt_program_tests
 void test_thread_pool(Suite& suite);
 void test_program(Suite& suite);
+void test_segments(Suite& suite);
 void test_block_linear(Suite& suite);
 void test_linear_attention_program(Suite& suite);
 void test_routed_experts(Suite& suite);

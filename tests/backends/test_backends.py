@@ -403,6 +403,50 @@ class CountsItsCalls(Odd):
             np.nextafter(output, np.float32(self.calls % 2), out=output, where=output != 0)  # shadows add exact zeros
 
 
+class RunsSegments(Odd):
+    """Segment by segment."""
+
+    def run_segments(self, inputs, outputs, segments):
+        first = 0
+        for segment in segments:
+            rows = slice(first, first := first + segment.num_rows)
+            own = self.of_segment(segment, segments)
+            self.run({**{n: x[rows] for n, x in inputs.items()}, **own}, {n: y[rows] for n, y in outputs.items()})
+
+    def of_segment(self, segment, segments):
+        return segment.inputs
+
+
+def test_an_executable_that_runs_segments_one_by_one_conforms():
+    check_backend(type("Packed", (OddBackend,), {"wrapper": RunsSegments})())
+
+
+@breaks("inputs")
+class TakesOnePositionForAll(RunsSegments):
+    def of_segment(self, segment, segments):
+        places = {name: array for name, array in segments[0].inputs.items() if name.endswith("position")}
+        return {**segment.inputs, **places}
+
+
+@breaks("segments")
+class TakesOneStateForAll(RunsSegments):
+    def of_segment(self, segment, segments):
+        return {**segment.inputs, **{name: segments[0].inputs[name] for name in self.subgraph.state}}
+
+
+@breaks("segments")
+class RunsOneSegmentOnly(RunsSegments):
+    def run_segments(self, inputs, outputs, segments):
+        (segment,) = segments
+        super().run_segments(inputs, outputs, [segment])
+
+
+@breaks("outputs")
+class LeavesTheLastSegmentUnwritten(RunsSegments):
+    def run_segments(self, inputs, outputs, segments):
+        super().run_segments(inputs, outputs, segments[:-1])
+
+
 @breaks("threads")
 class SharesItsScratch(Odd):
     """A first call in another thread finds what the second left."""

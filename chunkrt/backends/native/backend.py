@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from chunkrt._native import Program, ThreadPool
-from chunkrt.backends.base import Array, Executable, Support
+from chunkrt.backends.base import Array, Executable, SegmentOperands, Support
 from chunkrt.backends.native.cpu import selected_kernels
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.native.operators import Lowering, check_node
@@ -15,6 +15,8 @@ from chunkrt.errors import BackendError, ConfigError, PartitionError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import Scheme
+
+_FAILURES = (KeyError, ValueError, IndexError, TypeError, MemoryError)
 
 
 class NativeBackend:
@@ -62,17 +64,19 @@ class NativeBackend:
                 lowering.lower(node)
             except ValueError as error:
                 raise PartitionError(f"native cannot run {subgraph.name}: node {node.name!r}: {error}") from error
-        return NativeExecutable(subgraph, lowering.build())
+        return NativeExecutable(subgraph, plan, lowering.build())
 
 
 class NativeExecutable:
-    """One program; `run` only puts the arrays in its order."""
+    """One program; to run it is to put the arrays in its order."""
 
     fixed_length: int | None = None
 
-    def __init__(self, subgraph: Subgraph, program: Program) -> None:
+    def __init__(self, subgraph: Subgraph, plan: Plan, program: Program) -> None:
         self._name = subgraph.name
         self._inputs = (*subgraph.inputs, *subgraph.state)
+        self._of_chunk = tuple(n for n in subgraph.inputs if {"T", "R"} & set(plan.tensors[n].shape))
+        self._of_segment = tuple(n for n in self._inputs if n not in self._of_chunk)
         self._outputs = subgraph.outputs
         self._program = program
 
@@ -80,7 +84,22 @@ class NativeExecutable:
         """See `Executable.run`."""
         try:
             self._program.run([inputs[n] for n in self._inputs], [outputs[n] for n in self._outputs])
-        except KeyError as error:
-            raise BackendError(f"native, {self._name}: no array was given for {error}") from error
-        except (ValueError, IndexError, TypeError, MemoryError) as error:
-            raise BackendError(f"native, {self._name}: {error}") from error
+        except _FAILURES as error:
+            raise self._failure(error) from error
+
+    def run_segments(
+        self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], segments: Sequence[SegmentOperands]
+    ) -> None:
+        """See `SegmentExecutable.run_segments`."""
+        try:
+            self._program.run_segments(
+                [inputs[n] for n in self._of_chunk],
+                [outputs[n] for n in self._outputs],
+                [(num_rows, [own[n] for n in self._of_segment]) for num_rows, own in segments],
+            )
+        except _FAILURES as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> BackendError:
+        what = f"no array was given for {error}" if isinstance(error, KeyError) else str(error)
+        return BackendError(f"native, {self._name}: {what}")

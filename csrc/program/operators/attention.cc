@@ -83,35 +83,38 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   builder.require_constant(sin, Dtype::float32, table_shape, "attention's sin");
   const std::size_t context = table_shape[0].size;
 
-  builder.add_check([=, name = builder.value(position).name,
-                     table_name = builder.value(table_row).name](const Frame& frame) {
-    if (frame.dtypes[key_cache] != frame.dtypes[value_cache]) {
-      throw std::invalid_argument("attention: the key and value caches must be of one type, got " +
-                                  std::string(name_of(frame.dtypes[key_cache])) + " and " +
-                                  std::string(name_of(frame.dtypes[value_cache])));
-    }
-    const std::int64_t first = *frame.get<const std::int64_t>(position);
-    const std::int64_t first_table_row = *frame.get<const std::int64_t>(table_row);
-    const std::size_t rows = frame.size_of(Symbol::T), num_slots = frame.size_of(slots);
-    if (is_ring) {
-      check_ring(name, first, rows, num_slots, shape.window);
-    } else if (!fits(first, rows, num_slots)) {
-      throw std::out_of_range(misfit(name, rows, first) + "the cache holds " + std::to_string(num_slots) +
-                              " positions");
-    }
-    if (!fits(first_table_row, rows, context)) {
-      throw std::out_of_range(misfit(table_name, rows, first_table_row) + "the rotary tables have " +
-                              std::to_string(context) + " rows");
-    }
-    if (!shape.has_raw_keys) return;
-    const auto window = static_cast<std::int64_t>(std::min<std::size_t>(shape.window, INT64_MAX));
-    const std::int64_t num_earlier = window > 0 ? std::min(first, window - 1) : first;
-    if (first_table_row < num_earlier) {
-      throw std::out_of_range("input '" + table_name + "': row " + std::to_string(first_table_row) +
-                              " of the rotary tables leaves no rows for the " + std::to_string(num_earlier) +
-                              " earlier keys that position " + std::to_string(first) + " sees");
-    }
-  });
+  builder.add_check(
+      {position, table_row, key_cache, value_cache},
+      [=, name = builder.value(position).name,
+       table_name = builder.value(table_row).name](const Frame& frame) {
+        if (frame.dtypes[key_cache] != frame.dtypes[value_cache]) {
+          throw std::invalid_argument("attention: the key and value caches must be of one type, got " +
+                                      std::string(name_of(frame.dtypes[key_cache])) + " and " +
+                                      std::string(name_of(frame.dtypes[value_cache])));
+        }
+        const std::int64_t first = *frame.get<const std::int64_t>(position);
+        const std::int64_t first_table_row = *frame.get<const std::int64_t>(table_row);
+        const std::size_t rows = frame.size_of(Symbol::T), num_slots = frame.size_of(slots);
+        if (is_ring) {
+          check_ring(name, first, rows, num_slots, shape.window);
+        } else if (!fits(first, rows, num_slots)) {
+          throw std::out_of_range(misfit(name, rows, first) + "the cache holds " + std::to_string(num_slots) +
+                                  " positions");
+        }
+        if (!fits(first_table_row, rows, context)) {
+          throw std::out_of_range(misfit(table_name, rows, first_table_row) + "the rotary tables have " +
+                                  std::to_string(context) + " rows");
+        }
+        if (!shape.has_raw_keys) return;
+        const auto window = static_cast<std::int64_t>(std::min<std::size_t>(shape.window, INT64_MAX));
+        const std::int64_t num_earlier = window > 0 ? std::min(first, window - 1) : first;
+        if (first_table_row < num_earlier) {
+          throw std::out_of_range("input '" + table_name + "': row " + std::to_string(first_table_row) +
+                                  " of the rotary tables leaves no rows for the " +
+                                  std::to_string(num_earlier) + " earlier keys that position " +
+                                  std::to_string(first) + " sees");
+        }
+      });
 
   const ValueId out = builder.float_rows(Symbol::T, num_heads * head_dim);
   const auto arguments = [=](const Frame& frame) {
@@ -137,7 +140,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   builder.need_scratch(attention_scratch_floats(head_dim));
   AttentionFunction* append = select_kernel(append_cache_f32).function;
   AttentionFunction* attend = select_kernel(attend_f32_f32_cache).function;
-  const std::vector<ValueId> uses = {qkv, cos, sin, key_cache, value_cache, out};
+  const std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
   builder.add_row_step(Symbol::T, uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                          append(arguments(frame), begin, end, scratch);

@@ -37,14 +37,14 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
   const Symbol symbol = *rows.shape[0].symbol;
   const Dimension height = source.shape[0];
   const std::size_t width = source.shape[1].size;
-  builder.add_check([=, name = rows.name](const Frame& frame) {
+  builder.add_check({indices}, [=, name = rows.name](const Frame& frame) {
     const std::size_t limit = height.symbol ? frame.size_of(*height.symbol) : height.size;
     check_indices(name, frame.get<const std::int64_t>(indices), frame.size_of(symbol), limit);
   });
 
   const ValueId out = builder.float_rows(symbol, width);
   WidenFunction* widen = select_kernel(widen_f32_f16).function;
-  Step step = [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+  Compute pick = [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
     const std::int64_t* index = frame.get<const std::int64_t>(indices);
     for (std::size_t row = begin; row < end; ++row) {
       float* target = frame.get<float>(out) + row * width;
@@ -57,10 +57,10 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
     }
   };
   if (is_constant) {
-    builder.add_row_step(symbol, {table, indices, out}, std::move(step));
+    builder.add_row_step(symbol, {table, indices, out}, std::move(pick));
   } else {  // other rows of the table may still be in the making: a loop of its own
     builder.add_loop([symbol](const Frame& frame) { return frame.size_of(symbol); }, 1, {table, indices, out},
-                     std::move(step));
+                     std::move(pick));
   }
   return out;
 }
