@@ -38,6 +38,10 @@ Progress = Callable[[str, int, int], None]
 """The same, with what it is first: "compiling"."""
 
 
+def no_progress(what: str, done: int, total: int) -> None:
+    """A Progress that nobody is told of."""
+
+
 @contextmanager
 def locked(path: Path, doing: str) -> Iterator[None]:
     """Hold a lock file; the system releases it if the process dies.

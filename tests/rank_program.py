@@ -158,14 +158,14 @@ def command(*arguments):
 def waiting(model):
     """Rank 1 dies while rank 0 waits for something else."""
     if os.environ["PMI_RANK"] == "1":
-        load = chunkrt.engine.engine._load_part
+        load = chunkrt.engine.loading.load_part
 
         def load_and_die(*arguments):
             engine = load(*arguments)
             Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
             return engine
 
-        chunkrt.engine.engine._load_part = load_and_die
+        chunkrt.engine.loading.load_part = load_and_die
     with chunkrt.load(model, **FLOAT):
         Event().wait()
 

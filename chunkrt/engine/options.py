@@ -109,6 +109,7 @@ class EngineOptions:
     scheme: by default what an engine directory was compiled with, else the catalogue's or "w8a8-dynamic"; "w8a16" on
         an NPU that does not have those.
     shadow: "mixed" chooses by itself. A list is patterns of weight names with commas between.
+    cache_memory: bytes; a session counts with all that is reserved for it.
     chunk_length: of several lengths that an engine directory was compiled for 32, or else the longest.
     chunks_in_flight: 1 to 256, each with buffers of its own; as many as help, and fit into 64 MiB.
     threads: for workers and kernel threads together.
@@ -188,8 +189,8 @@ class EngineOptions:
         noun="place to decode on",
     )
     cache_memory: int | None = _option(
-        "--cache-memory",
-        "Bytes that the caches of all sessions may take together, such as 2e9 or 512M.  [default: no limit]",
+        "--cache-memory SIZE",
+        "What the caches of all sessions may take together, such as 2GB or 512MiB.  [default: no limit]",
     )
     queue: int = _option(
         "--queue", "Sequences that may wait for room in --cache-memory before further ones are refused.", default=64

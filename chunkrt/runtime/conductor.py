@@ -106,27 +106,31 @@ class Conductor:
 
         return job.carry_out(compute)
 
-    def submit(self, job: Job, on_end: Callable[[], object]) -> Ticket:
-        """Have a job computed beside others, without waiting for it.
+    def begin(self, run: Run, on_end: Callable[[], object]) -> Ticket:
+        """Have a run computed beside others, and do not wait for it.
 
         Args:
-            job: begun, by `job`.
+            run: its state is begun here, and advanced or rolled back by the ticket's `result` or by `abandon`.
             on_end: see `Ticket`.
         """
+        self._check_open()
+        job = self.job(run)
+        run.state.begin(run.token_ids.size)
         ticket = Ticket(job, self._step, on_end)
-        self._put(ticket)
+        self._send(ticket)
         return ticket
 
+    def abandon(self, ticket: Ticket) -> None:
+        """End a run that was begun. Its state is what it was as soon as the chunk that holds some of it is through."""
+        self._cancel(ticket)
+        ticket.job.wait_for_writers = ticket.wait
+        ticket.job.give_up()
+
     def job(self, run: Run) -> Job:
-        """A run as a job for `submit`. Raises ConfigError if something of it does not fit."""
+        """A run as one that any lane may compute. Raises ConfigError if something of it does not fit."""
         lane = self._lane_of(run)
         run.check(lane.plan, lane.chunk_length)
         return Job(run, lane.plan, self._logit_group)
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Have a job end as soon as the chunk that holds some of it is through."""
-        ticket.is_cancelled = True
-        self._send(ticket)  # an interrupt may have come before it was sent
 
     def close(self) -> None:
         """End all that is shared, with ClosedError, and wait until nothing runs. A lone run is waited for."""
@@ -157,20 +161,21 @@ class Conductor:
         """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of it."""
         ticket = Ticket(job, self._step, _nothing)
         try:
-            self._put(ticket)
+            self._check_open()
+            self._send(ticket)
             ticket.wait()
         except BaseException:
             job.wait_for_writers = ticket.wait  # a second interrupt leaves it at that
-            self.cancel(ticket)
+            self._cancel(ticket)
             ticket.wait()
             job.wait_for_writers = None
             raise
         if ticket.error is not None:
             raise ticket.error
 
-    def _put(self, ticket: Ticket) -> None:
-        self._check_open()
-        self._send(ticket)
+    def _cancel(self, ticket: Ticket) -> None:
+        ticket.is_cancelled = True
+        self._send(ticket)  # an interrupt may have come before it was sent
 
     def _send(self, message: Ticket | None) -> None:
         """Put something into the inbox, and see to it that the thread looks."""

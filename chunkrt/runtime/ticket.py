@@ -9,6 +9,7 @@ from threading import Lock
 from chunkrt.runtime.batcher import Waiting
 from chunkrt.runtime.job import Job, Segment
 from chunkrt.runtime.record import ChunkRecord, Pipeline
+from chunkrt.runtime.run import RunResult
 from chunkrt.runtime.tasks import Task, TaskEvent
 
 
@@ -76,6 +77,13 @@ class Ticket:
             chunks=tuple(record for _, record in self._noted),
         )
         self._noted, self._events = [], []
+
+    def result(self) -> RunResult:
+        """Advance the state of a run that has ended. Raises what went wrong; the state is what it was."""
+        if self.error is not None:
+            self.job.give_up()
+            raise self.error
+        return self.job.finish()
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more of it is computed; what is told first stays."""
