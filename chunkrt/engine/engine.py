@@ -237,8 +237,9 @@ class Engine(ManyPrompts):
             await loop.run_in_executor(None, self._verification.wait)
         self._verification.wait()
         done = loop.create_future()
-        ticket = self._conductor.begin(run, partial(loop.call_soon_threadsafe, _settle, done))
+        ticket = self._conductor.ticket(run, partial(loop.call_soon_threadsafe, _settle, done))
         try:
+            self._conductor.begin(ticket)
             await done
         except BaseException:
             self._conductor.abandon(ticket)

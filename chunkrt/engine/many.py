@@ -30,8 +30,12 @@ class Pending(Protocol):
 class Runs(Protocol):
     """What computes runs beside each other; see `Conductor`."""
 
-    def begin(self, run: Run, on_end: Callable[[], object]) -> Any:
-        """Have a run computed: a `Pending`, which `on_end` is called for when it has ended."""
+    def ticket(self, run: Run, on_end: Callable[[], object]) -> Any:
+        """A `Pending`, which `on_end` is called for when it has ended."""
+        ...
+
+    def begin(self, pending: Any) -> None:
+        """Have it computed."""
         ...
 
     def abandon(self, pending: Any) -> None:
@@ -47,7 +51,7 @@ class _Active(Generic[Result]):
         self.steps: Steps[Result] | None = None
         self.ticket: Pending | None = None
 
-    def advance(self, begin: Callable[[Run], Pending]) -> Iterator[tuple[int, Result]]:
+    def advance(self, runs: Runs, on_end: Callable[[], object]) -> Iterator[tuple[int, Result]]:
         """Go on until a run is under way, or everything is done; what was ready until then."""
         while True:
             try:
@@ -65,7 +69,8 @@ class _Active(Generic[Result]):
                         run = self.steps.throw(error)
                     else:
                         run = self.steps.send(result)
-                self.ticket = begin(run)
+                self.ticket = runs.ticket(run, on_end)
+                runs.begin(self.ticket)
                 return
             except StopIteration as end:
                 self.steps = None
@@ -78,25 +83,30 @@ class OneByOne:
     def __init__(self, run: Callable[[Run], RunResult]) -> None:
         self._run = run
 
-    def begin(self, run: Run, on_end: Callable[[], object]) -> Ended:
-        """Compute a run."""
-        ended = Ended()
+    def ticket(self, run: Run, on_end: Callable[[], object]) -> Ended:
+        """A run that has not been computed."""
+        return Ended(run, on_end)
+
+    def begin(self, pending: Ended) -> None:
+        """Compute it."""
         try:
-            ended.value = self._run(run)
+            pending.value = self._run(pending.run)
         except Exception as error:
-            ended.error = error
-        on_end()
-        return ended
+            pending.error = error
+        pending.on_end()
 
     def abandon(self, pending: Pending) -> None:
         """It has ended."""
 
 
 class Ended:
-    """What came of a run."""
+    """A run, and what came of it."""
 
     value: RunResult
     error: Exception | None = None
+
+    def __init__(self, run: Run, on_end: Callable[[], object]) -> None:
+        self.run, self.on_end = run, on_end
 
     def result(self) -> RunResult:
         """See `Ticket.result`."""
@@ -140,7 +150,7 @@ def drive_many(
                 return
             index = ready.popleft() if ready else ended.get()
             one = active[index]
-            yield from one.advance(partial(runs.begin, on_end=partial(ended.put, index)))
+            yield from one.advance(runs, partial(ended.put, index))
             if one.ticket is None:
                 del active[index]
     finally:

@@ -18,6 +18,7 @@ from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
+from chunkrt.runtime.lanes import DecodeOn
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy, policy_names
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
@@ -29,7 +30,6 @@ CPU_CHUNK_LENGTH = 128
 MOST_THREADS = 256
 
 Outputs = Literal["grid", "float"]
-DecodeOn = Literal["auto", "cpu", "npu"]
 OnNpuFailure = Literal["fallback", "fail"]
 
 
@@ -182,9 +182,9 @@ class EngineOptions:
     )
     decode_on: DecodeOn = _option(
         "--decode-on",
-        "Where single tokens of several sequences run; auto: where a chunk of them takes less time, as measured. A "
-        "lone sequence decodes on the CPU.",
-        default="auto",
+        "Where single tokens run, beside an NPU; auto: a lone one on the CPU, those of several sequences where they "
+        "are expected to take less time.",
+        default="cpu",
         choices=lambda: get_args(DecodeOn),
         noun="place to decode on",
     )
