@@ -102,6 +102,7 @@ sanitized: $(VENV)/.package $(VENV)/.test
 	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
 	$(CMAKE) --build build/asan --target all chunkrt_tests --parallel $(JOBS)
 	rm -rf build/asan/package && mkdir build/asan/package && cp -R $(SITE_PACKAGES)/chunkrt build/asan/package
+	rm build/asan/package/chunkrt/_native.* # CMake would take one as new as its own, to the second, for the same
 	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
 
 clean: ## remove the virtual environments and whatever was built
