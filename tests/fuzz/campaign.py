@@ -30,6 +30,15 @@ ROOM_BYTES = 200_000_000
 
 def execute(format: str, seed: int, folder: Path) -> tuple[str, str]:
     """Make one file and use it. Returns what became of it ("accepted", "refused", or what is wrong), and a report."""
+    outcome, report = _execute(format, seed, folder)
+    if outcome == "memory":  # perhaps of libraries, at their first use; at a second it is the file's
+        shutil.rmtree(folder)
+        folder.mkdir()
+        outcome, report = _execute(format, seed, folder)
+    return outcome, report
+
+
+def _execute(format: str, seed: int, folder: Path) -> tuple[str, str]:
     from fuzz.targets import TARGETS
 
     from chunkrt.errors import ChunkrtError
@@ -109,6 +118,8 @@ def main() -> None:
         for campaign in list(running):
             if campaign.poll(totals[campaign.format]):
                 running.remove(campaign)
+                if not totals[campaign.format]["accepted"]:
+                    totals[campaign.format]["nothing accepted"] += 1  # then nothing behind the first check was tried
                 print(f"{campaign.format:12} {dict(sorted(totals[campaign.format].items()))}", flush=True)
     found = sum((counts for counts in totals.values()), Counter[str]())
     print(f"{'all':12} {dict(sorted(found.items()))}")
@@ -165,6 +176,7 @@ class Campaign:
 
 def worker(format: str, begin: int, seconds: float) -> None:
     """What a process of `main` does."""
+    os.environ.pop("LD_PRELOAD", None)  # chat templates run in processes with less memory than a sanitizer maps
     counts = run(format, begin, begin + 2**40, time.monotonic() + seconds)
     print("counts " + ",".join(f"{name}={count}" for name, count in counts.items()))
 
