@@ -155,6 +155,13 @@ def command(*arguments):
     main()
 
 
+def plugged(folder, ranks, *arguments):
+    """`chunkrt` with arguments; some ranks alone find the plug-ins of a folder."""
+    if os.environ["PMI_RANK"] in ranks:
+        sys.path.insert(0, folder)
+    command(*arguments)
+
+
 def waiting(model):
     """Rank 1 dies while rank 0 waits for something else."""
     if os.environ["PMI_RANK"] == "1":

@@ -287,6 +287,30 @@ def test_what_is_wrong_is_said_once(arguments, status, line):
 
 
 @needs_mpi
+@pytest.mark.parametrize(
+    ("ranks", "register", "uses"),
+    [
+        ("0", "pass", "rank 0 uses the {} and rank 1 does not"),
+        ("1", "pass", "rank 1 uses the {} and rank 0 does not"),
+        ("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
+        ("01", "pass", ""),
+    ],
+)
+def test_a_plugin_that_one_rank_alone_has_is_named(ranks, register, uses, tmp_path):
+    """It computes its operators otherwise, perhaps; then ranks would go different ways."""
+    info = tmp_path / "lone_operators-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lone-operators\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[chunkrt.operators]\nlone = lone_operators:register\n")
+    (tmp_path / "lone_operators.py").write_text(f"import os\ndef register(operators):\n    {register}\n")
+    finished = launch(2, "plugged", tmp_path, ranks, "run", GGUF, "-p", "x", "-n", "1")
+    lines = [line for line in said(finished) if "is left out" not in line]
+    assert (finished.returncode, len(lines)) == ((1, 1) if uses else (0, 0)), finished.stderr
+    plugin = "plug-in 'lone' of lone-operators 1.0 (chunkrt.operators)"
+    assert not uses or lines[0].startswith(f"chunkrt: {uses.format(plugin)}; install")
+
+
+@needs_mpi
 def test_a_launch_without_mpi4py_says_what_to_install(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('made to fail')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
