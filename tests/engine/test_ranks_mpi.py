@@ -200,6 +200,16 @@ def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
     assert lines[8].startswith("ModelError cannot load a state from nowhere.npz")
 
 
+@needs_mpi
+@pytest.mark.parametrize(
+    ("first", "step"), [(1, 37), *(pytest.param(first, 20, marks=pytest.mark.exhaustive) for first in range(1, 21))]
+)
+def test_an_interrupt_anywhere_leaves_all_ranks_with_what_the_tokens_say(first, step):
+    num_interrupts, num_wrong = result(launch(2, "interrupts", LLAMA, first, step))
+    assert num_interrupts > 10
+    assert num_wrong == 0
+
+
 @pytest.mark.sampled(every=4)
 @needs_mpi
 @pytest.mark.parametrize("options", [(), ("-disable-auto-cleanup",)], ids=["plain", "disable-auto-cleanup"])
