@@ -24,6 +24,8 @@ from random import Random
 TESTS = Path(__file__).parents[1]
 FOUND = TESTS.parent / "build" / "fuzz"
 MEMORY = Path("/dev/shm")
+ROUNDS = 2
+"""How often every format has its turn: what is wrong with the last ones is seen before the end."""
 SECONDS = 10
 ROOM_BYTES = 200_000_000
 
@@ -109,8 +111,8 @@ def main() -> None:
 
     formats = formats or list(TARGETS)
     jobs = len(available_cpus())
-    share = minutes * 60 * jobs / len(formats)
-    waiting, running, totals = list(formats), [], {format: Counter[str]() for format in formats}
+    waiting, running, totals = formats * ROUNDS, [], {format: Counter[str]() for format in formats}
+    share = minutes * 60 * jobs / len(waiting)
     while waiting or running:
         while waiting and len(running) < jobs:
             running.append(Campaign(waiting.pop(0), share))
