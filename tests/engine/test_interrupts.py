@@ -94,12 +94,14 @@ def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(ac
     assert at > step
 
 
-@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("first", "step"), [(1, 29), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("act", [prefill, generate, rewind_and_generate])
-def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(act, name, step, tmp_path):
+@pytest.mark.parametrize("act", [prefill, generate])
+def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(act, name, first, step, tmp_path):
     assert load(name, threads=2)._executor.is_concurrent
-    at = 1
+    at = first
     while interrupted_at(act, name, at, tmp_path, threads=2):
         at += step
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt-")]
