@@ -1,7 +1,11 @@
 """Ctrl-C at any place of a session leaves it saying what its tokens say: its next answer is a fresh session's."""
 
+import signal
+import sys
 import threading
+import time
 from functools import cache
+from itertools import count
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from interrupt_at import CALLER, WORKERS, InterruptAt
 
 import chunkrt
 from chunkrt.runtime.run import Run
+from chunkrt.runtime.stream import Stream
 
 MODELS = ("llama_gqa", "qwen3_next", "gemma3_window_5")
 CONTEXT, FIRST, SECOND = 24, 9, 5
@@ -105,6 +110,35 @@ def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(
     while interrupted_at(act, name, at, tmp_path, threads=2):
         at += step
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt-")]
+    assert at > step
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("act", [prefill, generate])
+def test_an_interrupt_while_any_task_runs_does_so_too(act, name, threads, step, tmp_path, monkeypatch):
+    """Where the main thread is, waiting for the workers or computing the task itself, the signal finds it."""
+    tokens, compute, at, is_through = input_ids(name), Stream.compute, 1, False
+    while not is_through:
+        opened, tasks = begin(load(name, threads=threads), tokens), count(1)
+
+        def interrupting(self, task, slot, tasks=tasks, at=at):
+            if next(tasks) == at:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            compute(self, task, slot)
+
+        monkeypatch.setattr(Stream, "compute", interrupting)
+        try:
+            act(opened, tokens, tmp_path)
+            if next(tasks) > at:
+                time.sleep(10)  # it is on its way
+            is_through = True
+        except KeyboardInterrupt:
+            at += step
+        monkeypatch.setattr(Stream, "compute", compute)
+        assert_says_what_its_tokens_say(opened, name, f"{act.__name__} of {name}, task {at}")
     assert at > step
 
 
