@@ -219,6 +219,12 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
     def _generation(self, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]) -> Generation:
         self._check_open()
         if require_whole("max_new_tokens", max_new_tokens) < 1:
