@@ -51,6 +51,8 @@ class Conductor:
         self._is_closed = False
         self._in_stream: dict[int, tuple[list[Ticket], int]] = {}
         """By the number of a chunk in the stream: whose rows it holds, and since when it is there."""
+        self._last_lane: Executor | None = None
+        """Of the last chunk that the conductor's thread computed by itself."""
         self.num_chunks = 0
         """Chunks that have been computed for runs which could share them."""
         self.num_rows = 0
@@ -123,7 +125,7 @@ class Conductor:
         self._is_closed = True
         self._queue.close()
         with self._turn:
-            self._lanes = None
+            self._lanes = self._last_lane = None
 
     def _lane_of(self, run: Run) -> Executor:
         return self.lanes.tokens if run.token_ids.size == 1 else self.lanes.prompts
@@ -208,19 +210,26 @@ class Conductor:
 
     def _for_stream(self) -> list[Ticket]:
         """Those whose next tokens go where chunks overlap."""
-        if not self.lanes.overlaps:
-            return []
-        waiting = self._queue.waiting
-        if not self._decodes_apart([ticket for ticket in waiting if ticket.waiting.is_decode]):
-            return waiting
-        return [ticket for ticket in waiting if not ticket.waiting.is_decode]
+        return self._beside_decoding(self._queue.waiting) if self.lanes.overlaps else []
 
     def _for_lane(self) -> tuple[list[Ticket], Executor] | None:
         """Those whose next tokens go into a chunk that this thread computes by itself, and the executor for it."""
-        for_stream = self._for_stream()
-        if not (waiting := [ticket for ticket in self._queue.waiting if ticket not in for_stream]):
-            return None
-        return waiting, self.lanes.few if self.lanes.overlaps else self.lanes.many
+        waiting = self._queue.waiting
+        others = self._beside_decoding(waiting)
+        decoding = [ticket for ticket in waiting if ticket not in others]
+        if self.lanes.overlaps:
+            others = []
+        # Where they do not overlap, prompts and single tokens take turns.
+        if decoding and not (others and self._last_lane is self.lanes.few):
+            return decoding, self.lanes.few
+        return (others, self.lanes.many) if others else None
+
+    def _beside_decoding(self, waiting: Sequence[Ticket]) -> list[Ticket]:
+        """All, or those that take no single token, where these have an executor of their own."""
+        if self.lanes.many is self.lanes.few:
+            return list(waiting)
+        is_apart = self._decodes_apart([ticket for ticket in waiting if ticket.waiting.is_decode])
+        return [ticket for ticket in waiting if not (is_apart and ticket.waiting.is_decode)]
 
     def _decodes_apart(self, decoding: Sequence[Ticket]) -> bool:
         """Whether single tokens run beside the stream, on the CPU alone, rather than in its chunks."""
@@ -261,6 +270,7 @@ class Conductor:
     def _compute_chunk(self, tickets: Sequence[Ticket], lane: Executor) -> None:
         """Form a chunk and compute it in this thread."""
         chunk, taken = self._form(tickets, lane)
+        self._last_lane = lane
         start_ns, events, failure = perf_counter_ns(), list[TaskEvent](), None
         try:
             events = lane.compute_chunk(chunk)
