@@ -7,7 +7,6 @@ run, so that an interrupt leaves a sequence whose state is at most behind.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.run import Logits, Run, RunResult
+from chunkrt.runtime.run import Cancel, Logits, Run, RunResult
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import TaskEvent
 
@@ -96,7 +95,7 @@ class TokenSequence:
         """Those in the context: all so far, unless it has been shifted."""
         self.logits: Float32 | None = None
         """After the last token, if that has been run."""
-        self.cancel = threading.Event()
+        self.cancel = Cancel()
         self.follows_text = False
         """Whether the last token is one of plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
