@@ -41,6 +41,8 @@ def run_in_caller(
             break
         if gives_way():
             schedule.withdraw()
+            if schedule.is_finished:
+                break
         for processor in schedule.processors:
             if (task := schedule.claim(processor)) is not None:
                 break
