@@ -18,7 +18,7 @@ SITE_PACKAGES = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_
 NATIVE_BUILD = $(shell $(BIN)/python -c 'import sys, sysconfig; \
   print(f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/chunkrt._native")')
 LOCATE = $(shell $(CXX) -print-file-name=$(1))
-SANITIZED = PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0 \
+SANITIZED = PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
   LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" $(BIN)/python -P
 MINUTES ?= 60
 
@@ -102,6 +102,7 @@ sanitized: $(VENV)/.package $(VENV)/.test
 	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
 	$(CMAKE) --build build/asan --target all chunkrt_tests --parallel $(JOBS)
 	rm -rf build/asan/package && mkdir build/asan/package && cp -R $(SITE_PACKAGES)/chunkrt build/asan/package
+	rm build/asan/package/chunkrt/_native.* # CMake would take one as new as its own, to the second, for the same
 	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
 
 clean: ## remove the virtual environments and whatever was built

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from chunkrt.backends.native.cpu import cpu_info
-from chunkrt.engine.engine import Engine, load
+from chunkrt.engine.engine import Engine
 from chunkrt.engine.generation import Piece
+from chunkrt.engine.loading import load
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.sequence import PrefillResult

@@ -39,6 +39,10 @@ class UnsupportedModelError(ModelError):
         self.feature = feature
 
 
+class BusyError(ChunkrtError):
+    """The engine has as much to do, or holds as many sessions, as it may; later there may be room again."""
+
+
 class PartitionError(ChunkrtError):
     """A subgraph cannot run on the device it was placed on."""
 

@@ -38,6 +38,10 @@ Progress = Callable[[str, int, int], None]
 """The same, with what it is first: "compiling"."""
 
 
+def no_progress(what: str, done: int, total: int) -> None:
+    """A Progress that nobody is told of."""
+
+
 @contextmanager
 def locked(path: Path, doing: str) -> Iterator[None]:
     """Hold a lock file; the system releases it if the process dies.
@@ -133,6 +137,8 @@ def check_writable(path: Path) -> None:
     """Raises OSError where `written_aside` could not write a file, as far as can be told beforehand."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.with_name(f".{path.name}.part").stat()  # the name may be too long
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder")

@@ -1,4 +1,4 @@
-"""Plug-ins: operators, backends, decoder families and policies of other distributions, found by their entry points.
+"""Plug-ins: operators, backends, decoder families, policies and batchers of other distributions, by their entry points.
 
 What is installed is read once a process, when a name is first looked up; a plug-in is imported when it is used, once.
 One that is broken harms only who asks for it.

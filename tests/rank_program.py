@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from threading import Event, Timer
 
 import numpy as np
 import psutil
+from interrupt_at import RANKS, InterruptAt
 
 import chunkrt
 from chunkrt.cli import main
@@ -34,9 +36,9 @@ def on_sum(rank, position, act):
     MpiCommunicator.all_reduce = all_reduce
 
 
-def greedy(session, count):
+def greedy(session, num_tokens):
     """So many tokens."""
-    return [piece.token_id for piece in session.generate(max_new_tokens=count)]
+    return [piece.token_id for piece in session.generate(max_new_tokens=num_tokens)]
 
 
 def sessions(model, state_file):
@@ -118,6 +120,29 @@ def failing(model):
         print(greedy(session, 4) == expected)
 
 
+def interrupts(model, first, step):
+    """Ctrl-C at every `step`-th place of a session's calls; prints how many, and how many wrong answers followed."""
+    expected, num_interrupts, num_wrong = {}, 0, 0
+    with chunkrt.load(model, **FLOAT) as engine:
+        for act in (lambda session: session.prefill(PROMPT[9:]), lambda session: greedy(session, 2)):
+            for at in count(int(first), int(step)):
+                session = engine.session()
+                session.prefill(PROMPT[:9])
+                greedy(session, 2)
+                try:
+                    with InterruptAt(at, RANKS):
+                        act(session)
+                    break
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+                tokens = session.tokens
+                if tokens not in expected:
+                    expected[tokens] = engine.session().prefill([*tokens, 7, 11]).logits
+                found = session.prefill([7, 11]).logits
+                num_wrong += not np.allclose(found, expected[tokens], rtol=0, atol=1e-4 * np.abs(found).max())
+    print(json.dumps([num_interrupts, num_wrong]))
+
+
 def signalled(name, *arguments):
     """`chunkrt` with arguments; rank 1 sends itself a signal in the middle of a prompt."""
     on_sum(1, 24, lambda: os.kill(os.getpid(), signal.Signals[name]))
@@ -155,17 +180,24 @@ def command(*arguments):
     main()
 
 
+def plugged(folder, ranks, *arguments):
+    """`chunkrt` with arguments; some ranks alone find the plug-ins of a folder."""
+    if os.environ["PMI_RANK"] in ranks:
+        sys.path.insert(0, folder)
+    command(*arguments)
+
+
 def waiting(model):
     """Rank 1 dies while rank 0 waits for something else."""
     if os.environ["PMI_RANK"] == "1":
-        load = chunkrt.engine.engine._load_part
+        load = chunkrt.engine.loading.load_part
 
         def load_and_die(*arguments):
             engine = load(*arguments)
             Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
             return engine
 
-        chunkrt.engine.engine._load_part = load_and_die
+        chunkrt.engine.loading.load_part = load_and_die
     with chunkrt.load(model, **FLOAT):
         Event().wait()
 

@@ -110,6 +110,8 @@ def test_doctor_lists_them_and_says_what_is_wrong(cli):
         "chunkrt.policies in_order": False,
         "chunkrt.policies latest_chunk": True,
         "chunkrt.policies misnamed": False,
+        "chunkrt.batchers last_first": True,
+        "chunkrt.batchers packed": False,
     }
     assert {f["found"] for f in found.values()} == {DISTRIBUTION}
     assert not any(f["advice"] for f in found.values() if f["ok"])
@@ -357,6 +359,27 @@ def test_a_policy_changes_the_order_and_no_bit(python, cli):
     assert "latest_chunk" in out
 
 
+BATCHER = """
+import sys
+import chunkrt
+prompts = [range(3, 3 + n) for n in (1, 9, 30)]
+options = dict(npu="native", chunk_length=4, threads=1)
+with chunkrt.load(sys.argv[1], **options) as engine:
+    expected = [engine.generate([prompt], max_new_tokens=5) for prompt in prompts]
+with chunkrt.load(sys.argv[1], batcher="last_first", **options) as engine:
+    done = [index for index, piece in engine.stream(prompts, max_new_tokens=5) if piece.finish_reason]
+    assert engine.stats().shared_rows / engine.stats().shared_chunks <= 4
+    assert [[text] for text in engine.generate(prompts, max_new_tokens=5)] == expected
+print(done)
+"""
+
+
+def test_a_batcher_changes_who_shares_a_chunk_and_no_answer(python):
+    status, out, err = python("-c", BATCHER, GGUF)
+    assert status == 0, err
+    assert sorted(json.loads(out)) == [0, 1, 2]
+
+
 def test_what_is_asked_for_and_broken_is_an_error(cli, tmp_path):
     cause = "is broken: ModuleNotFoundError: No module named 'library_that_nobody_has'"
     config = {"model_type": "broken_llama"}
@@ -376,7 +399,7 @@ def test_what_is_asked_for_and_broken_is_an_error(cli, tmp_path):
 
 def test_a_name_that_nobody_has_is_refused_with_those_of_plugins(python):
     script = "import chunkrt; chunkrt.load('x', {}='tiny_n')"
-    for option, known in (("npu", "did you mean 'tiny_npu'"), ("policy", "latest_chunk")):
+    for option, known in (("npu", "did you mean 'tiny_npu'"), ("policy", "latest_chunk"), ("batcher", "last_first")):
         status, _, err = python("-c", script.format(option))
         assert status == 1
         assert known in err.splitlines()[-1]

@@ -14,9 +14,10 @@ import click
 from chunkrt import ChunkrtError
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.gguf import GgufSource
+from chunkrt.files import check_writable
 from chunkrt.tokenizer import Tokenizer
 from peers.contenders import CONTENDERS, PEERS, Contender
-from peers.environment import Forms, make_environment
+from peers.environment import Forms, check_interpreter, make_environment
 from peers.process import ContenderError, ContenderProcess
 from peers.report import Report, describe_machine, plot, to_json, to_markdown
 from peers.rounds import PAUSE_S, Test, agreement, measure
@@ -27,6 +28,18 @@ TEXT = "The capital of France is Paris, and the capital of Italy is Rome. Water 
 
 ROOM = 64
 """Positions of the context beyond the longest test."""
+
+
+def _writable(context: click.Context, parameter: click.Parameter, name: str | None) -> Path | None:
+    """A file that is written at the end, so that it is known beforehand whether it can be."""
+    if name is None:
+        return None
+    try:
+        check_writable(path := Path(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"cannot write {name}: {error.strerror or error}") from error
+    return path
 
 
 @click.command()
@@ -44,8 +57,8 @@ ROOM = 64
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--python", help="An interpreter that has the peers; none is installed then.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every sample there.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw bars there; needs matplotlib.")
+@click.option("--json", "json_file", callback=_writable, help="Write every sample there.")
+@click.option("--plot", "plot_file", callback=_writable, help="Draw bars there; needs matplotlib.")
 def peers(
     model: str,
     threads: int,
@@ -68,13 +81,15 @@ def peers(
     contenders = choose(kinds.split(",") if kinds else ["llama.cpp"] if shape else PEERS, chunk)
     peers_dir = peers_dir.resolve()
     try:
+        if python:
+            check_interpreter(python)
         checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
         python = python or make_environment(peers_dir / "environment", _tell)
         if shape:
             checkpoint = _random_model(shape, checkpoint, peers_dir)
         vocabulary_size = int(GgufSource(checkpoint).config["vocab_size"])
         prompts = _prompts(checkpoint)
-    except ChunkrtError as error:
+    except (ChunkrtError, ContenderError) as error:
         raise click.ClickException(str(error)) from error
     forms = Forms(checkpoint.resolve(), peers_dir / "models", python, _tell)
     room = max(test.count for test in wanted) + ROOM

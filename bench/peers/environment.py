@@ -20,6 +20,9 @@ def make_environment(folder: Path, tell: Callable[[str], None]) -> str:
     A package that cannot be installed is told, and left out: its contender will say that it is absent.
 
     Returns: its interpreter.
+
+    Raises:
+        ContenderError: it cannot be made.
     """
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp, log = folder / "installed.txt", folder / "pip.log"
@@ -27,7 +30,10 @@ def make_environment(folder: Path, tell: Callable[[str], None]) -> str:
     if stamp.exists() and stamp.read_text("utf-8") == wanted:
         return str(python)
     tell(f"installing the peers into {folder}; llama.cpp is compiled for this processor, which takes its time")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    command = [sys.executable, "-m", "venv", str(folder)]
+    made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if made.returncode:
+        raise ContenderError(f"no environment can be made in {folder}: {' '.join(made.stdout.split())[:300]}")
 
     def install(*what: str) -> bool:
         with log.open("a", encoding="utf-8") as output:
@@ -43,6 +49,17 @@ def make_environment(folder: Path, tell: Callable[[str], None]) -> str:
     if is_whole:
         stamp.write_text(wanted, "utf-8")
     return str(python)
+
+
+def check_interpreter(python: str) -> None:
+    """Raises ContenderError if this starts no Python."""
+    command = [python, "-c", "import sys; print(sys.version_info[0])"]
+    try:
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise ContenderError(f"{python!r} cannot be started: {error}; give a Python interpreter") from error
+    if ended.returncode or ended.stdout.strip() != b"3":
+        raise ContenderError(f"{python!r} is no Python 3 interpreter")
 
 
 class Forms:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.checkpoints.gguf_header import MAGIC
 from chunkrt.checkpoints.safetensors import SafetensorsSource
@@ -45,5 +46,5 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     if start == MAGIC:
         return GgufSource(path, refuse=refuse)
-    hint = _HINTS.get(path.suffix, "fetch it again if it should be")
+    hint = _HINTS.get(path.suffix) or f"if it should be, {how_to_fetch(path)}"
     raise ModelError(f"{path} is not a GGUF file (it starts with {start!r}); {hint}")

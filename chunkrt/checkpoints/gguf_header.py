@@ -20,6 +20,7 @@ from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.errors import ModelError, UnsupportedModelError
 
 MAGIC = b"GGUF"
@@ -136,7 +137,7 @@ class _Walk:
         self.offset = 0
 
     def damaged(self, found: str) -> ModelError:
-        return ModelError(f"{self.path} is truncated or damaged: {found}; fetch the file again")
+        return ModelError(f"{self.path} is truncated or damaged: {found}; {how_to_fetch(self.path)}")
 
     def skip(self, num_bytes: int, what: str) -> int:
         """Step over bytes that must lie inside the file; returns where they start."""
@@ -256,7 +257,7 @@ class _Walk:
         except ValueError:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name} has block type {number}, unknown to the installed gguf package; "
-                "upgrade it (pip install -U gguf), or fetch the file again if it may be damaged"
+                f"upgrade it (pip install -U gguf); if the file may be damaged, {how_to_fetch(self.path)}"
             ) from None
         if 0 in shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
             raise self.damaged(f"tensor {name} of type {kind.name} has the impossible shape {list(shape)}")
@@ -267,4 +268,4 @@ def _text(raw: bytes, path: Path, what: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is damaged: {what} is not UTF-8 ({error.reason}); fetch the file again") from error
+        raise ModelError(f"{path} is damaged: {what} is not UTF-8 ({error.reason}); {how_to_fetch(path)}") from error

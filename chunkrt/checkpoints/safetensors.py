@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo, map_file, spread
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
@@ -210,4 +211,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _damaged(path: Path, found: str) -> ModelError:
-    return ModelError(f"{path} is truncated or damaged: {found}; fetch the file again")
+    return ModelError(f"{path} is truncated or damaged: {found}; {how_to_fetch(path)}")

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import map_read_only
 
@@ -136,6 +137,6 @@ def map_file(path: Path) -> mmap.mmap:
     try:
         return map_read_only(path)
     except ValueError as error:
-        raise ModelError(f"{path} is empty (0 bytes); fetch it again") from error
+        raise ModelError(f"{path} is empty (0 bytes); {how_to_fetch(path)}") from error
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

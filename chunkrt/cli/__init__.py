@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from chunkrt.engine.engine import follow
+from chunkrt.engine.loading import follow
 from chunkrt.errors import ChunkrtError
 from chunkrt.runtime.ranks.launch import connect, say
 

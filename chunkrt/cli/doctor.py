@@ -19,7 +19,7 @@ from chunkrt.cli.options import verbose_option
 from chunkrt.engine.options import available_cores
 from chunkrt.errors import ChunkrtError
 from chunkrt.plugins import Plugin, PluginGroup
-from chunkrt.runtime import policy
+from chunkrt.runtime import batcher, policy
 from chunkrt.runtime.affinity import big_cores, cpu_list
 
 PARTS = {
@@ -130,7 +130,7 @@ def _part(module: str) -> Finding:
 
 def _plugins() -> list[Finding]:
     dispatch.registered_operators()  # whether plug-ins can register theirs is known then
-    groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS]
+    groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS, batcher.PLUGINS]
     if importlib.util.find_spec("onnx_ir"):
         from chunkrt.graph import decoders
 

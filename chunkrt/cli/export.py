@@ -67,7 +67,7 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
     from chunkrt.onnx import exporting as onnx_export
 
     if output is not None:
-        onnx_export.check_absent(output)
+        onnx_export.check_output(output)
     with progress_bar() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
@@ -85,6 +85,8 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
             exported, files = (_dynamic if dynamic else _window)(planned, output, settings)
             files |= onnx_export.tokenizer_files(planned)
             onnx_export.check_beside(output.parent, files)
+        if static_subgraphs is not None:
+            onnx_export.check_subgraph_outputs(planned, static_subgraphs)
         onnx_export.check_float16(planned, chosen, tried)
         if output is not None:
             onnx_export.save_model(exported, output, external_data=settings["external_data"], progress=told)

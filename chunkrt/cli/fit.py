@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
@@ -10,6 +11,7 @@ from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.options import engine_fields, verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.quant.scheme import STATIC_SCHEMES
 from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
@@ -48,7 +50,9 @@ def fit(
         context_length=context_length,
         ram_bytes=int(ram_gb * GB) if ram_gb else soc.typical_ram_bytes,
     )
-    remedy = find_remedy(plan, result) if result.problems else ""
+    remedy = ""
+    if result.problems:
+        remedy = find_remedy(plan, found_scheme, result, is_compiled=is_engine_directory(Path(model)))
     if as_json:
         click.echo(json.dumps(result.to_dict() | {"remedy": remedy}, indent=1))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -12,7 +13,8 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.engine.engine import Engine, load
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.loading import load
 from chunkrt.engine.options import DECLARED
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
@@ -51,6 +53,18 @@ def _number(flag: str, expected: str, *, prefix: str = "", word: str | None = No
     return read
 
 
+_UNITS = {"": 10**9, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+
+
+def read_size(flag: str, text: str) -> int:
+    """Bytes: a number with a unit behind it, GB if there is none. Raises ConfigError if it is no size above 0."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([MG]i?B|)", text.strip(), re.IGNORECASE)
+    num_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if num_bytes < 1:
+        raise ConfigError(f"{flag} is {text!r}, expected a size above 0 such as 2GB, 800MB or 1.5GiB")
+    return num_bytes
+
+
 QUANTISATION_FIELDS = ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation")
 CONTEXT_FIELDS = ("context_shift", "context_keep")
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -58,6 +72,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "equalisation": _number("--equalise", "0 to 1, or off", word="off"),
     "ops": lambda given: given or None,
     "htp": HtpOptions.parse,
+    "cache_memory": lambda text: None if text is None else read_size("--cache-memory", text),
 }
 _TYPES: dict[str, Any] = {"int": int, "bool": bool, "Path": click.Path(path_type=Path)}
 
@@ -79,7 +94,7 @@ def _engine_option(name: str) -> Callable[[Command], Command]:
     return click.option(
         declared.flag,
         name,
-        type=OneOf(declared.choices) if declared.choices else _TYPES.get(kind),
+        type=OneOf(declared.choices) if declared.choices else None if read else _TYPES.get(kind),
         default=None if read else default,
         show_default=not read and type(default) in (str, int),
         multiple=name in ("ops", "htp"),

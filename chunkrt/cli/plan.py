@@ -24,6 +24,7 @@ from chunkrt.engine_directory.figures import (
 from chunkrt.engine_directory.manifest import is_engine_directory, open_weights, read_manifest, read_plan
 from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
+from chunkrt.files import check_writable
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
@@ -55,6 +56,11 @@ def plan(
     """
     options = EngineOptions(**settings)
     ranks = chosen_ranks(model, rank, size)
+    if save_onnx is not None:
+        try:
+            check_writable(save_onnx / "subgraph.onnx")
+        except OSError as error:
+            raise ConfigError(f"cannot write ONNX files to {save_onnx}: {error.strerror or error}") from error
     found, scheme, chunk_length = read_model(model, options, ranks)
     context_length = choose_context_length(found, options)
     if prompt_length is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.cli.options import progress_bar, read_size, verbose_option
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
@@ -20,7 +19,6 @@ from chunkrt.simulate.tune import Setup, Tuned
 from chunkrt.simulate.tune import tune as search
 
 NUM_SHOWN = 12
-UNITS = {"": 10**9, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 @click.command()
@@ -79,7 +77,7 @@ def tune(
     device = find_device(device_name)
     prompts = _numbers("-p", prompt_lengths)
     chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
-    memory_bytes = None if memory is None else _bytes(memory)
+    memory_bytes = None if memory is None else read_size("--memory", memory)
     if isinstance(device, MeasuredProfile):
         click.echo(
             f"{device.name} was measured with scheme {device.scheme}, chunks of {device.chunk_length} and one "
@@ -131,15 +129,6 @@ def _numbers(option: str, text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"{option} is {text!r}, expected numbers of at least 1 with commas between, as in 64,256")
     return numbers
-
-
-def _bytes(text: str) -> int:
-    """A size: a number with a unit behind it, GB if there is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([MG]i?B|)", text.strip(), re.IGNORECASE)
-    num_bytes = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
-    if num_bytes < 1:
-        raise ConfigError(f"--memory is {text!r}, expected a size above 0 such as 2GB, 800MB or 1.5GiB")
-    return num_bytes
 
 
 def _summary(tuned: Tuned) -> dict[str, object]:

@@ -1,12 +1,11 @@
-"""The face of the package: `load` a model, get an `Engine`, open sessions on it."""
+"""An engine: a loaded model, and the sessions on it."""
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,33 +13,28 @@ from typing import TYPE_CHECKING, cast
 from chunkrt.backends import Backend
 from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
-from chunkrt.backends.dispatch import Dispatcher, check_switches, default_base, registered_operators
+from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.cache_memory import CacheMemory
 from chunkrt.engine.executors import ExecutorBuilder
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
+from chunkrt.engine.many import OneByOne, Runs
+from chunkrt.engine.many_prompts import ManyPrompts
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.resolve import engine_folder
-from chunkrt.engine.roles import check_runs, open_backends
+from chunkrt.engine.roles import open_backends
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
-from chunkrt.errors import (
-    ClosedError,
-    ConfigError,
-    ModelError,
-    OutOfMemoryError,
-    unknown_name,
-)
-from chunkrt.files import Progress
+from chunkrt.errors import ClosedError, ConfigError, ModelError, OutOfMemoryError
+from chunkrt.files import Progress, no_progress
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
-from chunkrt.runtime.affinity import available_cpus, find_cpus, running_on
+from chunkrt.runtime.affinity import find_cpus, running_on
 from chunkrt.runtime.batcher import find_batcher
 from chunkrt.runtime.conductor import Conductor
-from chunkrt.runtime.ranks.launch import connect
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.state import State
 from chunkrt.runtime.state_tensors import CacheDtype
@@ -50,100 +44,27 @@ if TYPE_CHECKING:
     from asyncio import Future
 
     from chunkrt.engine.ranks.leader import EngineMirror
-    from chunkrt.runtime.ranks.mpi import MpiCommunicator
 
 
-def load(
-    model: str | Path,
-    *,
-    progress: Progress | None = None,
-    communicator: Communicator | None = None,
-    **options: object,
-) -> Engine:
-    """Load a model, compiling it first if that was not done before.
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """What an engine does and holds.
 
-    Where mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 goes on with an
-    engine; in all others this does not return, but does as rank 0 does until that ends, and raises SystemExit.
-
-    Args:
-        model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
-        progress: told about downloads, calibration and compilation.
-        communicator: reaches the other ranks, if this process is one of several that share the model; see
-            `chunkrt/runtime/ranks/`. All of them load it, with the same chunk length, and make the same runs. By
-            default what mpiexec launched together.
-        options: the fields of `EngineOptions`.
-
-    Raises:
-        ConfigError: an unknown option or model name, a value out of range, or CPUs that are not to be had.
-        ModelError: the checkpoint is missing, damaged or unsupported.
-        BackendError: a backend is not available or cannot compile the model.
-        PartitionError: a backend does not run what was placed on it.
-        DeviceLostError: another rank has ended.
-        OutOfMemoryError: there is too little memory.
+    sessions: that are open. cache_bytes: reserved for their caches. waiting_sessions: that wait for room in them.
+    waiting_runs: prompts and tokens that share chunks now, or wait to. shared_chunks, shared_rows: the chunks that have
+    been computed for those that could share them, and the tokens in them; chunk_length: the most that one holds.
     """
-    try:
-        return _load(model, progress or _ignore, communicator, options)
-    except MemoryError as error:
-        if isinstance(error, OutOfMemoryError):
-            raise
-        raise OutOfMemoryError(
-            f"there is too little memory to load {model} ({error or 'no more can be had'}); close other programs, or "
-            "choose a smaller model or a shorter context"
-        ) from error
+
+    sessions: int
+    cache_bytes: int
+    waiting_sessions: int
+    waiting_runs: int
+    shared_chunks: int
+    shared_rows: int
+    chunk_length: int
 
 
-def _load(
-    model: str | Path, tell: Progress, communicator: Communicator | None, options: Mapping[str, object]
-) -> Engine:
-    """As `load`."""
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError(f"model is {model!r}, expected a name or a path")
-    known = EngineOptions.__dataclass_fields__
-    for name in options:
-        if name not in known:
-            raise unknown_name("option", name, known)
-    chosen = EngineOptions(**options)  # type: ignore[arg-type]
-    find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
-    check_switches(Switches.parse(chosen.ops), registered_operators())
-    if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
-        if launch.rank > 0:
-            sys.exit(follow(launch))
-        from chunkrt.engine.ranks.leader import leader
-
-        mirror = leader(launch).open(str(model), chosen)
-        engine = _load_part(str(model), chosen, launch, tell, mirror)
-        mirror.check(engine.identity)
-        return engine
-    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator), check=check_runs)
-    return Engine(folder, chosen, progress=tell, communicator=communicator)
-
-
-def _ignore(what: str, done: int, total: int) -> None:
-    """Nobody wants to know."""
-
-
-def follow(launch: MpiCommunicator) -> int:
-    """Do as rank 0 does until it ends; for all other ranks that mpiexec launched. Returns the exit status."""
-    from chunkrt.engine.ranks.follower import Follower
-
-    return Follower(launch, _load_part).serve()
-
-
-def _load_part(
-    model: str,
-    options: EngineOptions,
-    launch: MpiCommunicator,
-    progress: Progress = _ignore,
-    mirror: EngineMirror | None = None,
-) -> Engine:
-    """Load this rank's part of a model; the ranks of a machine share its processor."""
-    folder = engine_folder(model, options, progress, ranks_of(launch), check=check_runs)
-    if options.threads is None:
-        options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
-    return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)
-
-
-class Engine:
+class Engine(ManyPrompts):
     """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it."""
 
     def __init__(
@@ -151,7 +72,7 @@ class Engine:
         folder: Path,
         options: EngineOptions,
         *,
-        progress: Progress = _ignore,
+        progress: Progress = no_progress,
         communicator: Communicator | None = None,
         mirror: EngineMirror | None = None,
     ) -> None:
@@ -193,6 +114,8 @@ class Engine:
             default=default_base(options.npu),
         )
         self._check_cache()
+        self._cache_memory = CacheMemory(options.cache_memory, options.queue)
+        self._check_cache_memory()
         sampler = self.dispatcher.sampler()
         assert sampler.function is not None
         self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
@@ -227,7 +150,7 @@ class Engine:
             "context length": self.context_length,
             "chunk length": self.chunk_length,
             "caches": self._cache_dtype,
-            "plug-ins": [(p.name, p.distribution, p.version) for p in OPERATOR_PLUGINS.plugins],
+            "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
         }
 
@@ -236,8 +159,43 @@ class Engine:
 
         Raises:
             ClosedError: the engine is closed.
+            BusyError: the caches of other sessions take what there is for all (`EngineOptions.cache_memory`).
         """
-        return Session(self, self.make_state())
+        return Session(self, self._cache_memory.open(self.make_state))
+
+    async def asession(self) -> Session:
+        """As `session`, but waits for room in the caches, behind those that came before.
+
+        Raises:
+            ClosedError: the engine is closed.
+            BusyError: as many wait as may (`EngineOptions.queue`).
+        """
+        return Session(self, await self._cache_memory.await_room(self.make_state))
+
+    def fork_state(self, state: State) -> State:
+        """A copy of a state; `Session.fork` calls it. Raises BusyError if there is no room for it in the caches."""
+        return self._cache_memory.open(state.fork)
+
+    def stats(self) -> EngineStats:
+        """What the engine does and holds at this moment."""
+        self._check_open()
+        conductor, memory = self._conductor, self._cache_memory
+        return EngineStats(
+            sessions=memory.num_states,
+            cache_bytes=memory.num_bytes,
+            waiting_sessions=memory.num_waiting,
+            waiting_runs=conductor.num_waiting,
+            shared_chunks=conductor.num_chunks,
+            shared_rows=conductor.num_rows,
+            chunk_length=self.chunk_length,
+        )
+
+    def _open_waiting(self) -> Session:
+        return Session(self, self._cache_memory.wait(self.make_state))
+
+    @property
+    def _runs(self) -> Runs:
+        return OneByOne(self.run) if self._has_ranks else self._conductor
 
     def make_state(self) -> State:
         """An empty state. Raises ClosedError if the engine is closed, OutOfMemoryError if there is no room for it."""
@@ -262,8 +220,7 @@ class Engine:
         """
         if not isinstance(run, Run):
             raise ConfigError(f"run is {run!r}, expected a Run; sessions make them")
-        self._check_open()
-        self._verification.wait()
+        self.check_ready()
         if self._mirror is not None:
             return self._mirror.run(self._conductor.run_alone, run)
         return self._conductor.run_alone(run) if self._has_ranks else self._conductor.run(run)
@@ -280,21 +237,19 @@ class Engine:
             await loop.run_in_executor(None, self._verification.wait)
         self._verification.wait()
         done = loop.create_future()
-        job = self._conductor.job(run)
-        run.state.begin(run.token_ids.size)
-        ticket = None
+        ticket = self._conductor.ticket(run, partial(loop.call_soon_threadsafe, _settle, done))
         try:
-            ticket = self._conductor.submit(job, partial(loop.call_soon_threadsafe, _settle, done))
+            self._conductor.begin(ticket)
             await done
-            if ticket.error is not None:
-                raise ticket.error
         except BaseException:
-            if ticket is not None:
-                self._conductor.cancel(ticket)
-                job.wait_for_writers = ticket.wait
-            job.give_up()
+            self._conductor.abandon(ticket)
             raise
-        return job.finish()
+        return ticket.result()
+
+    def check_ready(self) -> None:
+        """Raises ClosedError if the engine is closed, ModelError if its files are not what was written."""
+        self._check_open()
+        self._verification.wait()
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -330,6 +285,15 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_cache_memory(self) -> None:
+        """Raises ConfigError if no session would ever fit."""
+        limit = self.options.cache_memory
+        if limit is not None and (needed := self.make_state().num_bytes) > limit:
+            raise ConfigError(
+                f"cache_memory is {limit} bytes, but the caches of one session with a context of {self.context_length} "
+                f"take {needed}; let them have more (--cache-memory), or take a shorter context (--context)"
+            )
 
     def _check_cache(self) -> None:
         """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""

@@ -15,8 +15,8 @@ from chunkrt.errors import CompileError, DeviceLostError, PartitionError
 from chunkrt.files import Progress
 from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.runtime.conductor import Lanes
 from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.lanes import Lanes
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.tasks import processors_for
 
@@ -80,7 +80,11 @@ class ExecutorBuilder:
             few, many = self._make(self.plan, on_cpu, chunk_length=self.chunk_length), prompts
         else:
             tokens = few = many = prompts
-        return Executors(lanes=Lanes(prompts=prompts, tokens=tokens, many=many, few=few), npu_backend=npu_backend)
+        decode_on = self.options.decode_on
+        if decode_on == "npu":
+            tokens = prompts
+        lanes = Lanes(prompts=prompts, tokens=tokens, many=many, few=few, decode_on=decode_on)
+        return Executors(lanes=lanes, npu_backend=npu_backend)
 
     def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
         return self.link if self.link is not None and subgraph.device == "link" else self.cpu_backend

@@ -18,6 +18,7 @@ from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
+from chunkrt.runtime.lanes import DecodeOn
 from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy, policy_names
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
@@ -29,7 +30,6 @@ CPU_CHUNK_LENGTH = 128
 MOST_THREADS = 256
 
 Outputs = Literal["grid", "float"]
-DecodeOn = Literal["auto", "cpu", "npu"]
 OnNpuFailure = Literal["fallback", "fail"]
 
 
@@ -109,6 +109,7 @@ class EngineOptions:
     scheme: by default what an engine directory was compiled with, else the catalogue's or "w8a8-dynamic"; "w8a16" on
         an NPU that does not have those.
     shadow: "mixed" chooses by itself. A list is patterns of weight names with commas between.
+    cache_memory: bytes; a session counts with all that is reserved for it.
     chunk_length: of several lengths that an engine directory was compiled for 32, or else the longest.
     chunks_in_flight: 1 to 256, each with buffers of its own; as many as help, and fit into 64 MiB.
     threads: for workers and kernel threads together.
@@ -181,15 +182,15 @@ class EngineOptions:
     )
     decode_on: DecodeOn = _option(
         "--decode-on",
-        "Where single tokens of several sequences run; auto: where a chunk of them takes less time, as measured. A "
-        "lone sequence decodes on the CPU.",
-        default="auto",
+        "Where single tokens run, beside an NPU; auto: a lone one on the CPU, those of several sequences where they "
+        "are expected to take less time.",
+        default="cpu",
         choices=lambda: get_args(DecodeOn),
         noun="place to decode on",
     )
     cache_memory: int | None = _option(
-        "--cache-memory",
-        "Bytes that the caches of all sessions may take together, such as 2e9 or 512M.  [default: no limit]",
+        "--cache-memory SIZE",
+        "What the caches of all sessions may take together, such as 2GB or 512MiB.  [default: no limit]",
     )
     queue: int = _option(
         "--queue", "Sequences that may wait for room in --cache-memory before further ones are refused.", default=64

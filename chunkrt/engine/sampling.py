@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
+from sys import float_info
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,9 @@ class SamplingOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, "a finite number, at least 0", lambda t: 0 <= t < inf)
+        _require_number(
+            "temperature", self.temperature, "a finite number, at least 0", lambda t: 0 <= t <= float_info.max
+        )
         _require_integer("top_k", self.top_k, minimum=1)
         _require_number("top_p", self.top_p, "a number in (0, 1]", lambda p: 0 < p <= 1)
         _require_number("min_p", self.min_p, "a number in [0, 1]", lambda p: 0 <= p <= 1)

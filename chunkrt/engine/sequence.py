@@ -57,6 +57,11 @@ class SequenceEngine(Protocol):
     plan: Plan
     options: EngineOptions
     context_length: int
+    chunk_length: int
+
+    def fork_state(self, state: State) -> State:
+        """A copy of a state. Raises BusyError if there is no room for it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,16 @@ class TokenSequence:
         """Every token so far, with those that shifts of the context have dropped."""
         keep = self._num_kept
         return (*self.tokens[:keep], *self._dropped, *self.tokens[keep:])
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens there can be in the context."""
+        return self._engine.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+        return self._engine.plan.vocab_size
 
     @property
     def is_full(self) -> bool:
@@ -164,11 +179,16 @@ class TokenSequence:
 
     def fork(self) -> TokenSequence:
         """One of its own that has seen the same tokens."""
-        copy = TokenSequence(self._engine, self.state.fork(), self.tokens)
+        copy = TokenSequence(self._engine, self._engine.fork_state(self.state), self.tokens)
         copy._dropped = self._dropped.copy()
         copy.logits, copy._after_prompt = self.logits, self._after_prompt
         copy.follows_text = self.follows_text
         return copy
+
+    def release(self) -> None:
+        """Let the state go, and the memory of its caches; nothing can be run any more."""
+        self.cancel.set()
+        del self.state
 
     def shift(self) -> None:
         """Drop the oldest half of the tokens, except for the first few. Broken off, all are run again."""

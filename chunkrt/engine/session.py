@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Protocol, get_args
 
 from chunkrt.engine.driving import OneUser, drive, drive_async
 from chunkrt.engine.generation import Generation, Piece
 from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
+from chunkrt.engine.scoring import Score, score_continuation
 from chunkrt.engine.sequence import (
     PrefillResult,
     SequenceEngine,
@@ -155,6 +156,31 @@ class Session:
         """As `generate`, while the event loop goes on."""
         return self._apieces(self._generation(max_new_tokens, sampling, stop))
 
+    def score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
+        """Score some tokens after others, whatever the session holds; it goes back as far as these tokens differ.
+
+        Continuations that follow one after the other on the same context run it once, and then only their own tokens.
+
+        Args:
+            context: at least one token.
+            continuation: at least one token.
+
+        Raises:
+            ConfigError: one of them is empty, or both together do not fit the context.
+            BackendError: a subgraph failed.
+        """
+        with self._one_user():
+            return drive(self.scoring(context, continuation), self._engine.run)
+
+    def answer(
+        self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
+    ) -> Generator[Steps[Piece | None], None, None]:
+        """The steps of a prefill, whose result is None, and of each piece of a generation, for `drive_many`."""
+        yield self._taking(prompt)
+        generation = self._generation(max_new_tokens, sampling, stop)
+        while not generation.is_finished:
+            yield generation.next_piece()
+
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.
 
@@ -182,13 +208,21 @@ class Session:
         self._sequence.cancel.set()
 
     def close(self) -> None:
-        """End the session: every later use is refused. Its caches go with the object. Closing twice is allowed."""
-        self._is_closed = True
+        """End the session: every later use is refused, and its caches go. Closing twice is allowed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._sequence.release()
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def _generation(self, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]) -> Generation:
@@ -233,6 +267,17 @@ class Session:
         result = yield from self._sequence.extend(self._encode(prompt), logits)
         self._sequence.follows_text = isinstance(prompt, str)
         return result
+
+    def _taking(self, prompt: str | Sequence[int]) -> Steps[None]:
+        yield from self._extension(prompt, "last")
+
+    def scoring(self, context: Sequence[int], continuation: Sequence[int]) -> Steps[Score]:
+        """The steps of `score`."""
+        self._check_open()
+        self._sequence.cancel.clear()
+        chunk_length = self._engine.chunk_length
+        score = yield from score_continuation(self._sequence, context, continuation, chunk_length=chunk_length)
+        return score
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

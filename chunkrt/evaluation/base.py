@@ -19,10 +19,11 @@ from chunkrt.checkpoints import catalogue
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
+from chunkrt.engine.scoring import Float16, Float32, score_tokens
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, is_engine_directory, read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.logit_cache import BasePiece, LogitCache
-from chunkrt.evaluation.logits import Float16, Float32, logit_pieces, score_tokens
+from chunkrt.evaluation.logits import logit_pieces
 from chunkrt.files import Progress
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY

@@ -19,7 +19,6 @@ from typing import Any
 import chunkrt
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import ChunkrtError, ConfigError
-from chunkrt.evaluation.scoring import Scorer
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -66,7 +65,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
                 options[name] = Path(options[name])
         self.engine = chunkrt.load(pretrained, **options)
         self.text = self.engine.require_tokenizer()
-        self._scorer = Scorer(self.engine)
+        self._session = self.engine.session()
 
     @property
     def max_length(self) -> int:
@@ -113,7 +112,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
             tokens = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             pairs = map(make_disjoint_window, windows)
-            found.append(sum(self._scorer.score(*pair).log_probability for pair in pairs))
+            found.append(sum(self._session.score(*pair).log_probability for pair in pairs))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
 
@@ -135,7 +134,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
         found = []
         for texts, context, continuation in tqdm(requests, desc="scoring", disable=disable_tqdm):
             kept = self._shortened(context, self.max_length + 1 - len(continuation))
-            score = self._scorer.score(kept, continuation)
+            score = self._session.score(kept, continuation)
             found.append((score.log_probability, score.is_greedy))
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, found[-1])

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.scoring import encode_pair
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair
+from chunkrt.evaluation.scoring import Accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +55,14 @@ def evaluate(
         ModelError: the model has no tokenizer.
         BackendError: a subgraph failed.
     """
-    tokenizer, scorer = engine.require_tokenizer(), Scorer(engine)
+    tokenizer, session = engine.require_tokenizer(), engine.session()
     hits: list[bool] = []
     normalised_hits: list[bool] = []
     for done, item in enumerate(items):
         progress(done, len(items))
         try:
             pairs = [encode_pair(tokenizer, item.context, f" {ending}") for ending in item.endings]
-            found = [scorer.score(*pair).log_probability for pair in pairs]
+            found = [session.score(*pair).log_probability for pair in pairs]
         except ConfigError as error:
             raise ConfigError(f"HellaSwag, line {item.line}: {error}") from error
         normalised = [value / len(ending) for value, ending in zip(found, item.endings, strict=True)]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.scoring import encode_pair
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair
+from chunkrt.evaluation.scoring import Accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,12 @@ def evaluate(
         ModelError: the model has no tokenizer.
         BackendError: a subgraph failed.
     """
-    tokenizer, scorer = engine.require_tokenizer(), Scorer(engine)
+    tokenizer, session = engine.require_tokenizer(), engine.session()
     scores = []
     for done, item in enumerate(items):
         progress(done, len(items))
         try:
-            scores.append(scorer.score(*encode_pair(tokenizer, item.context, f" {item.word}")))
+            scores.append(session.score(*encode_pair(tokenizer, item.context, f" {item.word}")))
         except ConfigError as error:
             raise ConfigError(f"LAMBADA, line {item.line}: {error}") from error
     progress(len(items), len(items))

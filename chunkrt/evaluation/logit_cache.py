@@ -23,8 +23,8 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy
 
+from chunkrt.engine.scoring import Float16, Float32
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.logits import Float16, Float32
 from chunkrt.files import check_archive, made_once, remove, written_aside
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"

@@ -13,9 +13,10 @@ from itertools import repeat
 import numpy as np
 
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.scoring import Float64, piece_lengths, score_tokens
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation.base import Base
-from chunkrt.evaluation.logits import Float64, divergences, logit_pieces, piece_lengths, score_tokens
+from chunkrt.evaluation.logits import divergences, logit_pieces
 
 
 @dataclass(frozen=True, kw_only=True)

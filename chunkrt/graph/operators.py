@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from sys import float_info
 from typing import Any
 
 from chunkrt.graph.linear_attention import find_variant
@@ -78,6 +79,7 @@ def check_node(
         is_number = type(value) is kind or (kind is float and type(value) is int)
         require(is_number, f"its attribute {name!r} is {value!r}, expected {kind.__name__}")
         require(kind is not int or -1 <= value <= MOST, f"its attribute {name!r} is {value!r}")
+        require(kind is not float or abs(value) <= float_info.max, f"its attribute {name!r} is no finite number")
     expected = row.output(attributes, [given and given[1] for given in inputs])
     require(output == expected, f"it gives {list(output)}, not {list(expected)}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import inf, log, sqrt
+from sys import float_info
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ Float64 = NDArray[np.float64]
 
 LEAST_DIVISOR = 1e-6
 """Of frequencies: what is less is no factor that anybody trains with, and may overflow."""
+
+LARGEST_FLOAT = float_info.max
+"""A config's whole number may be larger, and is then less than infinity and still no float."""
 
 LONGEST_CONTEXT = 2**24
 """Tokens. A config that claims more is not believed."""
@@ -164,7 +168,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
     """Inverse frequencies before any scaling."""
     theta = _positive(parameters, "rope_theta")
-    rotary_dim = round(head_dim * _positive(parameters, "partial_rotary_factor"))
+    factor = min(_positive(parameters, "partial_rotary_factor"), 2.0)  # no number of dimensions is infinite
+    rotary_dim = round(head_dim * factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelError(f"RoPE is to rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
     with np.errstate(over="ignore"):
@@ -206,6 +211,6 @@ def _divisor(parameters: Mapping[str, Any], key: str) -> float:
 
 def _positive(parameters: Mapping[str, Any], key: str) -> float:
     value = parameters[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
         raise ModelError(f"the config's {key} of RoPE is {value!r}, expected a positive number")
     return float(value)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, OutOfMemoryError
@@ -100,6 +102,7 @@ class Calibration:
                 check_archive(archive.zip, ratio=16)
                 if damaged := archive.zip.testzip():
                     raise ValueError(f"{damaged} is damaged")
+                _check_headers(archive.zip)
                 about = json.loads(str(archive["about"]))
                 if (found := about.pop("format")) != FORMAT:
                     raise ValueError(f"its format is {found}, expected {FORMAT}")
@@ -144,3 +147,13 @@ class Calibration:
                     raise ValueError(f"{field} of {name!r} are not a list of finite numbers, 0 or more")
         if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int64:
             raise ValueError(f"its tokens are {self.token_ids.dtype} {list(self.token_ids.shape)}")
+
+
+def _check_headers(archive: ZipFile) -> None:
+    """Raises ValueError for an array whose header claims another size than it has; NumPy would allocate that."""
+    for member in archive.infolist():
+        with archive.open(member) as file:
+            is_first_version = npy.read_magic(file) == (1, 0)
+            shape, _, dtype = (npy.read_array_header_1_0 if is_first_version else npy.read_array_header_2_0)(file)
+            if file.tell() + prod(shape) * dtype.itemsize != member.file_size:
+                raise ValueError(f"{member.filename} claims to hold {dtype} {shape}, which is not its size")

@@ -7,45 +7,27 @@ left. Callers only put tickets into the conductor's inbox and wait: whoever is i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import lcm
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, get_ident
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from chunkrt.errors import ChunkrtError, ClosedError
-from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP, find_variant
-from chunkrt.graph.plan import Plan
+from chunkrt.errors import ClosedError
 from chunkrt.runtime.batcher import Batcher, next_chunk
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.job import Job, Segment
-from chunkrt.runtime.record import ChunkRecord, SegmentRecord
+from chunkrt.runtime.lanes import Lanes
+from chunkrt.runtime.open_stream import OpenStream
+from chunkrt.runtime.record import ChunkRecord, Pipeline, SegmentRecord
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.stream import Chunk
+from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.ticket import Ticket
-
-DELTA_RULE_ROWS = 32
-"""Rows that the native gated delta rule takes at once."""
 
 LINGER = 0.25
 """The share of the last chunk's time for which the next waits for those that had a row in it and may come back: with
 them it costs little more than without."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lanes:
-    """The executors that a conductor shares.
-
-    prompts: takes lone runs of several tokens. tokens: lone runs of one. many: chunks that hold rows of prompts. few:
-    chunks of decoding sequences alone.
-    """
-
-    prompts: Executor
-    tokens: Executor
-    many: Executor
-    few: Executor
 
 
 class Conductor:
@@ -59,9 +41,8 @@ class Conductor:
     def __init__(self, lanes: Lanes, batcher: Batcher) -> None:
         self.lanes = lanes
         self._batcher = batcher
-        self._chunk_length = lanes.many.chunk_length
-        self._step = parting_step(lanes.prompts.plan, self._chunk_length)
-        self._logit_group = lcm(*(lane.logit_group for lane in (lanes.prompts, lanes.tokens, lanes.many, lanes.few)))
+        self._step = lanes.parting_step
+        self._logit_group = lanes.logit_group
         self._turn = Lock()
         """Whose it is uses the executors: a lone run's caller, or the conductor's thread."""
         self._asking: dict[int, Job] = {}
@@ -74,6 +55,8 @@ class Conductor:
         self._starting = Lock()
         self._thread: Thread | None = None
         self._is_closed = False
+        self._in_stream: dict[int, tuple[list[Ticket], int]] = {}
+        """By the number of a chunk in the stream: whose rows it holds, and since when it is there."""
         self._last = _Last(0, 0, frozenset())
         self.num_chunks = 0
         """Chunks that have been computed for runs which could share them."""
@@ -106,27 +89,31 @@ class Conductor:
 
         return job.carry_out(compute)
 
-    def submit(self, job: Job, on_end: Callable[[], object]) -> Ticket:
-        """Have a job computed beside others, without waiting for it.
+    def ticket(self, run: Run, on_end: Callable[[], object]) -> Ticket:
+        """What a run is computed with beside others: `begin` begins it, its `result` or `abandon` ends it.
 
-        Args:
-            job: begun, by `job`.
-            on_end: see `Ticket`.
+        Raises ConfigError or ClosedError if it cannot be computed.
         """
-        ticket = Ticket(job, self._step, on_end)
-        self._put(ticket)
-        return ticket
+        self._check_open()
+        return Ticket(self.job(run), self._step, on_end)
+
+    def begin(self, ticket: Ticket) -> None:
+        """Have a run computed, and do not wait for it."""
+        run = ticket.job.run
+        run.state.begin(run.token_ids.size)
+        self._send(ticket)
+
+    def abandon(self, ticket: Ticket) -> None:
+        """End a run. Its state is what it was as soon as the chunk that holds some of it is through."""
+        self._cancel(ticket)
+        ticket.job.wait_for_writers = ticket.wait
+        ticket.job.give_up()
 
     def job(self, run: Run) -> Job:
-        """A run as a job for `submit`. Raises ConfigError if something of it does not fit."""
+        """A run as one that any lane may compute. Raises ConfigError if something of it does not fit."""
         lane = self._lane_of(run)
         run.check(lane.plan, lane.chunk_length)
         return Job(run, lane.plan, self._logit_group)
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Have a job end as soon as the chunk that holds some of it is through."""
-        ticket.is_cancelled = True
-        self._send(ticket)  # an interrupt may have come before it was sent
 
     def close(self) -> None:
         """End all that is shared, with ClosedError, and wait until nothing runs. A lone run is waited for."""
@@ -157,20 +144,21 @@ class Conductor:
         """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of it."""
         ticket = Ticket(job, self._step, _nothing)
         try:
-            self._put(ticket)
+            self._check_open()
+            self._send(ticket)
             ticket.wait()
         except BaseException:
             job.wait_for_writers = ticket.wait  # a second interrupt leaves it at that
-            self.cancel(ticket)
+            self._cancel(ticket)
             ticket.wait()
             job.wait_for_writers = None
             raise
         if ticket.error is not None:
             raise ticket.error
 
-    def _put(self, ticket: Ticket) -> None:
-        self._check_open()
-        self._send(ticket)
+    def _cancel(self, ticket: Ticket) -> None:
+        ticket.is_cancelled = True
+        self._send(ticket)  # an interrupt may have come before it was sent
 
     def _send(self, message: Ticket | None) -> None:
         """Put something into the inbox, and see to it that the thread looks."""
@@ -189,19 +177,38 @@ class Conductor:
         while True:
             with self._turn:
                 try:
-                    while self._wait_for_tickets():
-                        self._compute_chunk()
-                except BaseException as error:  # whatever a batcher or a backend raises
+                    self._compute_shared()
+                except BaseException as error:  # whatever a batcher, a policy or a backend raises
                     for ticket in self._tickets:
-                        ticket.end(_copied(error))
+                        ticket.end(error)
                     self._tickets.clear()
             with self._starting:
                 if self._inbox.empty():
                     self._thread = None
                     return
 
-    def _wait_for_tickets(self) -> bool:
-        """Wait for those that may come back from the last chunk; whether anybody has rows to compute then."""
+    def _compute_shared(self) -> None:
+        stream = None
+        try:
+            while self._somebody_waits(stream):
+                if stream is None and self._for_stream():
+                    stream = OpenStream(self.lanes.many, self._wake)
+                if stream is not None:
+                    self._settle(stream)  # whatever woke this thread has been taken from the inbox by now
+                    self._admit_to(stream)
+                if alone := self._for_lane():
+                    self._compute_chunk(*alone)
+                elif stream is not None and stream.num_in_flight:
+                    self._take_in(self._inbox.get())
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def _wake(self) -> None:
+        self._inbox.put(None)
+
+    def _somebody_waits(self, stream: OpenStream | None) -> bool:
+        """Wait a little for those that may come back from the last chunk; whether there is anything to compute then."""
         self._take_in()
         last, absent = self._last, self._absent()
         if len(last.states) < 2 and not self._tickets:
@@ -213,6 +220,8 @@ class Conductor:
             except Empty:
                 break
             self._take_in(message)
+            if stream is not None:
+                self._admit_to(stream)
             absent = self._absent()
         return bool(self._tickets)
 
@@ -227,39 +236,107 @@ class Conductor:
         self._tickets += [ticket for ticket in dict.fromkeys(messages) if ticket and ticket not in self._tickets]
         for ticket in self._tickets:
             if self._is_closed:
-                ticket.end(ClosedError("the engine was closed; load the model again"))
+                ticket.stop(ClosedError("the engine was closed; load the model again"))
             elif ticket.is_over:
-                ticket.end(ClosedError(f"the run was cancelled after {ticket.job.num_taken} tokens"))
+                ticket.stop(ClosedError(f"the run was cancelled after {ticket.job.num_taken} tokens"))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Those that nothing more is computed of."""
+        for ticket in self._tickets:
+            if not ticket.num_in_flight and (ticket.error is not None or not ticket.job.num_left):
+                ticket.end()
         self._tickets = [ticket for ticket in self._tickets if not ticket.is_ended]
 
-    def _compute_chunk(self) -> None:
-        """Form the next chunk, compute it, and let go whose last row it held."""
-        takes = next_chunk(self._batcher, [ticket.waiting for ticket in self._tickets], self._chunk_length)
-        tickets = [self._tickets[take.place] for take in takes]
-        is_few = all(ticket.waiting.is_decode for ticket in tickets)
-        lane = self.lanes.few if is_few else self.lanes.many
-        segments = [ticket.job.take(take.num_tokens) for ticket, take in zip(tickets, takes, strict=True)]
-        chunk = Chunk(segments, lane.plan.flow)
-        for ticket in self._tickets:
-            ticket.num_passed = 0 if ticket in tickets else ticket.num_passed + 1
-        start_ns = perf_counter_ns()
+    def _waiting(self) -> list[Ticket]:
+        """Those with tokens that wait for a chunk."""
+        return [ticket for ticket in self._tickets if ticket.job.num_left and ticket.error is None]
+
+    def _for_stream(self) -> list[Ticket]:
+        """Those whose next tokens go where chunks overlap."""
+        if not self.lanes.overlaps:
+            return []
+        waiting = self._waiting()
+        if not self._decodes_apart([ticket for ticket in waiting if ticket.waiting.is_decode]):
+            return waiting
+        return [ticket for ticket in waiting if not ticket.waiting.is_decode]
+
+    def _for_lane(self) -> tuple[list[Ticket], Executor] | None:
+        """Those whose next tokens go into a chunk that this thread computes by itself, and the executor for it."""
+        for_stream = self._for_stream()
+        if not (waiting := [ticket for ticket in self._waiting() if ticket not in for_stream]):
+            return None
+        return waiting, self.lanes.few if self.lanes.overlaps else self.lanes.many
+
+    def _decodes_apart(self, decoding: Sequence[Ticket]) -> bool:
+        """Whether single tokens run beside the stream, on the CPU alone, rather than in its chunks."""
+        if self.lanes.decode_on != "auto" or not decoding:
+            return self.lanes.decode_on == "cpu"
+        segments = [(ticket.job.position, 1) for ticket in decoding]
+        few, many = self.lanes.few, self.lanes.many
+        return few.estimate(segments, len(segments)) <= many.estimate(segments, len(segments))
+
+    def _form(self, tickets: Sequence[Ticket], lane: Executor) -> tuple[Chunk, list[Ticket]]:
+        """The next chunk, as the batcher has it, and whose rows it holds."""
+        takes = next_chunk(self._batcher, [ticket.waiting for ticket in tickets], lane.chunk_length)
+        taken = [tickets[take.place] for take in takes]
+        for ticket in tickets:
+            ticket.num_passed = 0 if ticket in taken else ticket.num_passed + 1
+        segments = [ticket.job.take(take.num_tokens) for ticket, take in zip(taken, takes, strict=True)]
+        for ticket in taken:
+            ticket.num_in_flight += 1
+        return Chunk(segments, lane.plan.flow), taken
+
+    def _admit_to(self, stream: OpenStream) -> None:
+        """Fill the stream's slots; only two while somebody decodes in it, who would wait for all that are before."""
+        while stream.has_room and (waiting := self._for_stream()):
+            if stream.num_in_flight >= 2 and any(ticket.waiting.is_decode for ticket in self._tickets):
+                return
+            chunk, taken = self._form(waiting, self.lanes.many)
+            number = stream.admit(chunk, [ticket.last_chunk for ticket in taken])
+            for ticket in taken:
+                ticket.last_chunk = number
+            self._in_stream[number] = taken, perf_counter_ns()
+
+    def _settle(self, stream: OpenStream) -> None:
+        """Note what has passed through the stream."""
+        for number, chunk, events, error in stream.take_ended():
+            taken, start_ns = self._in_stream.pop(number)
+            self._note(chunk, taken, events, error, self.lanes.many.pipeline, start_ns)
+
+    def _compute_chunk(self, tickets: Sequence[Ticket], lane: Executor) -> None:
+        """Form a chunk and compute it in this thread."""
+        chunk, taken = self._form(tickets, lane)
+        start_ns, events, failure = perf_counter_ns(), list[TaskEvent](), None
         try:
             events = lane.compute_chunk(chunk)
         except Exception as error:
-            for ticket in tickets:
-                ticket.end(_copied(error))
-        else:
-            record = ChunkRecord(self.num_chunks, tuple(_recorded(segment) for segment in segments))
-            for ticket, segment in zip(tickets, segments, strict=True):
-                ticket.note(lane.pipeline_in_caller, segment, events, record)
-        end_ns = perf_counter_ns()
+            failure = error
+        self._note(chunk, taken, events, failure, lane.pipeline_in_caller, start_ns)
+
+    def _note(
+        self,
+        chunk: Chunk,
+        tickets: Sequence[Ticket],
+        events: Sequence[TaskEvent],
+        error: BaseException | None,
+        pipeline: Pipeline,
+        start_ns: int,
+    ) -> None:
+        """A chunk has passed: its jobs have come as far, or have failed."""
+        record = ChunkRecord(self.num_chunks, tuple(_recorded(segment) for segment in chunk.segments))
+        for ticket, segment in zip(tickets, chunk.segments, strict=True):
+            ticket.num_in_flight -= 1
+            if error is not None:
+                ticket.stop(error)
+            else:
+                ticket.note(pipeline, segment, events, record)
         self.num_chunks += 1
         self.num_rows += chunk.num_tokens
-        done = [ticket for ticket in tickets if not ticket.job.num_left]
-        self._last = _Last(end_ns, end_ns - start_ns, frozenset(ticket.job.run.state.serial for ticket in done))
-        for ticket in done:
-            ticket.end()
-        self._tickets = [ticket for ticket in self._tickets if not ticket.is_ended]
+        end_ns = perf_counter_ns()
+        done = frozenset(ticket.job.run.state.serial for ticket in tickets if not ticket.job.num_left)
+        self._last = _Last(end_ns, end_ns - start_ns, done)
+        self._let_go()
 
 
 class _Last(NamedTuple):
@@ -270,30 +347,8 @@ class _Last(NamedTuple):
     states: frozenset[int]
 
 
-def parting_step(plan: Plan, chunk_length: int) -> int:
-    """A prompt that shares chunks is parted after multiples of so many tokens: the bits are those of running alone.
-
-    All but one kind of layer compute every row by itself. The native gated delta rule takes up to 32 rows at once, from
-    a chunk's beginning on; of other recurrent kinds nothing is known.
-    """
-    kinds = {n.attributes["attn_type"] for s in plan.subgraphs for n in s.nodes if n.op == LINEAR_ATTENTION_OP}
-    recurrent = {kind for kind in kinds if find_variant(str(kind)).is_recurrent}
-    if not recurrent:
-        return 1
-    return DELTA_RULE_ROWS if recurrent == {"gated_delta_rule"} and not chunk_length % DELTA_RULE_ROWS else chunk_length
-
-
 def _recorded(segment: Segment) -> SegmentRecord:
     return SegmentRecord(segment.job.run.state.serial, segment.position, segment.num_tokens)
-
-
-def _copied(error: BaseException) -> BaseException:
-    """The same error for another thread, which adds its own traceback."""
-    if not isinstance(error, ChunkrtError):
-        return error
-    other = type(error)(*error.args)
-    other.__cause__ = error.__cause__
-    return other
 
 
 def _nothing() -> None:

@@ -156,7 +156,7 @@ class Executor:
                 chunks.append(Chunk([job.take(self.chunk_length)], self.plan.flow))
             flops = self._flops(chunks)
             schedule = self._schedule(chunks, flops)
-            stream = self._stream(chunks)
+            stream = self.stream(dict(enumerate(chunks)))
             try:
                 events = self._drive(job, stream, schedule, gives_way, starts_threads=flops is not None)
             except BaseException:
@@ -176,17 +176,36 @@ class Executor:
         with self._one_run:
             self._end_workers()
             schedule = self._schedule([chunk], None)
-            stream = self._stream([chunk])
+            stream = self.stream({0: chunk})
             with running_on(self.cpus):
                 events = run_in_caller(schedule, lambda task: stream.compute(task, schedule.slot(task.chunk)))
             if schedule.failure is not None:
                 raise self.failure(*schedule.failure) from schedule.failure[1]
-            self.costs.learn(self._flops_of([chunk]), events)
+            self.learn(chunk, events)
             return events
+
+    def learn(self, chunk: Chunk, events: Sequence[TaskEvent]) -> None:
+        """Take in what the tasks of a chunk took, which others may have shared the processors with."""
+        first = [event._replace(task=event.task._replace(chunk=0)) for event in events]
+        self.costs.learn(self._flops_of([chunk]), first)
+
+    def durations_of(self, chunk: Chunk) -> list[int]:
+        """Nanoseconds that each subgraph is expected to take on a chunk."""
+        return [durations[0] for durations in self.costs.durations(self._flops_of([chunk]))]
+
+    def open_schedule(self) -> Schedule:
+        """One that chunks come to while others run."""
+        self._end_workers()
+        return self._schedule([], None)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What records share of chunks that several workers computed."""
+        return self._pipeline
 
     @property
     def pipeline_in_caller(self) -> Pipeline:
-        """What records of chunks that were computed in the calling thread share."""
+        """What records share of chunks that the calling thread computed."""
         return self._pipeline_in_caller
 
     def estimate(self, segments: Sequence[tuple[int, int]], num_rows: int) -> int:
@@ -215,8 +234,9 @@ class Executor:
             durations=None if flops is None else self.costs.durations(flops),
         )
 
-    def _stream(self, chunks: Sequence[Chunk]) -> Stream:
-        return Stream(dict(enumerate(chunks)), self.plan.flow, self.subgraphs, self.slots)
+    def stream(self, chunks: dict[int, Chunk]) -> Stream:
+        """What computes tasks of chunks, by number, in this executor's slots."""
+        return Stream(chunks, self.plan.flow, self.subgraphs, self.slots)
 
     def _flops(self, chunks: Sequence[Chunk]) -> NDArray[np.float64] | None:
         """Of every task, [subgraphs, chunks]; None where none can overlap another, so that no order is better."""

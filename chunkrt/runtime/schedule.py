@@ -63,8 +63,9 @@ class Schedule:
         self.failure: tuple[Task, BaseException] | None = None
         """The first task that failed and stopped everything, and its error."""
         self.is_cancelled = False
-        self.ended: list[tuple[int, BaseException | None]] = []
-        """The chunks that have ended, by number, with the error of those that failed. Who wants them takes them."""
+        self.ended: list[tuple[int, tuple[Task, BaseException] | None]] = []
+        """The chunks that have ended, by number, with the first task of each that failed and its error. Who wants them
+        takes them out."""
         self._plan = plan
         self._flow = plan.flow
         self._chunks_in_flight = chunks_in_flight
@@ -83,7 +84,7 @@ class Schedule:
         self._free_slots = list(reversed(range(chunks_in_flight)))
         self._outside: list[int] = []
         """The chunks that have not entered."""
-        self._errors: dict[int, BaseException] = {}
+        self._errors: dict[int, tuple[Task, BaseException]] = {}
         for chunk, route in enumerate(routes):
             self.admit(route, [chunk - 1], [of_subgraph[chunk] for of_subgraph in durations or ()])
         self._is_run = bool(routes)
@@ -272,10 +273,11 @@ class Schedule:
             return
         if not chunk.is_failed:
             chunk.is_failed = True
-            self._errors[chunk.number] = error
+            self._errors[chunk.number] = task, error
             self._clear(chunk.number)
             turns = [s for s, owns in enumerate(self._flow.has_state) if owns and s not in chunk.passed]
-            self._release((subgraph, later.number) for later in chunk.next for subgraph in turns)
+            after = [later.number for later in chunk.next if later.number in self._chunks]
+            self._release((subgraph, later) for later in after for subgraph in turns)
         if not chunk.num_running:
             self._release(self._leave(chunk))
 
@@ -321,7 +323,7 @@ class Schedule:
         chunk = self._chunks[number]
         released = [(follower, number) for follower in chunk.route.followers[subgraph]]
         if self._flow.has_state[subgraph]:
-            released += [(subgraph, later.number) for later in chunk.next]
+            released += [(subgraph, later.number) for later in chunk.next if later.number in self._chunks]
         if chunk.left == 1 and self._outside:
             entering = self._outside[0]
             released += [(first, entering) for first in self._chunks[entering].route.first]

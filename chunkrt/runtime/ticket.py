@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 
+from chunkrt.errors import ChunkrtError
 from chunkrt.runtime.batcher import Waiting
 from chunkrt.runtime.job import Job, Segment
 from chunkrt.runtime.record import ChunkRecord, Pipeline
+from chunkrt.runtime.run import RunResult
 from chunkrt.runtime.tasks import Task, TaskEvent
 
 
@@ -30,11 +32,13 @@ class Ticket:
         self.num_passed = 0
         """Chunks that were formed without it since its last."""
         self.num_in_flight = 0
+        """Chunks that hold some of it."""
+        self.last_chunk = -1
+        """The last of them, by its number in an open stream."""
         self.is_ended = False
         self._on_end = on_end
         self._pipeline: Pipeline | None = None
-        self._noted: list[tuple[Segment, ChunkRecord]] = []
-        self._events: list[TaskEvent] = []
+        self._noted: list[tuple[Segment, Sequence[TaskEvent], ChunkRecord]] = []
         self._gate = Lock()
         self._gate.acquire()
 
@@ -60,30 +64,56 @@ class Ticket:
         if pipeline is not self._pipeline:
             self._write_record()
             self._pipeline = pipeline
-        chunk = len(self._noted)
-        self._noted.append((segment, record))
-        self._events += [event._replace(task=Task(event.task.subgraph, chunk)) for event in events]
+        self._noted.append((segment, events, record))
 
     def _write_record(self) -> None:
         if self._pipeline is None:
             return
+        noted = sorted(self._noted, key=lambda one: one[0].start)  # a chunk may have waited for others' rows at its end
+        events = [
+            event._replace(task=Task(event.task.subgraph, chunk))
+            for chunk, (_, of_chunk, _) in enumerate(noted)
+            for event in of_chunk
+        ]
         self.job.record(
             self._pipeline,
-            [segment for segment, _ in self._noted],
-            self._events,
-            start_ns=min(event.start_ns for event in self._events),
-            end_ns=max(event.end_ns for event in self._events),
-            chunks=tuple(record for _, record in self._noted),
+            [segment for segment, _, _ in noted],
+            sorted(events, key=lambda event: event.end_ns),
+            start_ns=min(event.start_ns for event in events),
+            end_ns=max(event.end_ns for event in events),
+            chunks=tuple(record for _, _, record in noted),
         )
-        self._noted, self._events = [], []
+        self._noted = []
+
+    def result(self) -> RunResult:
+        """Advance the state of a run that has ended. Raises what went wrong; the state is what it was."""
+        if self.error is not None:
+            self.job.give_up()
+            raise self.error
+        return self.job.finish()
+
+    def stop(self, error: BaseException) -> None:
+        """No further tokens go into a chunk; what is told first stays."""
+        if self.error is None:
+            self.error = _copied(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more of it is computed; what is told first stays."""
+        """Nothing more of it is computed."""
         if not self.is_ended:
             self.is_ended = True
-            self.error = self.error or error
+            if error is not None:
+                self.stop(error)
             if self.error is None:
                 self._write_record()
             self._gate.release()
             with suppress(Exception):  # it tells somebody who may have gone
                 self._on_end()
+
+
+def _copied(error: BaseException) -> BaseException:
+    """The same error for another thread, which adds its own traceback."""
+    if not isinstance(error, ChunkrtError):
+        return error
+    other = type(error)(*error.args)
+    other.__cause__ = error.__cause__
+    return other

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from threading import Condition, Event, Lock, Thread
 from time import perf_counter_ns
+from typing import TypeVar
 
 from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
 Execute = Callable[[Task], None]
+Changed = TypeVar("Changed")
 
 
 def never() -> bool:
@@ -68,7 +70,8 @@ class Workers:
         execute: runs one task, in a worker's thread.
         cancel: checked before every claim.
         gives_way: asked before every claim; if it says yes, the run ends with the chunks that have begun.
-        cpus: those that the threads run on; by default those of the thread that calls `run`.
+        cpus: those that the threads run on; by default those of the thread that starts them.
+        on_chunk_end: of an open schedule: called under the lock when there is one more in `ended`, or all has stopped.
     """
 
     def __init__(
@@ -79,14 +82,18 @@ class Workers:
         cancel: Event | None = None,
         gives_way: Callable[[], bool] = never,
         cpus: Collection[int] | None = None,
+        on_chunk_end: Callable[[], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._execute = execute
         self._cancel = cancel
         self._gives_way = gives_way
         self._cpus = cpus
-        self._events: list[TaskEvent] = []
-        self._policy_error: BaseException | None = None
+        self._on_chunk_end = on_chunk_end
+        self.events: list[TaskEvent] = []
+        """What ended well, in the order in which it ended; under the lock."""
+        self.error: BaseException | None = None
+        """What a policy raised, or whatever else stopped a thread."""
         self._lock = Lock()
         self._num_working = 0
         """Threads at work. `Thread.is_alive` cannot tell: in Python 3.11 it says no of a thread that runs, once an
@@ -118,15 +125,26 @@ class Workers:
                 waits again.
         """
         try:
-            with running_on(self._cpus):
-                for thread in self._threads:
-                    thread.start()
+            self.start()
             self._wait()
         finally:
             self.close()
-        if self._policy_error is not None:
-            raise self._policy_error
-        return self._events
+        if self.error is not None:
+            raise self.error
+        return self.events
+
+    def start(self) -> None:
+        """Start the threads, and do not wait for anything."""
+        with running_on(self._cpus):
+            for thread in self._threads:
+                thread.start()
+
+    def change(self, change: Callable[[], Changed]) -> Changed:
+        """Change the schedule, or look at it, and wake whom that concerns."""
+        with self._lock:
+            changed = change()
+            self._announce()
+            return changed
 
     @property
     def are_running(self) -> bool:
@@ -152,8 +170,10 @@ class Workers:
         try:
             self._run_tasks(processor, idle, worker)
         except BaseException as error:
-            self._policy_error = error
+            self.error = error
             self._stop()
+            if self._on_chunk_end is not None:
+                self._on_chunk_end()
         finally:
             with self._lock:
                 self._num_working -= 1
@@ -169,16 +189,17 @@ class Workers:
                 with self._lock:
                     self._schedule.fail(task, error)
                     self._announce()
-                return
-            event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns())
-            task = self._claim(processor, idle, event)
+                task = self._claim(processor, idle)
+            else:
+                event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns())
+                task = self._claim(processor, idle, event)
 
     def _claim(self, processor: Processor, idle: Condition, ended: TaskEvent | None = None) -> Task | None:
         """Report the task that ended and claim the next in one step; None when there is no further one."""
         schedule = self._schedule
         with self._lock:
             if ended is not None:
-                self._events.append(ended)
+                self.events.append(ended)
                 schedule.complete(ended.task)
             while True:
                 if self._cancel is not None and self._cancel.is_set() and not schedule.is_finished:
@@ -202,6 +223,8 @@ class Workers:
     def _announce(self) -> None:
         """Wake an idle worker for every ready task, and everybody at the end."""
         schedule = self._schedule
+        if schedule.ended and self._on_chunk_end is not None:
+            self._on_chunk_end()
         if schedule.is_finished:
             self._caller.notify_all()
             for _, idle in self._idle:

@@ -163,20 +163,25 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
     )
 
 
-def find_remedy(plan: Plan, fit: Fit) -> str:
+def find_remedy(plan: Plan, scheme: Scheme, fit: Fit, *, is_compiled: bool = False) -> str:
     """Command line options under which a model fits that did not; empty if there are none.
 
     Looked for in this order: shorter chunks, a shorter context, 4-bit weights.
+
+    Args:
+        scheme: that of `fit`.
+        is_compiled: whether it is that of an engine directory, so that another takes compiling the checkpoint again.
     """
     chunk_lengths = sorted({fit.chunk_length, min(fit.chunk_length, DEFAULT_CHUNK_LENGTH)}, reverse=True)
     context_lengths = [fit.context_length]
     while context_lengths[-1] // 2 >= max(SHORTEST_CONTEXT, fit.chunk_length):
         context_lengths.append(context_lengths[-1] // 2)
-    for scheme, context_length, chunk_length in product((fit.scheme, SMALLEST_SCHEME), context_lengths, chunk_lengths):
+    schemes = (scheme, find_scheme(SMALLEST_SCHEME))
+    for tried, context_length, chunk_length in product(schemes, context_lengths, chunk_lengths):
         try:
             found = fit_plan(
                 plan,
-                find_scheme(scheme),
+                tried,
                 fit.soc,
                 chunk_length=chunk_length,
                 context_length=context_length,
@@ -185,9 +190,13 @@ def find_remedy(plan: Plan, fit: Fit) -> str:
         except PartitionError:  # depths that blocks of 4-bit weights do not divide
             continue
         if not found.problems:
-            options = {"scheme": "--scheme", "chunk_length": "--chunk", "context_length": "--context"}
-            changes = {name: getattr(found, name) for name in options if getattr(found, name) != getattr(fit, name)}
-            return " ".join(f"{options[name]} {value}" for name, value in changes.items())
+            changes = [
+                f"--scheme {tried.name}" if tried != scheme else "",
+                f"--chunk {chunk_length}" if chunk_length != fit.chunk_length else "",
+                f"--context {context_length}" if context_length != fit.context_length else "",
+            ]
+            remedy = " ".join(filter(None, changes))
+            return f"compiling the checkpoint again with {remedy}" if is_compiled and tried != scheme else remedy
     return ""
 
 

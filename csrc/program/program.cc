@@ -127,6 +127,8 @@ void Program::run(std::span<const TensorView> inputs, std::span<const TensorView
   require_count(inputs.size(), definition_.inputs.size(), "inputs");
   std::vector<const TensorView*> of_chunk;
   SegmentInputs of_segment = {.num_rows = {}, .views = {}};
+  of_chunk.reserve(definition_.chunk_inputs.size());
+  of_segment.views.reserve(definition_.segment_inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const bool is_own = definition_.values[definition_.inputs[i]].segment_place.has_value();
     (is_own ? of_segment.views : of_chunk).push_back(&inputs[i]);
@@ -174,6 +176,8 @@ Program::Chunk Program::make_chunk(std::byte* memory) const {
                  .row_locals = memory + arena_bytes_ + scratch_bytes_ * members,
                  .data = {},
                  .dtypes = {}};
+  chunk.data.reserve(definition_.values.size());
+  chunk.dtypes.reserve(definition_.values.size());
   for (const Value& value : definition_.values) {
     void* data = const_cast<void*>(value.data);  // steps only read constants
     if (value.kind == ValueKind::temporary) data = memory + value.arena_offset;
@@ -185,17 +189,18 @@ Program::Chunk Program::make_chunk(std::byte* memory) const {
 
 Dtype Program::bind(const TensorView& view, ValueId id, const char* what, Sizes& sizes) const {
   const Value& value = definition_.values[id];
-  const std::string name = std::string(what) + " '" + value.name + "'";
+  const auto name = [&] { return std::string(what) + " '" + value.name + "'"; };
   const Dtype dtype = match_dtype(value, view) ? dtype_named(view.dtype) : value.dtype;
   if (view.dtype != name_of(dtype) || !match_shape(shape_in(value, dtype), view, sizes)) {
-    throw std::invalid_argument(name + ": expected " + expectation(value, sizes) + ", got " + describe(view));
+    throw std::invalid_argument(name() + ": expected " + expectation(value, sizes) + ", got " +
+                                describe(view));
   }
   if (!view.is_contiguous) {
-    throw std::invalid_argument(name +
+    throw std::invalid_argument(name() +
                                 " is not contiguous row-major memory; pass numpy.ascontiguousarray of it");
   }
   if (value.kind != ValueKind::input && !view.is_writeable) {
-    throw std::invalid_argument(name + " is written to, but read-only");
+    throw std::invalid_argument(name() + " is written to, but read-only");
   }
   return dtype;
 }
@@ -224,6 +229,7 @@ void Program::bind_segments(std::span<const SegmentInputs> segments, Chunk& chun
   if (segments.empty()) throw std::invalid_argument("expected at least 1 segment, got 0");
   const std::optional<std::size_t> rows_of_chunk = chunk.sizes[static_cast<std::size_t>(Symbol::T)];
   std::size_t first_row = 0;
+  chunk.segments.reserve(segments.size());
   for (std::size_t index = 0; index < segments.size(); ++index) {
     name_segment(index, segments.size(), [&] {
       const SegmentInputs& given = segments[index];
@@ -237,6 +243,8 @@ void Program::bind_segments(std::span<const SegmentInputs> segments, Chunk& chun
         first_row = rows_of_chunk.value_or(0);
       }
       require_count(given.views.size(), definition_.segment_inputs.size(), "states and inputs without rows");
+      segment.data.reserve(given.views.size());
+      segment.dtypes.reserve(given.views.size());
       for (std::size_t i = 0; i < given.views.size(); ++i) {
         segment.dtypes.push_back(
             bind(*given.views[i], definition_.segment_inputs[i], "input", segment.sizes));
@@ -290,6 +298,7 @@ void Program::check_states_apart(std::span<const SegmentInputs> segments) const 
 
 std::vector<Program::Member> Program::make_members(const Chunk& chunk) const {
   std::vector<Member> members;
+  members.reserve(pool_->budget());
   for (std::size_t i = 0; i < pool_->budget(); ++i) {
     members.push_back({.row_locals = chunk.row_locals + i * row_local_bytes_,
                        .scratch = reinterpret_cast<float*>(chunk.scratch + i * scratch_bytes_),

@@ -368,6 +368,14 @@ void test_refusals() {
                      (kValueHeads * kKeyDim * kValueDim - 1) * sizeof(float);
       },
       "segments 1 and 2 share the memory of 'recurrent' and 'recurrent'");
+  check_wrong<Argument>(
+      *program,
+      [](Packed& chunk, Sequences&) {  // a small one of the same segment begins between the two
+        auto* large = static_cast<std::byte*>(chunk.segments[0].inputs[8].data);
+        chunk.segments[0].inputs[6].data = large + 64;
+        chunk.segments[1].inputs[6].data = large + 512;
+      },
+      "segments 0 and 1 share the memory of 'recurrent' and 'columns'");
 }
 
 // What is no state may be shared; and the rows of a run are the chunk's.

@@ -6,6 +6,7 @@ import logging
 import shutil
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -471,3 +472,71 @@ def test_an_npu_takes_turns_with_operators_that_are_switched_off(model):
     off = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
     assert 0 < off < TOLERANCES["w8a16"]
     assert tokens[0] == tokens[1]
+
+
+def generated(session, prompt, num_tokens=6):
+    logits = session.prefill(prompt).logits
+    return logits, [piece.token_id for piece in session.generate(max_new_tokens=num_tokens)]
+
+
+def at_once(calls):
+    """What calls that are made in a thread each return, or raise."""
+    found = [None] * len(calls)
+
+    def work(index):
+        try:
+            found[index] = calls[index]()
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive(), "deadlock"
+    return found
+
+
+@pytest.mark.parametrize("decode_on", ["cpu", "npu"])
+def test_sequences_that_share_chunks_get_the_bits_that_they_get_alone(model, decode_on, home):
+    """Four decode through the one graph of 8 rows that prompts have; nothing is compiled for it."""
+    prompts = [prompt(length, seed=length) for length in (1, 5, 17, 30)]
+    with load(model, decode_on=decode_on) as engine:
+        alone = [generated(engine.session(), ids) for ids in prompts]
+        compiled = engine.npu_backend.num_compiled, num_contexts(home)
+        together = at_once([partial(generated, engine.session(), ids) for ids in prompts])
+        stats = engine.stats()
+        assert (engine.npu_backend.num_compiled, num_contexts(home)) == compiled
+    for (logits, ids), (shared_logits, shared_ids) in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(logits, shared_logits)
+        assert ids == shared_ids
+    assert stats.shared_rows > stats.shared_chunks > 0
+
+
+@pytest.mark.parametrize("k", [1, 6])
+def test_an_npu_that_dies_under_several_sequences_leaves_each_its_answer(model, native, failing_npu, k):
+    """The CPU takes over in the middle: the first that runs after it gives what the CPU gives."""
+    prompts = [prompt(length, seed=length) for length in (9, 17, 30)]
+    with load(model, on_npu_failure="fallback") as engine:
+        failing_npu.fails_at = k
+        found = at_once([partial(engine.session().prefill, ids) for ids in prompts])
+        again = at_once([partial(engine.session().prefill, ids) for ids in prompts])
+    for one, other, ids in zip(found, again, prompts, strict=True):
+        expected = native.session().prefill(ids).logits
+        assert relative_error(one.logits, expected) < TOLERANCES["w8a16"]
+        np.testing.assert_array_equal(other.logits, expected)
+
+
+def test_an_npu_that_fails_under_several_sequences_fails_those_and_no_later_ones(model, failing_npu):
+    prompts = [prompt(length, seed=length) for length in (9, 17, 30)]
+    with load(model, on_npu_failure="fail") as engine:
+        expected = [engine.session().prefill(ids).logits for ids in prompts]
+        sessions = [engine.session() for _ in prompts]
+        failing_npu.num_runs, failing_npu.fails_at = 0, 2
+        for result in at_once([partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)]):
+            assert isinstance(result, DeviceLostError)
+        failing_npu.fails_at = None
+        again = at_once([partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)])
+    for result, logits in zip(again, expected, strict=True):
+        np.testing.assert_array_equal(result.logits, logits)

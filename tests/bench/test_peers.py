@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
 BENCH = str(Path(__file__).parents[2] / "bench")
 
@@ -147,6 +148,40 @@ def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_the_chunk_length():
     assert chosen[0].options["chunk_length"] == 64
     with pytest.raises(Exception, match=r"no peer 'llama'; there are: llama\.cpp"):
         peers("command").choose(["llama"], 64)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the reasons are a Unix system's")
+@pytest.mark.parametrize(
+    ("python", "reason"),
+    [
+        ("no/such/python", "No such file or directory"),
+        (BENCH, "Permission denied"),
+        ("true", "is no Python 3 interpreter"),
+        ("a\0b", "embedded null byte"),
+    ],
+)
+def test_a_wrong_interpreter_is_one_line_before_anything_else(python, reason):
+    finished = CliRunner().invoke(peers("command").peers, ["no-such-model", "--python", python])
+    assert finished.exit_code == 1
+    (line,) = finished.output.splitlines()
+    assert line.startswith(f"Error: {python!r} ")
+    assert reason in line
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_report_that_cannot_be_written_is_told_before_anything_else(tmp_path, option):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "report"
+    finished = CliRunner().invoke(peers("command").peers, ["no-such-model", option, str(path)])
+    assert finished.exit_code == 2
+    assert finished.output.splitlines()[-1] == f"Error: cannot write {path}: {tmp_path}/file is no folder"
+
+
+def test_an_environment_that_cannot_be_made_is_an_error_in_a_line(tmp_path):
+    (tmp_path / "file").touch()
+    environment, process = peers("environment"), peers("process")
+    with pytest.raises(process.ContenderError, match=r"^no environment can be made in [^\n]+$"):
+        environment.make_environment(tmp_path / "file" / "environment", lambda what: None)
 
 
 def test_an_absent_runtime_is_an_error_in_a_line(tmp_path, monkeypatch):

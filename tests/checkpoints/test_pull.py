@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import tracemalloc
@@ -19,11 +20,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fixture_checkpoints import checkpoint
 
 from chunkrt import files as shared_folder
 from chunkrt.checkpoints import catalogue
-from chunkrt.checkpoints.catalogue import wheels
+from chunkrt.checkpoints.catalogue import fetch, wheels
 from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelPart, WheelSource
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.cli.models import models as models_command
 from chunkrt.cli.pull import pull as pull_command
 from chunkrt.errors import ConfigError, ModelError
@@ -538,6 +541,39 @@ def test_a_hub_checkpoint_appears_whole(home, monkeypatch):
     assert [file.name for file in path.iterdir()] == ["config.json"]
     assert files_left(home) == ["checkpoint"]
     assert catalogue.pulled(entry_of(HUB)) == path
+
+
+def test_what_is_damaged_names_the_command_that_fetches_it_again(home, monkeypatch, tmp_path):
+    def snapshot_download(repository, *, local_dir, **options):
+        shutil.copytree(checkpoint("llama_mha"), local_dir)
+
+    fake_hub(monkeypatch, snapshot_download)
+    monkeypatch.setattr(catalogue, "find", lambda name: entry_of(HUB))
+    monkeypatch.setattr(fetch, "find", catalogue.find)
+    path = catalogue.pull(entry_of(HUB))
+    (path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"; `chunkrt pull tiny --force` fetches it again$"):
+        open_checkpoint(path)
+    shutil.copytree(path, tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=r"; fetch it again$"):
+        open_checkpoint(tmp_path / "elsewhere")
+    assert CliRunner().invoke(pull_command, ["tiny", "--force"]).exit_code == 0
+    open_checkpoint(path)
+
+
+@pytest.mark.parametrize("content", [b"GGUF", b"", b"GGUX" + bytes(50)])
+def test_what_a_wheel_held_names_its_command_too(server, direct, monkeypatch, content):
+    entry = offer(server, [checkpoint("llama_biased_gguf").read_bytes()])
+    monkeypatch.setattr(fetch, "find", lambda name: entry)
+    path = catalogue.pull(entry)
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"`chunkrt pull tiny` fetches it again$"):
+        open_checkpoint(path)
+    path.with_name("other.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r" fetch it again$"):
+        open_checkpoint(path.with_name("other.gguf"))
+    catalogue.pull(entry, is_verified=True)
+    open_checkpoint(path)
 
 
 def test_a_hub_that_fails_is_a_model_error(monkeypatch):

@@ -366,3 +366,11 @@ def test_a_turn_that_was_stopped_before_its_answer_is_left_out(command, monkeypa
     empty = len(str({"role": "assistant", "content": ""}))
     assert asked[1] == said[:1]
     assert asked[3] == [said[0], empty, said[1]]
+
+
+def test_where_subgraphs_cannot_be_written_is_told_before_they_are_made(command, monkeypatch):
+    def fail(*arguments):
+        raise AssertionError("it is planned first")
+
+    monkeypatch.setattr("chunkrt.cli.plan.read_model", fail)
+    expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is no folder")

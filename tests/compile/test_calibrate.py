@@ -1,10 +1,12 @@
 """Calibration against a decoder written by hand; how it streams; and what the cache does."""
 
+import io
 import json
 import logging
 import shutil
 import tracemalloc
 import weakref
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from fixture_checkpoints import checkpoint
+from numpy.lib import format as npy
 from random_folders import write_folder
 
 from chunkrt.checkpoints.catalogue import find, pulled
@@ -400,6 +403,19 @@ def test_lists_of_something_else_are_refused(planned, tmp_path, field):
         replace(made, **{field: first(getattr(made, field), wrong)}).save(tmp_path / "file.npz")
         with pytest.raises(ModelError, match=f"is not a calibration \\({field} of"):
             Calibration.load(tmp_path / "file.npz")
+
+
+@pytest.mark.parametrize("count", [2**53, 2**31, 2])
+def test_a_header_that_claims_another_size_is_damage_and_not_too_little_memory(planned, tmp_path, count):
+    run(planned, TOKENS[:9]).save(tmp_path / "sound.npz")
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
+    with zipfile.ZipFile(tmp_path / "sound.npz") as sound, zipfile.ZipFile(tmp_path / "file.npz", "w") as archive:
+        for name in sound.namelist():
+            is_last = name == "token_ids.npy"
+            archive.writestr(name, header.getvalue() + bytes(72) if is_last else sound.read(name))
+    with pytest.raises(ModelError, match=rf"token_ids\.npy claims to hold int64 \({count},\), which is not its size"):
+        Calibration.load(tmp_path / "file.npz")
 
 
 def test_a_file_that_would_inflate_is_refused_before_it_does(planned, tmp_path):

@@ -1,78 +1,32 @@
 """Ctrl-C at any place of a session leaves it saying what its tokens say: its next answer is a fresh session's."""
 
-import dis
 import signal
 import sys
+import threading
+import time
 from functools import cache
-from itertools import pairwise
-from pathlib import Path
+from itertools import count
 
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint, input_ids
+from interrupt_at import CALLER, WORKERS, InterruptAt
 
 import chunkrt
-from chunkrt.engine import engine, sequence, session
-from chunkrt.runtime import executor, run, state, state_file, state_tensors, stream
 from chunkrt.runtime.run import Run
+from chunkrt.runtime.stream import Stream
 
-FILES = {
-    str(Path(module.__file__))
-    for module in (engine, sequence, session, executor, run, state, state_file, state_tensors, stream)
-}
 MODELS = ("llama_gqa", "qwen3_next", "gemma3_window_5")
 CONTEXT, FIRST, SECOND = 24, 9, 5
 NEXT = [7, 11]
 
 
 @cache
-def places(code):
-    """Where CPython may deliver a signal: after calls and at a function's begin, with the handler that is in force."""
-    table = dis._parse_exception_table(code)
-
-    def handler(offset):
-        return next((entry.target for entry in table if entry.start <= offset < entry.end), None)
-
-    return {
-        after.offset
-        for before, after in pairwise(dis.get_instructions(code))
-        if before.opname in ("CALL", "CALL_FUNCTION_EX", "RESUME") and handler(before.offset) == handler(after.offset)
-    }
-
-
-class InterruptAt:
-    """Raises SIGINT at the n-th place in chunkrt's own files that this thread comes to; counts them."""
-
-    def __init__(self, at):
-        self.at, self.count = at, 0
-
-    def __enter__(self):
-        self._previous = sys.gettrace()  # what measures coverage
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(self._previous)
-
-    def _enter(self, frame, event, argument):
-        if frame.f_code.co_filename not in FILES:
-            return None
-        frame.f_trace_opcodes = True
-        return self._step
-
-    def _step(self, frame, event, argument):
-        if event == "opcode" and frame.f_lasti in places(frame.f_code):
-            self.count += 1
-            if self.count == self.at:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return self._step
-
-
-@cache
-def load(name, context_shift=False):
+def load(name, context_shift=False, threads=1):
+    """With several threads, short chunks: a prompt is several, which workers share."""
     options = {"context_length": CONTEXT, "context_shift": True} if context_shift else {}
-    return chunkrt.load(checkpoint(name), npu="reference", scheme="float", chunk_length=8, threads=1, **options)
+    options |= {"chunk_length": 8 if threads == 1 else 2, "threads": threads}
+    return chunkrt.load(checkpoint(name), npu="reference", scheme="float", **options)
 
 
 def begin(loaded, tokens):
@@ -121,12 +75,12 @@ def save(opened, tokens, path):
     opened._sequence.state.save(path)
 
 
-def interrupted_at(act, name, at, path):
+def interrupted_at(act, name, at, path, threads=1):
     """Whether the interrupt came before the act had ended; then what the session says is checked."""
     tokens = input_ids(name)
-    opened = begin(load(name), tokens)
+    opened = begin(load(name, threads=threads), tokens)
     try:
-        with InterruptAt(at):
+        with InterruptAt(at, CALLER if threads == 1 else WORKERS):
             act(opened, tokens, path)
     except KeyboardInterrupt:
         assert_says_what_its_tokens_say(opened, name, f"{act.__name__} of {name}, place {at}")
@@ -142,6 +96,49 @@ def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(ac
     at = 1
     while interrupted_at(act, name, at, tmp_path / "state.npz"):
         at += step
+    assert at > step
+
+
+@pytest.mark.parametrize(
+    ("first", "step"), [(1, 29), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("act", [prefill, generate])
+def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(act, name, first, step, tmp_path):
+    assert load(name, threads=2)._executor.is_concurrent
+    at = first
+    while interrupted_at(act, name, at, tmp_path, threads=2):
+        at += step
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt-")]
+    assert at > step
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("act", [prefill, generate])
+def test_an_interrupt_while_any_task_runs_does_so_too(act, name, threads, step, tmp_path, monkeypatch):
+    """Where the main thread is, waiting for the workers or computing the task itself, the signal finds it."""
+    tokens, compute, at, is_through = input_ids(name), Stream.compute, 1, False
+    while not is_through:
+        opened, tasks = begin(load(name, threads=threads), tokens), count(1)
+
+        def interrupting(self, task, slot, tasks=tasks, at=at):
+            if next(tasks) == at:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            compute(self, task, slot)
+
+        monkeypatch.setattr(Stream, "compute", interrupting)
+        try:
+            act(opened, tokens, tmp_path)
+            if next(tasks) > at:
+                time.sleep(10)  # it is on its way
+            is_through = True
+        except KeyboardInterrupt:
+            at += step
+        monkeypatch.setattr(Stream, "compute", compute)
+        assert_says_what_its_tokens_say(opened, name, f"{act.__name__} of {name}, task {at}")
     assert at > step
 
 

@@ -200,6 +200,16 @@ def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
     assert lines[8].startswith("ModelError cannot load a state from nowhere.npz")
 
 
+@needs_mpi
+@pytest.mark.parametrize(
+    ("first", "step"), [(1, 37), *(pytest.param(first, 20, marks=pytest.mark.exhaustive) for first in range(1, 21))]
+)
+def test_an_interrupt_anywhere_leaves_all_ranks_with_what_the_tokens_say(first, step):
+    num_interrupts, num_wrong = result(launch(2, "interrupts", LLAMA, first, step))
+    assert num_interrupts > 10
+    assert num_wrong == 0
+
+
 @pytest.mark.sampled(every=4)
 @needs_mpi
 @pytest.mark.parametrize("options", [(), ("-disable-auto-cleanup",)], ids=["plain", "disable-auto-cleanup"])
@@ -284,6 +294,30 @@ def test_what_is_wrong_is_said_once(arguments, status, line):
     assert finished.returncode == status
     (only,) = said(finished)
     assert only.startswith(line)
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("ranks", "register", "uses"),
+    [
+        ("0", "pass", "rank 0 uses the {} and rank 1 does not"),
+        ("1", "pass", "rank 1 uses the {} and rank 0 does not"),
+        ("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
+        ("01", "pass", ""),
+    ],
+)
+def test_a_plugin_that_one_rank_alone_has_is_named(ranks, register, uses, tmp_path):
+    """It computes its operators otherwise, perhaps; then ranks would go different ways."""
+    info = tmp_path / "lone_operators-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lone-operators\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[chunkrt.operators]\nlone = lone_operators:register\n")
+    (tmp_path / "lone_operators.py").write_text(f"import os\ndef register(operators):\n    {register}\n")
+    finished = launch(2, "plugged", tmp_path, ranks, "run", GGUF, "-p", "x", "-n", "1")
+    lines = [line for line in said(finished) if "is left out" not in line]
+    assert (finished.returncode, len(lines)) == ((1, 1) if uses else (0, 0)), finished.stderr
+    plugin = "plug-in 'lone' of lone-operators 1.0 (chunkrt.operators)"
+    assert not uses or lines[0].startswith(f"chunkrt: {uses.format(plugin)}; install")
 
 
 @needs_mpi

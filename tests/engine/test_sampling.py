@@ -98,6 +98,7 @@ def test_what_remains_is_a_distribution_that_holds_the_likeliest(
         ("temperature", -0.1, "at least 0"),
         ("temperature", nan, "at least 0"),
         ("temperature", inf, "finite"),
+        ("temperature", 10**400, "finite"),
         ("temperature", "1", "a finite number"),
         ("temperature", True, "a finite number"),
         ("top_k", 0, "at least 1, or None"),

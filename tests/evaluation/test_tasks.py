@@ -8,10 +8,11 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
+from chunkrt.engine.scoring import encode_pair
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
-from chunkrt.evaluation.scoring import Accuracy, Scorer, encode_pair
+from chunkrt.evaluation.scoring import Accuracy
 
 GGUF = checkpoint("llama_biased_gguf")
 SWAG = [
@@ -59,12 +60,12 @@ def log_probability(engine, context, continuation):
 
 
 def test_scores_are_those_of_the_whole_prompt(engine):
-    scorer, random = Scorer(engine), np.random.default_rng(0)
+    session, random = engine.session(), np.random.default_rng(0)
     context = random.integers(0, 128, 40).tolist()
     pairs = [(context, random.integers(0, 128, n).tolist()) for n in (1, 2, 5, 1)]
     pairs += [(context[:7], [3]), ([5], [6, 7]), ([*context[:20], 1], [2] * 9)]
     for pair in pairs:
-        found = scorer.score(*pair)
+        found = session.score(*pair)
         expected, is_greedy = log_probability(engine, *pair)
         assert found.log_probability == pytest.approx(expected, rel=1e-6)
         assert found.is_greedy == is_greedy
@@ -75,8 +76,8 @@ def test_the_likeliest_continuation_is_greedy(engine):
     session.prefill("once upon a time")
     tokens = session.tokens
     ids = [piece.token_id for piece in session.generate(max_new_tokens=4)]
-    assert Scorer(engine).score(tokens, ids).is_greedy
-    assert not Scorer(engine).score(tokens, [*ids[:-1], (ids[-1] + 1) % 128]).is_greedy
+    assert engine.session().score(tokens, ids).is_greedy
+    assert not engine.session().score(tokens, [*ids[:-1], (ids[-1] + 1) % 128]).is_greedy
 
 
 def test_a_shared_context_is_run_once(engine, monkeypatch):
@@ -87,9 +88,9 @@ def test_a_shared_context_is_run_once(engine, monkeypatch):
         return prefill(self, tokens, **options)
 
     monkeypatch.setattr(Session, "prefill", count)
-    scorer, context = Scorer(engine), list(range(1, 31))
+    session, context = engine.session(), list(range(1, 31))
     for continuation in ([40, 41, 42], [50], [60, 61]):
-        scorer.score(context, continuation)
+        session.score(context, continuation)
     assert lengths == [29, 3, 1, 2]
 
 

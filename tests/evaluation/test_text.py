@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chunkrt
+from chunkrt.engine.scoring import piece_lengths, score_tokens
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.evaluation import logits as logits_module
-from chunkrt.evaluation.logits import divergences, piece_lengths, score_tokens
+from chunkrt.evaluation.logits import divergences
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import Part, cut_windows, spread
 

@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 SIZES = (*(0, 1, 2, 7, 8, 31, 127, 128, 255, 256), *(2**n for n in (15, 16, 31, 32, 53, 61)), 2**31 - 1, 2**63 - 1)
-NUMBERS = (*SIZES, *(-n for n in SIZES[1:]), 2**63, 10**30, 0.5, -0.0, 1e-300, 1e308, math.nan, math.inf, -math.inf)
+FLOATS = (0.5, -0.0, 1e-300, 1e308, math.nan, math.inf, -math.inf)
+NUMBERS = (*SIZES, *(-n for n in SIZES[1:]), 2**63, 10**30, 10**400, *FLOATS)
 TEXTS = ("", "a", "0", "T", "../x", "/", "\0", "\n", "é" * 40, "x" * 5000, "\ud800", "__class__", "npu", "float32")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.graph.decoders import FAMILIES, build_decoder, lfm2
+from chunkrt.graph.decoders import FAMILIES, build_decoder, lfm2, make_decoder
 from chunkrt.graph.decoders.config import LONGEST_CONTEXT, read_config
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
@@ -49,6 +49,11 @@ def test_a_missing_tensor_is_named(name):
         build_decoder(source)
 
 
+def test_sizes_that_the_tensors_have_not_are_refused_before_any_table_is_made():
+    with pytest.raises(ModelError, match=r"tensor \S+ is \[\d+, \d+\], expected \[\d+, \d+\]$"):
+        build_decoder(checkpoint(head_dim=2**14, max_position_embeddings=2**20))
+
+
 def test_an_unread_tensor_is_named():
     source = RandomCheckpoint()
     source.shapes["model.layers.0.self_attn.q_norm.weight"] = (10,)
@@ -75,13 +80,14 @@ def test_a_copy_of_a_tied_head_is_let_be():
     build_decoder(source)
 
 
-def test_a_tensor_of_another_shape_is_named_when_it_is_read():
+def test_a_tensor_of_another_shape_is_named_beforehand_and_when_it_is_read():
     source = RandomCheckpoint()
     source.shapes["model.layers.0.mlp.up_proj.weight"] = (51, 36)
-    parameters = {p.name: p for p in build_decoder(source).parameters()}
-    with pytest.raises(
-        ModelError, match=r"tensor model.layers.0.mlp.up_proj.weight is \[51, 36\], expected \[52, 36\]"
-    ):
+    said = r"tensor model.layers.0.mlp.up_proj.weight is \[51, 36\], expected \[52, 36\]"
+    with pytest.raises(ModelError, match=said):
+        build_decoder(source)
+    parameters = {p.name: p for p in make_decoder(source)[0].parameters()}
+    with pytest.raises(ModelError, match=said):
         parameters["model.layers.0.mlp.gate_up_proj.weight"].load(source)
 
 

@@ -77,6 +77,15 @@ def test_what_two_subgraphs_write_is_damaged(plan, damage):
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400])
+def test_a_number_that_no_float_holds_is_damaged(plan, number):
+    data = json.loads(plan.to_json())
+    node = next(node for part in data["subgraphs"] for node in part["nodes"] if "epsilon" in node["attributes"])
+    node["attributes"]["epsilon"] = "EPSILON"
+    with pytest.raises(ModelError, match="its attribute 'epsilon' is no finite number"):
+        Plan.from_json(json.dumps(data).replace('"EPSILON"', number))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"plan"', "{}"])
 def test_what_is_not_a_plan_at_all_is_damaged(text):
     with pytest.raises(ModelError, match="the plan is damaged"):

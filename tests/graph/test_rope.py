@@ -120,6 +120,8 @@ def test_a_missing_number_is_named(key):
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0, expected less"),
         ({"partial_rotary_factor": 0.4}, "rotate 3 of 8 dimensions"),
         ({"partial_rotary_factor": 2}, "rotate 16 of 8 dimensions"),
+        ({"partial_rotary_factor": 1e308}, "rotate 16 of 8 dimensions"),
+        ({"rope_theta": 10**400}, "rope_theta of RoPE is 1000\\d+, expected a positive"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(config, message):

@@ -6,11 +6,13 @@ import numpy as np
 import onnx
 import pytest
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
+from one_line import expect_one_line
 from onnx_models import FAMILIES, planned
 from random_folders import load_on, write_folder
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ConfigError, ModelError
+from chunkrt.onnx import exporting
 from chunkrt.onnx.exporting import WindowSettings, save_model, window_model
 from chunkrt.onnx.session import OnnxSession
 from chunkrt.tokenizer import Tokenizer
@@ -188,6 +190,24 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, command, arguments,
     assert message in done.err
     assert done.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["there.onnx"]
+
+
+def test_where_nothing_can_be_written_is_told_before_anything_is_computed(tmp_path, monkeypatch, command):
+    def fail(*arguments, **options):
+        raise AssertionError("it is computed first")
+
+    file, there = tmp_path / "file", tmp_path / "parts" / "1_static.0.onnx"
+    file.touch()
+    there.parent.mkdir()
+    there.touch()
+    monkeypatch.setattr(exporting, "check_float16", fail)
+    for option, path, message in (
+        ("-o", file / "d.onnx", f"cannot write {file}/d.onnx: {file} is no folder"),
+        ("-o", tmp_path / f"{'d' * 250}.onnx", "File name too long"),
+        ("--static-subgraphs", file / "parts", f"cannot write {file}/parts/1_static.0.onnx: {file} is no folder"),
+        ("--static-subgraphs", there.parent, f"{there} exists already"),
+    ):
+        expect_one_line(command("export", checkpoint("llama_gqa"), option, path), message)
 
 
 def test_an_engine_directory_is_not_exported(tmp_path, command):

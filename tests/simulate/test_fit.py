@@ -19,7 +19,7 @@ from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.state import State
-from chunkrt.simulate.fit import MOST_SESSIONS, find_remedy, fit_plan
+from chunkrt.simulate.fit import MOST_SESSIONS, USABLE_RAM, find_remedy, fit_plan
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -163,7 +163,7 @@ def test_what_is_too_large_is_named():
         f"it takes 33 NPU sessions of 199.2 MB, there are {MOST_SESSIONS}",
         f"it takes {found.total_bytes / GB:.2f} GB of 6.00 GB usable RAM",
     ]
-    assert find_remedy(SEVEN_B, found) == ""
+    assert find_remedy(SEVEN_B, SCHEMES["w8a16"], found) == ""
 
 
 def test_remedies_are_the_least_that_helps_and_do_help():
@@ -175,9 +175,25 @@ def test_remedies_are_the_least_that_helps_and_do_help():
     ):
         found = fit(SEVEN_B, "w8a16", ram=int(ram))
         assert found.problems
-        assert find_remedy(SEVEN_B, found) == remedy
+        assert find_remedy(SEVEN_B, SCHEMES["w8a16"], found) == remedy
     assert fit(SEVEN_B, "w8a16", context=2048, ram=int(plenty.total_bytes / 0.6 - GB)).problems == []
     assert fit(SEVEN_B, "w4a16", context=2048, ram=20 * GB).problems == []
+
+
+def test_remedies_for_an_engine_directory_leave_its_scheme():
+    plenty = fit(SEVEN_B, "w8a16")
+    for ram, remedy in (
+        (plenty.total_bytes / 0.6 - GB, "--context 2048"),
+        (20 * GB, "compiling the checkpoint again with --scheme w4a16 --context 2048"),
+    ):
+        found = fit(SEVEN_B, "w8a16", ram=int(ram))
+        assert find_remedy(SEVEN_B, SCHEMES["w8a16"], found, is_compiled=True) == remedy
+
+
+def test_remedies_go_by_the_bits_that_the_scheme_has_and_not_by_its_name():
+    with_8_bits = dataclasses.replace(SCHEMES["w4a16"], weights_of_8_bits=("*",))
+    found = fit_plan(SEVEN_B, with_8_bits, SM8650, chunk_length=32, context_length=4096, ram_bytes=20 * GB)
+    assert find_remedy(SEVEN_B, with_8_bits, found) == "--scheme w4a16 --context 2048"
 
 
 def test_what_the_npu_cannot_run_is_said():
@@ -187,7 +203,7 @@ def test_what_the_npu_cannot_run_is_said():
     with pytest.raises(PartitionError, match="use a static scheme: w8a16, w8a8, w4a16"):
         fit(TINY, "w8a8-dynamic")
     found = fit(odd, "w8a16", ram=GB // 1000)
-    assert find_remedy(odd, found) == ""
+    assert find_remedy(odd, SCHEMES["w8a16"], found) == ""
 
 
 @pytest.mark.sampled(every=3)
@@ -220,6 +236,16 @@ def test_the_command_says_what_does_not_fit(command):
     finished = command("fit", GGUF, "--soc", "SM8650", "--ram", "0.0001")
     assert (finished.status, finished.err) == (1, "")
     assert finished.out.splitlines()[-1].startswith("does not fit: it takes 1.1 MB of 0.1 MB usable RAM; try ")
+
+
+def test_the_command_advises_no_scheme_for_an_engine_directory(command):
+    with chunkrt.load(GGUF, npu="native", scheme="w8a16") as engine:
+        pass
+    sizes = json.loads(command("fit", engine.folder, "--soc", "SM8650", "--json").out)
+    four_bits = json.loads(command("fit", GGUF, "--soc", "SM8650", "--scheme", "w4a16", "--json").out)
+    ram = (sizes["total_bytes"] + four_bits["total_bytes"]) / 2 / USABLE_RAM / GB
+    finished = command("fit", engine.folder, "--soc", "SM8650", "--ram", ram)
+    assert finished.out.splitlines()[-1].endswith("; try compiling the checkpoint again with --scheme w4a16")
 
 
 def test_the_command_in_json(command):

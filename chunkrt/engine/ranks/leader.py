@@ -6,7 +6,7 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -92,11 +92,12 @@ class EngineMirror:
         """Wait until all followers have loaded the model.
 
         Raises:
-            ConfigError: one has another than this process.
+            ConfigError: one has another than this process, or other plug-ins.
             ChunkrtError: one could not load it.
         """
         for rank, theirs in self._leader.replies(self._opening).items():
             assert isinstance(theirs, Mapping)
+            _check_plugins(rank, identity["plug-ins"], theirs["plug-ins"])
             if odd := [name for name, value in identity.items() if theirs.get(name) != value]:
                 raise ConfigError(
                     f"rank {rank} has loaded another model than rank 0: its {' and '.join(odd)} differ; put the same "
@@ -136,6 +137,18 @@ class EngineMirror:
     def close(self) -> None:
         """Close the followers' engines."""
         self._leader.call(self._number, "close")
+
+
+def _check_plugins(rank: int, ours: object, theirs: object) -> None:
+    """Raises ConfigError for the first plug-in that rank 0 or another has, or that works there, alone."""
+    assert isinstance(ours, Sequence)
+    assert isinstance(theirs, Sequence)
+    for number, one, other in ((0, ours, theirs), (rank, theirs, ours)):
+        if odd := [plugin for plugin in one if plugin not in other]:
+            raise ConfigError(
+                f"rank {number} uses the {odd[0]} and rank {rank - number} does not; install the same plug-ins on "
+                "every machine"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
-        ModelError: a tensor is missing, or one is left that nothing reads.
+        ModelError: a tensor is missing, has another shape than the config asks for, or is read by nothing.
         ConfigError: so many ranks cannot share a linear evenly.
     """
     decoder, _ = make_decoder(source, ranks)
@@ -73,6 +73,8 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
             f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the "
             f"{source.architecture} decoder reads it" + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
         )
+    for checked in decoder.parameters():  # before any is made: the tables have sizes that the config alone claims
+        checked.check(source)
     return decoder
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.graph.rope import LONGEST_CONTEXT, inverse_frequencies
+from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, inverse_frequencies
 from chunkrt.graph.shares import HeadShare, share_heads
 
 LARGEST_SIZE = 2**20
@@ -77,7 +76,7 @@ class DecoderConfig:
         """A positive number. Raises ModelError if it is none, or is missing and has no default."""
         value = self.raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
             raise ModelError(f"{self.where}: {key} is {value!r}, expected a positive number")
         return float(value)
 

@@ -4,9 +4,9 @@ the static subgraphs of a plan."""
 from chunkrt.onnx.exporting.beside import check_beside, tokenizer_files, write_beside
 from chunkrt.onnx.exporting.dynamic import dynamic_model
 from chunkrt.onnx.exporting.genai import genai_config
-from chunkrt.onnx.exporting.save import check_absent, model_files, save_model
+from chunkrt.onnx.exporting.save import check_output, model_files, save_model
 from chunkrt.onnx.exporting.settings import DynamicSettings, SubgraphSettings, WindowSettings
-from chunkrt.onnx.exporting.subgraphs import save_static_subgraphs
+from chunkrt.onnx.exporting.subgraphs import check_subgraph_outputs, save_static_subgraphs
 from chunkrt.onnx.exporting.verification import check_float16
 from chunkrt.onnx.exporting.window import window_model
 
@@ -14,9 +14,10 @@ __all__ = [
     "DynamicSettings",
     "SubgraphSettings",
     "WindowSettings",
-    "check_absent",
     "check_beside",
     "check_float16",
+    "check_output",
+    "check_subgraph_outputs",
     "dynamic_model",
     "genai_config",
     "model_files",

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from chunkrt.errors import ChunkrtError, ConfigError
-from chunkrt.files import remove
+from chunkrt.files import check_writable, remove
 
 DATA_SUFFIX = ".data"
 """Added to a model's name where its weights are in a file of their own."""
@@ -25,11 +25,18 @@ def model_files(path: Path) -> tuple[Path, Path]:
     return path, path.with_name(path.name + DATA_SUFFIX)
 
 
-def check_absent(path: Path) -> None:
-    """Raises ConfigError if a model, or its weights, are there already, or the name is none for a model."""
+def check_output(path: Path) -> None:
+    """Raises ConfigError where a model cannot be written, as far as can be told beforehand.
+
+    It, or its weights, may be there already; the name may be none for a model.
+    """
     if path.suffix != ".onnx":
         raise ConfigError(f"--output is {path}, expected a name that ends in .onnx")
     for file in model_files(path):
+        try:
+            check_writable(file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
         if file.exists():
             raise ConfigError(f"{file} exists already; remove it, or write to another name")
 
@@ -50,7 +57,7 @@ def save_model(
         ConfigError: there is a file already, it cannot be written, or it is too large for one file.
         QuantizationError: a weight is beyond the type that it is written in.
     """
-    check_absent(path)
+    check_output(path)
     tensors = [value.const_value for value in model.graph.initializers.values()]
     num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     if not external_data and num_bytes > LARGEST_FILE:

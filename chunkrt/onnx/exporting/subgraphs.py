@@ -12,7 +12,7 @@ from chunkrt.files import remove
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Subgraph
 from chunkrt.onnx.exporting.decoder import emit_node, make_emitter, with_shapes
-from chunkrt.onnx.exporting.save import check_absent, save_model
+from chunkrt.onnx.exporting.save import check_output, save_model
 from chunkrt.onnx.exporting.settings import SubgraphSettings
 
 SUBGRAPH_KEY = "chunkrt.subgraph"
@@ -39,6 +39,12 @@ def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSetti
     return with_shapes(e.model(metadata={SUBGRAPH_KEY: subgraph.name}, name=subgraph.name))
 
 
+def check_subgraph_outputs(planned: Planned, folder: Path) -> None:
+    """Raises ConfigError where `save_static_subgraphs` could not write, as far as can be told beforehand."""
+    for name in _static_files(planned):
+        check_output(folder / name)
+
+
 def save_static_subgraphs(
     planned: Planned,
     folder: Path,
@@ -55,11 +61,8 @@ def save_static_subgraphs(
     Raises:
         ConfigError: one is there already, or cannot be written.
     """
-    subgraphs = planned.plan.subgraphs
-    digits = len(str(len(subgraphs)))
-    static = {f"{i:0{digits}}_{s.name}.onnx": s for i, s in enumerate(subgraphs) if s.is_static}
-    for name in static:
-        check_absent(folder / name)
+    static = _static_files(planned)
+    check_subgraph_outputs(planned, folder)
     aside = folder / ".subgraphs.part"
     remove(aside)
     try:
@@ -74,3 +77,9 @@ def save_static_subgraphs(
         remove(aside)
     progress(len(static), len(static))
     return [folder / name for name in static]
+
+
+def _static_files(planned: Planned) -> dict[str, Subgraph]:
+    subgraphs = planned.plan.subgraphs
+    digits = len(str(len(subgraphs)))
+    return {f"{i:0{digits}}_{s.name}.onnx": s for i, s in enumerate(subgraphs) if s.is_static}

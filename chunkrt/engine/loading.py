@@ -1,0 +1,112 @@
+"""Loading: from a model's name to an engine, here and on every other rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chunkrt.backends.communicator import Communicator, ranks_of
+from chunkrt.backends.dispatch import check_switches, registered_operators
+from chunkrt.backends.switches import Switches
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import engine_folder
+from chunkrt.engine.roles import check_runs
+from chunkrt.errors import ConfigError, OutOfMemoryError, unknown_name
+from chunkrt.files import Progress, no_progress
+from chunkrt.runtime.affinity import available_cpus, find_cpus
+from chunkrt.runtime.ranks.launch import connect
+
+if TYPE_CHECKING:
+    from chunkrt.engine.ranks.leader import EngineMirror
+    from chunkrt.runtime.ranks.mpi import MpiCommunicator
+
+
+def load(
+    model: str | Path,
+    *,
+    progress: Progress | None = None,
+    communicator: Communicator | None = None,
+    **options: object,
+) -> Engine:
+    """Load a model, compiling it first if that was not done before.
+
+    Where mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 goes on with an
+    engine; in all others this does not return, but does as rank 0 does until that ends, and raises SystemExit.
+
+    Args:
+        model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+        progress: told about downloads, calibration and compilation.
+        communicator: reaches the other ranks, if this process is one of several that share the model; see
+            `chunkrt/runtime/ranks/`. All of them load it, with the same chunk length, and make the same runs. By
+            default what mpiexec launched together.
+        options: the fields of `EngineOptions`.
+
+    Raises:
+        ConfigError: an unknown option or model name, a value out of range, or CPUs that are not to be had.
+        ModelError: the checkpoint is missing, damaged or unsupported.
+        BackendError: a backend is not available or cannot compile the model.
+        PartitionError: a backend does not run what was placed on it.
+        DeviceLostError: another rank has ended.
+        OutOfMemoryError: there is too little memory.
+    """
+    try:
+        return _load(model, progress or no_progress, communicator, options)
+    except MemoryError as error:
+        if isinstance(error, OutOfMemoryError):
+            raise
+        raise OutOfMemoryError(
+            f"there is too little memory to load {model} ({error or 'no more can be had'}); close other programs, or "
+            "choose a smaller model or a shorter context"
+        ) from error
+
+
+def _load(
+    model: str | Path, tell: Progress, communicator: Communicator | None, options: Mapping[str, object]
+) -> Engine:
+    """As `load`."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}, expected a name or a path")
+    known = EngineOptions.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise unknown_name("option", name, known)
+    chosen = EngineOptions(**options)  # type: ignore[arg-type]
+    find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
+    check_switches(Switches.parse(chosen.ops), registered_operators())
+    if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
+        if launch.rank > 0:
+            sys.exit(follow(launch))
+        from chunkrt.engine.ranks.leader import leader
+
+        mirror = leader(launch).open(str(model), chosen)
+        engine = load_part(str(model), chosen, launch, tell, mirror)
+        mirror.check(engine.identity)
+        return engine
+    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator), check=check_runs)
+    return Engine(folder, chosen, progress=tell, communicator=communicator)
+
+
+def follow(launch: MpiCommunicator) -> int:
+    """Do as rank 0 does until it ends; for all other ranks that mpiexec launched. Returns the exit status."""
+    from chunkrt.engine.ranks.follower import Follower
+
+    return Follower(launch, load_part).serve()
+
+
+def load_part(
+    model: str,
+    options: EngineOptions,
+    launch: MpiCommunicator,
+    progress: Progress = no_progress,
+    mirror: EngineMirror | None = None,
+) -> Engine:
+    """Load this rank's part of a model; the ranks of a machine share its processor."""
+    folder = engine_folder(model, options, progress, ranks_of(launch), check=check_runs)
+    if options.threads is None:
+        options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
+    return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)

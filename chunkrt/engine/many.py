@@ -1,0 +1,162 @@
+"""Many sequences at once, from one thread: their runs share chunks, and what they give comes as it is ready."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from chunkrt.engine.sequence import Steps
+from chunkrt.runtime.run import Run, RunResult
+
+Result = TypeVar("Result")
+Part = Generator[Steps[Result], None, None]
+"""What one of the many does: steps after steps, each with a result."""
+
+MOST_AT_ONCE = 16
+"""Sequences that are under way at a time, unless told otherwise."""
+
+
+class Pending(Protocol):
+    """A run that was begun; see `Ticket`."""
+
+    def result(self) -> RunResult:
+        """What came of it, once it has ended."""
+        ...
+
+
+class Runs(Protocol):
+    """What computes runs beside each other; see `Conductor`."""
+
+    def ticket(self, run: Run, on_end: Callable[[], object]) -> Any:
+        """A `Pending`, which `on_end` is called for when it has ended."""
+        ...
+
+    def begin(self, pending: Any) -> None:
+        """Have it computed."""
+        ...
+
+    def abandon(self, pending: Any) -> None:
+        """End it."""
+        ...
+
+
+class _Active(Generic[Result]):
+    """One that is under way. `ticket`: of the run that it waits for."""
+
+    def __init__(self, index: int, part: Part[Result]) -> None:
+        self.index, self.part = index, part
+        self.steps: Steps[Result] | None = None
+        self.ticket: Pending | None = None
+
+    def advance(self, runs: Runs, on_end: Callable[[], object]) -> Iterator[tuple[int, Result]]:
+        """Go on until a run is under way, or everything is done; what was ready until then."""
+        while True:
+            try:
+                if self.steps is None:
+                    self.steps = next(self.part, None)
+                    if self.steps is None:
+                        self.ticket = None
+                        return
+                    run = next(self.steps)
+                else:
+                    assert self.ticket is not None
+                    try:
+                        result = self.ticket.result()
+                    except BaseException as error:
+                        run = self.steps.throw(error)
+                    else:
+                        run = self.steps.send(result)
+                self.ticket = runs.ticket(run, on_end)
+                runs.begin(self.ticket)
+                return
+            except StopIteration as end:
+                self.steps = None
+                yield self.index, end.value
+
+
+class OneByOne:
+    """Computes runs one after the other, each when it is begun."""
+
+    def __init__(self, run: Callable[[Run], RunResult]) -> None:
+        self._run = run
+
+    def ticket(self, run: Run, on_end: Callable[[], object]) -> Ended:
+        """A run that has not been computed."""
+        return Ended(run, on_end)
+
+    def begin(self, pending: Ended) -> None:
+        """Compute it."""
+        try:
+            pending.value = self._run(pending.run)
+        except Exception as error:
+            pending.error = error
+        pending.on_end()
+
+    def abandon(self, pending: Pending) -> None:
+        """It has ended."""
+
+
+class Ended:
+    """A run, and what came of it."""
+
+    value: RunResult
+    error: Exception | None = None
+
+    def __init__(self, run: Run, on_end: Callable[[], object]) -> None:
+        self.run, self.on_end = run, on_end
+
+    def result(self) -> RunResult:
+        """See `Ticket.result`."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def drive_many(
+    num_parts: int, open_part: Callable[[int, bool], Part[Result] | None], runs: Runs, most: int
+) -> Iterator[tuple[int, Result]]:
+    """Take all parts to their end, at most so many at a time.
+
+    Args:
+        num_parts: how many there are.
+        open_part: begins a part; None, if it cannot be begun beside those that are under way. With True it waits until
+            it can.
+        runs: computes what they want.
+        most: at a time.
+
+    Yields:
+        Results, each with the number of its part.
+
+    Raises:
+        BaseException: what a part raises. Then, and where the caller goes, the others are ended.
+    """
+    begun = 0
+    active: dict[int, _Active[Result]] = {}
+    ended: SimpleQueue[int] = SimpleQueue()
+    ready: deque[int] = deque()
+    try:
+        while True:
+            while begun < num_parts and len(active) < most:
+                part = open_part(begun, not active)
+                if part is None:
+                    break
+                active[begun] = _Active(begun, part)
+                ready.append(begun)
+                begun += 1
+            if not active:
+                return
+            index = ready.popleft() if ready else ended.get()
+            one = active[index]
+            yield from one.advance(runs, partial(ended.put, index))
+            if one.ticket is None:
+                del active[index]
+    finally:
+        for one in active.values():
+            if one.ticket is not None and one.steps is not None:
+                runs.abandon(one.ticket)
+            if one.steps is not None:
+                one.steps.close()
+            one.part.close()

@@ -1,0 +1,151 @@
+"""What an engine does with many prompts at once, above its sessions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import TypeVar
+
+from chunkrt.engine.generation import Piece
+from chunkrt.engine.many import MOST_AT_ONCE, Part, Runs, drive_many
+from chunkrt.engine.sampling import GREEDY, SamplingOptions
+from chunkrt.engine.scoring import Score, encode_pair
+from chunkrt.engine.sequence import as_token_ids, require_whole
+from chunkrt.engine.session import Session
+from chunkrt.errors import BusyError, ConfigError
+from chunkrt.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+
+class ManyPrompts(ABC):
+    """The part of an engine that takes many prompts: each in a session of its own, and all share chunks."""
+
+    @abstractmethod
+    def session(self) -> Session:
+        """A session at once. Raises BusyError if there is no room for it."""
+
+    @abstractmethod
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ModelError if there is none."""
+
+    @abstractmethod
+    def check_ready(self) -> None:
+        """Raises ClosedError if the engine is closed, ModelError if its files are damaged."""
+
+    @abstractmethod
+    def _open_waiting(self) -> Session:
+        """A session as soon as there is room for it."""
+
+    @property
+    @abstractmethod
+    def _runs(self) -> Runs:
+        """What computes the sessions' runs beside each other."""
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions = GREEDY,
+        stop: Sequence[str] = (),
+        max_sessions: int = MOST_AT_ONCE,
+    ) -> str | list[str]:
+        """Answer prompts, many at a time.
+
+        Args:
+            prompts: one text, or several; each text or token ids, as `Session.prefill` takes them.
+            max_new_tokens, sampling, stop: as `Session.generate` takes them.
+            max_sessions: how many prompts are under way at once, as far as there is room in the caches.
+
+        Returns:
+            The answer, or one for each prompt, in their order.
+
+        Raises:
+            ChunkrtError: as `Session.prefill` and `Session.generate`; then nothing is returned.
+        """
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = [""] * len(several)
+        pieces = self.stream(
+            several, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, max_sessions=max_sessions
+        )
+        for index, piece in pieces:
+            texts[index] += piece.text
+        return texts[0] if isinstance(prompts, str) else texts
+
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions = GREEDY,
+        stop: Sequence[str] = (),
+        max_sessions: int = MOST_AT_ONCE,
+    ) -> Iterator[tuple[int, Piece]]:
+        """As `generate`, piece by piece: each with the index of its prompt, as they come."""
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is one text; give a list of texts, or the text to generate")
+
+        def answer(session: Session, index: int) -> Part[Piece | None]:
+            return session.answer(prompts[index], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+
+        for index, piece in self._drive_many(len(prompts), answer, max_sessions):
+            if piece is not None:
+                yield index, piece
+
+    def score(
+        self,
+        pairs: Sequence[tuple[str, str] | tuple[Sequence[int], Sequence[int]]],
+        *,
+        max_sessions: int = MOST_AT_ONCE,
+    ) -> list[Score]:
+        """How likely the model finds texts after others, many at a time.
+
+        Args:
+            pairs: a context and what follows it, both text or both token ids. Texts are divided into tokens as
+                lm-evaluation-harness does.
+            max_sessions: how many pairs are under way at once, as far as there is room in the caches.
+
+        Returns:
+            A score for each pair, in their order.
+
+        Raises:
+            ConfigError: a part is empty, or both together do not fit the context.
+            BackendError: a subgraph failed.
+        """
+        tokens = [self._encode_pair(*pair) for pair in pairs]
+
+        def scoring(session: Session, index: int) -> Part[Score]:
+            yield session.scoring(*tokens[index])
+
+        return [score for _, score in sorted(self._drive_many(len(tokens), scoring, max_sessions), key=itemgetter(0))]
+
+    def _drive_many(
+        self, number: int, part: Callable[[Session, int], Part[Result]], most: int
+    ) -> Iterator[tuple[int, Result]]:
+        """Take so many parts to their end, each with a session of its own."""
+        if require_whole("max_sessions", most) < 1:
+            raise ConfigError(f"max_sessions is {most}, expected at least 1")
+
+        def in_session(session: Session, index: int) -> Part[Result]:
+            with session:
+                yield from part(session, index)
+
+        def open_part(index: int, waits: bool) -> Part[Result] | None:
+            if waits:
+                return in_session(self._open_waiting(), index)
+            with suppress(BusyError):
+                return in_session(self.session(), index)
+            return None
+
+        self.check_ready()
+        return drive_many(number, open_part, self._runs, most)
+
+    def _encode_pair(
+        self, context: str | Sequence[int], continuation: str | Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        if isinstance(context, str) and isinstance(continuation, str):
+            return encode_pair(self.require_tokenizer(), context, continuation)
+        return as_token_ids(context), as_token_ids(continuation)

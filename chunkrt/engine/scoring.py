@@ -1,0 +1,150 @@
+"""Scoring: what a model says of tokens that came, from their logits, in bounded memory.
+
+A window of 512 tokens has 512 x 262,144 logits in the largest vocabularies: half a gigabyte. A prompt is therefore
+prefilled in pieces, and what needs float64 goes through rows a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.engine.sequence import Steps, TokenSequence
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.tokenizer import Tokenizer
+
+Float16 = NDArray[np.float16]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Tokens = NDArray[np.int64]
+
+PIECE_BYTES = 256 * 2**20
+"""Of the logits of one piece, at most; of one chunk, if that is more."""
+
+BLOCK_VALUES = 2**21
+"""Values that are in float64 at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Of a continuation: the logarithm of its probability, and whether each token of it is the likeliest."""
+
+    log_probability: float
+    is_greedy: bool
+
+
+def score_continuation(
+    sequence: TokenSequence, context: Sequence[int], continuation: Sequence[int], *, chunk_length: int
+) -> Steps[Score]:
+    """Score some tokens after others.
+
+    Args:
+        sequence: goes back only as far as these tokens differ from those that it has seen.
+        context: at least one token.
+        continuation: at least one token.
+        chunk_length: of the engine.
+
+    Raises:
+        ConfigError: one of them is empty, or both together do not fit the context.
+        BackendError: a subgraph failed.
+    """
+    if not context or not continuation:
+        raise ConfigError("nothing can be scored without a token before it, and one to score")
+    if len(context) + len(continuation) - 1 > sequence.context_length:
+        raise ConfigError(
+            f"{len(context)} tokens and {len(continuation)} to score do not fit the context of "
+            f"{sequence.context_length}"
+        )
+    yield from _go_to(sequence, context[:-1])
+    tokens, start = [context[-1], *continuation[:-1]], 0
+    log_probability, is_greedy = 0.0, True
+    for length in piece_lengths(len(tokens), sequence.vocab_size, chunk_length):
+        piece = slice(start, start + length)
+        result = yield from sequence.extend(tokens[piece], "all")
+        assert result.logits is not None
+        scores = score_tokens(result.logits, np.array(continuation[piece], np.int64))
+        log_probability += float(scores.log_probabilities.sum())
+        is_greedy = is_greedy and bool(scores.is_top.all())
+        start += length
+    return Score(log_probability=log_probability, is_greedy=is_greedy)
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """The tokens of a context and of what follows, as lm-evaluation-harness divides them.
+
+    Spaces at the end of the context go to the continuation. The continuation's tokens are what the tokens of both
+    together have beyond the number of the context's.
+    """
+    kept = context.rstrip()
+    whole = tokenizer.encode(context + continuation, add_special=True, parse_special=False)
+    start = tokenizer.encode(kept, add_special=True, parse_special=False)
+    return start, whole[len(start) :]
+
+
+def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> Steps[None]:
+    """Bring a sequence to where it has seen exactly these tokens."""
+    pairs = zip(tokens, sequence.tokens, strict=False)
+    shared = next((i for i, (new, old) in enumerate(pairs) if new != old), min(len(tokens), len(sequence.tokens)))
+    sequence.rewind(shared)
+    if shared < len(tokens):
+        yield from sequence.extend(tokens[shared:], "none")
+
+
+def piece_lengths(num_tokens: int, vocab_size: int, chunk_length: int) -> list[int]:
+    """How many tokens are prefilled at a time: whole chunks; no piece of one token follows others.
+
+    An engine with an NPU runs single tokens elsewhere, and a measurement shall be of one thing.
+    """
+    most = max(PIECE_BYTES // (4 * vocab_size) // chunk_length, 1) * chunk_length
+    lengths = [min(most, num_tokens - start) for start in range(0, num_tokens, most)]
+    if len(lengths) > 1 and lengths[-1] == 1:
+        lengths[-2:] = [lengths[-2] + 1]
+    return lengths
+
+
+def row_blocks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Rows, so many at a time that BLOCK_VALUES hold them."""
+    step = max(BLOCK_VALUES // vocab_size, 1)
+    return (slice(start, start + step) for start in range(0, num_rows, step))
+
+
+def log_softmax(logits: Float16 | Float32) -> Float64:
+    """Logarithms of probabilities, float64 [R, V], of a few rows of logits.
+
+    Raises:
+        ModelError: a logit is not finite.
+    """
+    found = logits.astype(np.float64)
+    found -= found.max(axis=1, keepdims=True)
+    total = np.log(np.exp(found).sum(axis=1, keepdims=True))
+    if not np.isfinite(found.min()) or not np.isfinite(total).all():
+        raise ModelError("the model computed logits that are not finite; is the checkpoint damaged?")
+    found -= total
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """What a model says of the tokens that came: `log_probabilities` float64 [R]; `is_top` bool [R], the likeliest."""
+
+    log_probabilities: Float64
+    is_top: NDArray[np.bool_]
+
+
+def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
+    """Score the token that came after each row.
+
+    Args:
+        logits: float32 [R, V].
+        tokens: int64 [R].
+
+    Raises:
+        ModelError: a logit is not finite.
+    """
+    found = np.empty(len(tokens), np.float64)
+    for rows in row_blocks(*logits.shape):
+        found[rows] = np.take_along_axis(log_softmax(logits[rows]), tokens[rows, None], axis=1)[:, 0]
+    return TokenScores(log_probabilities=found, is_top=logits.argmax(axis=1) == tokens)

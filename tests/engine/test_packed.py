@@ -1,0 +1,329 @@
+"""Sessions that share chunks: every one's logits and state are, bit for bit, those of running alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from fixture_checkpoints import NAMES, checkpoint, input_ids
+
+import chunkrt
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.session import Session
+from chunkrt.errors import BusyError, ClosedError, ConfigError
+
+NAME = "llama_biased_gguf"
+CONTEXT = 128
+Step = tuple[str, int]
+
+
+def make_story(random: Random) -> list[Step]:
+    """What one session does: begins with a prompt, and may go back, part, and be cancelled on its way."""
+    story = [("prefill", random.randint(1, 60))]
+    for _ in range(random.randint(0, 5)):
+        kind = random.choice(["prefill", "all", "decode", "decode", "rewind", "fork", "cancelled"])
+        story.append((kind, random.randint(1, 12)))
+    return story
+
+
+def tell(
+    session: Session, story: Sequence[Step], vocabulary: Sequence[int], came_too_late: set[int], *, is_alone: bool
+) -> list[Any]:
+    """Every step's logits or tokens, and at the end what later tokens see of the state.
+
+    Cancelling by chance may come too late: where it did is noted, and alone the same is done.
+    """
+    found: list[Any] = []
+    for index, (kind, number) in enumerate(story):
+        ids = [vocabulary[(7 * index + 3 * i + number) % len(vocabulary)] for i in range(number)]
+        if kind in ("prefill", "all") and session.position + number < CONTEXT - 20:
+            found.append(session.prefill(ids, logits="all" if kind == "all" else "last").logits)
+        elif kind == "decode" and session.position + number < CONTEXT:
+            found.append([piece.token_id for piece in session.generate(max_new_tokens=number)])
+        elif kind == "rewind":
+            session.rewind(max(session.position - number, 1))
+        elif kind == "fork":
+            session = session.fork()
+        elif kind == "cancelled" and not is_alone:
+            if not cancel_in_the_middle(session, ids):
+                came_too_late.add(index)
+        elif kind == "cancelled" and index in came_too_late:
+            position = session.position
+            session.prefill(ids)
+            session.rewind(position)
+    found.append(session.prefill(ids[:1]).logits)
+    state = session._sequence.state
+    return [*found, *(array.copy() for array in state._tensors.seen(state.position).values())]
+
+
+def cancel_in_the_middle(session: Session, ids: list[int]) -> bool:
+    """Cancel a prompt while it runs; whether that was in time, and the session is as if it had not been."""
+    position, is_cancelled = session.position, False
+    timer = threading.Timer(0.002, session.cancel)
+    timer.start()
+    try:
+        session.prefill(ids)
+    except ClosedError:
+        assert session.position == position
+        is_cancelled = True
+    else:
+        session.rewind(position)
+    timer.join()
+    return is_cancelled
+
+
+def check_interleaving(engine: Engine, seed: int, vocabulary: Sequence[int]) -> None:
+    random = Random(seed)
+    stories = [make_story(random) for _ in range(random.randint(2, 12))]
+    found: list[list[Any]] = [[] for _ in stories]
+    too_late: list[set[int]] = [set() for _ in stories]
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            found[index] = tell(engine.session(), stories[index], vocabulary, too_late[index], is_alone=False)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(stories))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "deadlock"
+    assert not errors, errors
+    for story, late, one in zip(stories, too_late, found, strict=True):
+        alone = tell(engine.session(), story, vocabulary, late, is_alone=True)
+        assert len(alone) == len(one)
+        for here, there in zip(one, alone, strict=True):
+            np.testing.assert_array_equal(here, there, err_msg=f"seed {seed}, story {story}")
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """By name and chunk length; each is loaded once."""
+    loaded: dict[tuple[str, int], Engine] = {}
+
+    def get(name: str, chunk_length: int) -> Engine:
+        key = name, chunk_length
+        if key not in loaded:
+            loaded[key] = chunkrt.load(
+                checkpoint(name), npu="native", chunk_length=chunk_length, context_length=CONTEXT, threads=2
+            )
+        return loaded[key]
+
+    yield get
+    for engine in loaded.values():
+        engine.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_interleavings(name, engines):
+    for seed in range(3):
+        engine = engines(name, (8, 32, 100)[seed % 3])
+        check_interleaving(engine, seed, input_ids(name))
+    assert engine.stats().waiting_runs == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_10_000_random_interleavings(name, engines):
+    for seed in range(3, 3 + -(-10_000 // len(NAMES))):
+        check_interleaving(engines(name, (8, 32, 100)[seed % 3]), seed, input_ids(name))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, threads=2) as engine:
+        yield engine
+
+
+PROMPTS = [input_ids(NAME)[i : i + 3 + 5 * i] for i in range(9)]
+
+
+def answers_alone(engine, prompts, **options):
+    texts = []
+    for prompt in prompts:
+        with engine.session() as session:
+            session.prefill(prompt)
+            texts.append("".join(piece.text for piece in session.generate(**options)))
+    return texts
+
+
+@pytest.mark.parametrize("most", [1, 2, 16])
+def test_many_prompts_are_answered_as_each_alone(engine, most):
+    expected = answers_alone(engine, PROMPTS, max_new_tokens=9)
+    assert engine.generate(PROMPTS, max_new_tokens=9, max_sessions=most) == expected
+    pieces = list(engine.stream(PROMPTS, max_new_tokens=9, max_sessions=most))
+    texts = ["".join(piece.text for i, piece in pieces if i == index) for index in range(len(PROMPTS))]
+    assert texts == expected
+    assert {index for index, piece in pieces if piece.finish_reason} == set(range(len(PROMPTS)))
+
+
+def test_one_text_gives_one_answer(engine):
+    assert engine.generate("a b c", max_new_tokens=5) == answers_alone(engine, ["a b c"], max_new_tokens=5)[0]
+    assert engine.generate([]) == []
+    with pytest.raises(ConfigError, match="prompts is one text"):
+        next(engine.stream("a b c"))
+
+
+def test_scores_are_those_of_all_logits_at_once(engine):
+    """By float64 from the logits of context and continuation in one prefill."""
+    random = np.random.default_rng(0)
+    ids = input_ids(NAME)
+    pairs = [(ids[:n], [int(i) for i in random.choice(ids, k)]) for n, k in [(1, 1), (5, 3), (20, 1), (40, 9), (2, 30)]]
+    scores = engine.score(pairs)
+    for (context, continuation), score in zip(pairs, scores, strict=True):
+        logits = engine.session().prefill([*context, *continuation], logits="all").logits[len(context) - 1 : -1]
+        shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+        log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        expected = log_probabilities[np.arange(len(continuation)), continuation].sum()
+        assert score.log_probability == pytest.approx(expected, abs=1e-9)
+        assert score.is_greedy == (logits.argmax(axis=1).tolist() == list(continuation))
+    assert engine.score([("a b", " c")]) == [engine.session().score(*engine._encode_pair("a b", " c"))]
+
+
+def test_a_prompt_that_is_wrong_ends_all_and_the_engine_goes_on(engine):
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
+        engine.generate([*PROMPTS, [10**9]], max_new_tokens=5)
+    for pieces in (engine.stream(PROMPTS, max_new_tokens=50), engine.stream(PROMPTS, max_new_tokens=50)):
+        next(pieces)
+        pieces.close()
+    gc.collect()
+    assert engine.stats().waiting_runs == 0
+    assert engine.generate(PROMPTS[:2], max_new_tokens=4) == answers_alone(engine, PROMPTS[:2], max_new_tokens=4)
+
+
+def test_an_event_loop_answers_many_at_once(engine):
+    async def answer(prompt):
+        async with await engine.asession() as session:
+            result = await session.aprefill(prompt)
+            assert result.num_tokens == len(prompt)
+            return "".join([piece.text async for piece in session.agenerate(max_new_tokens=9)])
+
+    async def main():
+        return await asyncio.gather(*map(answer, PROMPTS))
+
+    assert asyncio.run(main()) == answers_alone(engine, PROMPTS, max_new_tokens=9)
+
+
+def test_a_task_that_is_cancelled_touches_nobody_else(engine):
+    async def main():
+        sessions = [await engine.asession() for _ in range(3)]
+        long = asyncio.create_task(sessions[0].aprefill(input_ids(NAME) + PROMPTS[3]))
+        others = [asyncio.create_task(session.aprefill(PROMPTS[4])) for session in sessions[1:]]
+        await asyncio.sleep(0)
+        long.cancel()
+        results = await asyncio.gather(long, *others, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError | chunkrt.PrefillResult)
+        if isinstance(results[0], asyncio.CancelledError):
+            assert sessions[0].position == 0
+            results[0] = await sessions[0].aprefill(input_ids(NAME) + PROMPTS[3])
+        return [result.logits for result in results]
+
+    found = asyncio.run(main())
+    expected = [engine.session().prefill(p).logits for p in (input_ids(NAME) + PROMPTS[3], PROMPTS[4], PROMPTS[4])]
+    for here, there in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(here, there)
+
+
+def test_a_loop_that_is_closed_while_sequences_run_leaves_the_engine_whole(engine):
+    session = engine.session()
+
+    async def main():
+        task = asyncio.create_task(session.aprefill(input_ids(NAME)))
+        await asyncio.sleep(0)
+        return task
+
+    asyncio.run(main())
+    assert session.position == 0
+    np.testing.assert_array_equal(session.prefill(PROMPTS[4]).logits, engine.session().prefill(PROMPTS[4]).logits)
+
+
+def test_one_session_in_two_threads_is_refused(engine):
+    session, refused, started = engine.session(), [], threading.Event()
+    session.prefill(PROMPTS[2])
+
+    def look(record):
+        started.set()
+        other.join()
+
+    def use():
+        started.wait(60)
+        try:
+            session.prefill([1])
+        except ConfigError as error:
+            refused.append(str(error))
+
+    other = threading.Thread(target=use)
+    other.start()
+    session.on_run = look
+    session.prefill(PROMPTS[3])
+    assert refused == ["the session is in use by another thread or task; make one for each"]
+
+
+def test_one_session_in_two_tasks_is_refused(engine):
+    async def main():
+        session = await engine.asession()
+        return await asyncio.gather(session.aprefill(PROMPTS[3]), session.aprefill([1]), return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert first.num_tokens == len(PROMPTS[3])
+    assert str(second) == "the session is in use by another thread or task; make one for each"
+
+
+def test_caches_have_a_budget():
+    with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
+        one = free.session()._sequence.state.num_bytes
+    with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=2 * one, queue=2) as engine:
+        first, second = engine.session(), engine.session()
+        first.prefill(PROMPTS[1])
+        for refused in (engine.session, first.fork):
+            with pytest.raises(BusyError, match=f"the caches of 2 sessions take all of the {2 * one} bytes"):
+                refused()
+        assert engine.stats().cache_bytes == 2 * one
+        second.close()
+        third = first.fork()
+        assert third.tokens == tuple(PROMPTS[1])
+        del third
+        gc.collect()
+        assert engine.stats().sessions == 1
+        # One place is left: answers come one after the other.
+        assert engine.generate(PROMPTS[:4], max_new_tokens=3) == answers_alone(engine, PROMPTS[:4], max_new_tokens=3)
+
+        async def main():
+            held = await engine.asession()
+            waiting = [asyncio.create_task(engine.asession()) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(BusyError, match="2 sequences wait for room in the caches already"):
+                await engine.asession()
+            held.close()
+            (await waiting[0]).close()
+            (await waiting[1]).close()
+
+        asyncio.run(main())
+    with pytest.raises(ConfigError, match=rf"cache_memory is {one - 1} bytes, but .* take {one}"):
+        chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=one - 1)
+
+
+def test_a_closed_engine_refuses_every_way_in(engine):
+    with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as closed:
+        session = closed.session()
+    for use in (
+        lambda: closed.generate("a"),
+        lambda: list(closed.stream(["a"])),
+        lambda: closed.score([([1], [2])]),
+        closed.session,
+        closed.stats,
+        lambda: session.prefill([1]),
+        lambda: asyncio.run(session.aprefill([1])),
+        lambda: asyncio.run(closed.asession()),
+    ):
+        with pytest.raises(ClosedError):
+            use()

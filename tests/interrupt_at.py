@@ -1,0 +1,63 @@
+"""Ctrl-C at a chosen place of what this thread does in chunkrt's own files."""
+
+import dis
+import signal
+import sys
+from functools import cache
+from itertools import pairwise
+
+from chunkrt.engine import engine, sequence, session
+from chunkrt.engine.ranks import leader
+from chunkrt.runtime import executor, run, schedule, state, state_file, state_tensors, stream, workers
+from chunkrt.runtime.ranks import mpi
+
+CALLER = (engine, sequence, session, executor, run, state, state_file, state_tensors, stream)
+"""Where a session's calls pass through, with whatever workers."""
+
+WORKERS = (*CALLER, schedule, workers)
+RANKS = (*WORKERS, leader, mpi)
+
+
+@cache
+def places(code):
+    """Where CPython may deliver a signal: after calls and at a function's begin, with the handler that is in force."""
+    table = dis._parse_exception_table(code)
+
+    def handler(offset):
+        return next((entry.target for entry in table if entry.start <= offset < entry.end), None)
+
+    return {
+        after.offset
+        for before, after in pairwise(dis.get_instructions(code))
+        if before.opname in ("CALL", "CALL_FUNCTION_EX", "RESUME") and handler(before.offset) == handler(after.offset)
+    }
+
+
+class InterruptAt:
+    """Raises SIGINT at the n-th place in the files of some modules that this thread comes to; counts them."""
+
+    def __init__(self, at, modules=CALLER):
+        self.at, self.count = at, 0
+        self._files = {module.__file__ for module in modules}
+
+    def __enter__(self):
+        self._previous = sys.gettrace()  # what measures coverage
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self._previous)
+
+    def _enter(self, frame, event, argument):
+        if frame.f_code.co_filename not in self._files:
+            return None
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def _step(self, frame, event, argument):
+        if event == "opcode" and frame.f_lasti in places(frame.f_code):
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._step

@@ -1,0 +1,417 @@
+"""The conductor: whoever shares chunks gets what running alone gives, whatever happens to the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import (
+    CONTEXT,
+    VOCABULARY,
+    Array,
+    Hook,
+    expected_logits,
+    finish,
+    make_executables,
+    make_plan,
+    npu_and_cpu,
+    shared_cpu,
+    tokens,
+    wait_for,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkrt.errors import BackendError, ClosedError, ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.runtime.batcher import BATCHERS, Batcher, Take, Waiting
+from chunkrt.runtime.conductor import Conductor
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.lanes import DecodeOn, Lanes
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.run import Logits, Run, RunResult
+from chunkrt.runtime.state import State
+
+CHUNK = 8
+KINDS = [("cache",), ("ring",), ("recurrent",), ("cache", "ring", "recurrent")]
+LANES = ["one executor", "npu, decode on cpu", "npu, decode on npu", "npu, auto"]
+
+
+def make_lanes(plan: Plan, kind: str = LANES[0], *, before: Hook | None = None, policy: str = "look_ahead") -> Lanes:
+    def executor(has_npu: bool) -> Executor:
+        static = {s.name: CHUNK for s in plan.subgraphs if s.device == "npu"} if has_npu else {}
+        return Executor(
+            plan,
+            make_executables(plan, fixed_lengths=static, before=before),
+            chunk_length=CHUNK,
+            processors=npu_and_cpu() if has_npu else shared_cpu(2),
+            policy=find_policy(policy),
+            chunks_in_flight=4,
+        )
+
+    if kind == LANES[0]:
+        one = executor(False)
+        return Lanes(prompts=one, tokens=one, many=one, few=one)
+    decode_on: DecodeOn = {LANES[1]: "cpu", LANES[2]: "npu", LANES[3]: "auto"}[kind]  # type: ignore[assignment]
+    prompts, few = executor(True), executor(False)
+    return Lanes(prompts=prompts, tokens=few, many=prompts, few=few, decode_on=decode_on)
+
+
+class Haphazard:
+    """Takes what chance has it take."""
+
+    name = "haphazard"
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Sequence[Take]:
+        taken, room = [], chunk_length
+        for place in self._random.sample(range(len(waiting)), len(waiting)):
+            if room and (not taken or self._random.random() < 0.7):
+                taken.append(Take(place, self._random.randint(1, min(waiting[place].num_tokens, room))))
+                room -= taken[-1].num_tokens
+        return taken
+
+
+def make_conductor(plan: Plan, kind: str = LANES[0], *, batcher: Batcher | None = None, **options: Any) -> Conductor:
+    return Conductor(make_lanes(plan, kind, **options), batcher or BATCHERS["packed"])
+
+
+@dataclass
+class Story:
+    """What one sequence does: prompts, and tokens drawn after each; and what came of it."""
+
+    plan: Plan
+    steps: Sequence[tuple[int, int, Logits]]
+    start: int
+    tokens: list[int] = field(default_factory=list)
+
+    def tell(self, conductor: Conductor, state: State) -> None:
+        """Every prompt's and every drawn token's logits are those of all tokens at once."""
+        for num_tokens, num_drawn, logits in self.steps:
+            prompt = tokens(num_tokens, self.start) % VOCABULARY
+            self._run(conductor, state, prompt, logits)
+            for _ in range(num_drawn):
+                self._run(conductor, state, np.array([(self.tokens[-1] * 7 + 3) % VOCABULARY]), "last")
+
+    def _run(self, conductor: Conductor, state: State, ids: Array, logits: Logits) -> None:
+        result = conductor.run(Run(ids, state, logits=logits))
+        self.tokens += ids.tolist()
+        truth = expected_logits(self.plan, np.array(self.tokens))
+        wanted = {"last": truth[-1:], "all": truth[-len(ids) :], "none": None}[logits]
+        assert (result.logits is None) == (wanted is None)
+        if wanted is not None:
+            np.testing.assert_array_equal(result.logits, wanted)
+        check_records(result, ids.size)
+
+
+def check_records(result: RunResult, num_tokens: int) -> None:
+    """Records tell of every token once, in order."""
+    assert sum(record.num_tokens for record in result.records) == num_tokens
+    position = result.records[0].position
+    for record in result.records:
+        assert record.position == position
+        position += record.num_tokens
+        assert {event.task.chunk for event in record.events} == set(range(record.num_chunks))
+        if record.chunks:
+            assert all(sum(s.num_tokens for s in chunk.segments) <= CHUNK for chunk in record.chunks)
+
+
+def in_threads(calls: Sequence[Callable[[], object]]) -> list[BaseException | None]:
+    """Make calls at the same time; what each raised."""
+    raised: list[BaseException | None] = [None] * len(calls)
+
+    def target(index: int) -> None:
+        try:
+            finish(calls[index])
+        except BaseException as error:
+            raised[index] = error
+
+    threads = [threading.Thread(target=target, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def stories(plan: Plan) -> st.SearchStrategy[list[Story]]:
+    step = st.tuples(st.integers(1, 40), st.integers(0, 4), st.sampled_from(["last", "all", "none"]))
+    one = st.builds(
+        lambda steps, start: Story(plan, steps, start), st.lists(step, min_size=1, max_size=2), st.integers(0, 99)
+    )
+    return st.lists(one, min_size=2, max_size=12)
+
+
+@pytest.mark.parametrize("kind", LANES)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), kinds=st.sampled_from(KINDS), batcher=st.sampled_from(["packed", "sequential", "haphazard"]))
+def test_sequences_that_share_chunks_get_what_they_get_alone(
+    kind: str, data: st.DataObject, kinds: tuple[str, ...], batcher: str
+) -> None:
+    plan = make_plan(2, kinds=kinds)
+    chosen = Haphazard(data.draw(st.integers(0, 9))) if batcher == "haphazard" else BATCHERS[batcher]
+    conductor = make_conductor(plan, kind, batcher=chosen)
+    told = data.draw(stories(plan))
+    states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in told]
+    raised = in_threads([partial(story.tell, conductor, state) for story, state in zip(told, states, strict=True)])
+    assert raised == [None] * len(told)
+    assert [state.position for state in states] == [len(story.tokens) for story in told]
+    assert conductor.num_waiting == 0
+
+
+def begun_together(conductor: Conductor, runs: Sequence[Run]) -> list[RunResult | BaseException]:
+    """Runs that are asked for before any is computed, and what came of each."""
+    done = [threading.Event() for _ in runs]
+    tickets = [conductor.ticket(run, event.set) for run, event in zip(runs, done, strict=True)]
+    for ticket in tickets:
+        conductor.begin(ticket)
+    for event in done:
+        wait_for(event)
+    results: list[RunResult | BaseException] = []
+    for ticket in tickets:
+        try:
+            results.append(ticket.result())
+        except BackendError as error:
+            results.append(error)
+    return results
+
+
+@pytest.mark.parametrize("kind", LANES)
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=8),
+    subgraph=st.sampled_from(["embedding", "static.0", "dynamic.0", "dynamic.1", "head"]),
+    victim=st.integers(0, 7),
+    kinds=st.sampled_from(KINDS),
+)
+def test_a_task_that_fails_fails_the_sequences_of_its_chunk_and_no_other(
+    kind: str, lengths: list[int], subgraph: str, victim: int, kinds: tuple[str, ...]
+) -> None:
+    """A token of one sequence is poison. Who had a row beside it fails too, and states are what they were."""
+    plan, poison, is_poisonous = make_plan(2, kinds=kinds), 150, True
+    victim %= len(lengths)
+
+    def fail(name: str, tag: int, inputs: Any) -> None:
+        rows = next(iter(inputs.values()))
+        if is_poisonous and name == subgraph and np.any(rows.reshape(len(rows), -1)[:, 0] == poison):
+            raise ValueError("on purpose")
+
+    conductor = make_conductor(plan, kind, before=fail)
+    states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in lengths]
+    begun = [tokens(5 + i) for i in range(len(lengths))]
+    for state, ids in zip(states, begun, strict=True):
+        conductor.run(Run(ids, state))
+    prompts = [(tokens(length) + 10 * i) % 140 for i, length in enumerate(lengths)]
+    prompts[victim][lengths[victim] // 2] = poison
+    runs = [Run(ids, state, logits="all") for ids, state in zip(prompts, states, strict=True)]
+    results = begun_together(conductor, runs)
+    assert isinstance(results[victim], BackendError)
+    assert "on purpose" in str(results[victim])
+    for result, state, before, prompt in zip(results, states, begun, prompts, strict=True):
+        if isinstance(result, RunResult):
+            truth = expected_logits(plan, np.concatenate([before, prompt]))
+            np.testing.assert_array_equal(result.logits, truth[len(before) :])
+        else:
+            assert state.position == len(before)
+    is_poisonous = False
+    for result, state, before, prompt in zip(results, states, begun, prompts, strict=True):
+        if not isinstance(result, RunResult):
+            truth = expected_logits(plan, np.concatenate([before, prompt]))
+            again = conductor.run(Run(prompt, state, logits="all"))
+            np.testing.assert_array_equal(again.logits, truth[len(before) :])
+
+
+@pytest.mark.parametrize("kind", LANES[:2])
+def test_a_long_lone_run_gives_way_to_another(kind: str) -> None:
+    """The second run, asked for during the first's first chunk, is through long before the first ends."""
+    plan, asked, order = make_plan(), threading.Event(), list[str]()
+
+    def hold(name: str, tag: int, inputs: Any) -> None:
+        if name == "embedding" and tag == 0:
+            started.set()
+            wait_for(asked)
+
+    started = threading.Event()
+    conductor = make_conductor(plan, kind, before=hold)
+    state, other = (State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(2))
+
+    def first() -> None:
+        result = conductor.run(Run(tokens(120), state, logits="all"))
+        order.append("first")
+        np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(120)))
+        check_records(result, 120)
+
+    def second() -> None:
+        wait_for(started)
+        threading.Timer(0.2, asked.set).start()
+        result = conductor.run(Run(tokens(3, 130), other))
+        order.append("second")
+        np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(3, 130))[-1:])
+
+    assert in_threads([first, second]) == [None, None]
+    assert order == ["second", "first"]
+
+
+def test_a_lone_run_stays_in_its_callers_thread() -> None:
+    plan, threads = make_plan(), set[int]()
+    lanes = make_lanes(plan, before=lambda *_: threads.add(threading.get_ident()), policy="sequential")
+    conductor = Conductor(lanes, BATCHERS["packed"])
+    state = State(plan, CONTEXT, chunk_length=CHUNK)
+    conductor.run(Run(tokens(50), state))
+    conductor.run(Run(tokens(1), state))
+    assert threads == {threading.get_ident()}
+    assert conductor.num_chunks == 0
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_who_is_cancelled_goes_and_the_others_stay(kind: str) -> None:
+    plan, cancel, reached = make_plan(kinds=("recurrent",)), threading.Event(), threading.Event()
+
+    def hold(name: str, tag: int, inputs: Any) -> None:
+        if name == "dynamic.0" and tag // CHUNK == 2:
+            reached.set()
+            wait_for(cancel)
+
+    conductor = make_conductor(plan, kind, before=hold)
+    states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(3)]
+    for state in states:
+        conductor.run(Run(np.array([140]), state))
+    runs = [Run(tokens(100), states[0], cancel=cancel), *(Run(tokens(9, 100 + i), states[i]) for i in (1, 2))]
+    done = [threading.Event() for _ in runs]
+    tickets = [conductor.ticket(run, event.set) for run, event in zip(runs, done, strict=True)]
+    for ticket in tickets:
+        conductor.begin(ticket)
+    wait_for(reached)
+    cancel.set()
+    for event in done:
+        wait_for(event)
+    with pytest.raises(ClosedError, match="the run was cancelled"):
+        tickets[0].result()
+    assert states[0].position == 1
+    for i in (1, 2):
+        truth = expected_logits(plan, np.array([140, *tokens(9, 100 + i)]))
+        np.testing.assert_array_equal(tickets[i].result().logits, truth[-1:])
+    again = conductor.run(Run(tokens(100), states[0]))
+    np.testing.assert_array_equal(again.logits, expected_logits(plan, np.array([140, *tokens(100)]))[-1:])
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_what_is_abandoned_leaves_a_state_that_waits_for_it(kind: str) -> None:
+    """As a task of an event loop that is cancelled does: it goes at once, and the state is used right after."""
+    plan = make_plan(kinds=("cache", "recurrent"))
+    conductor = make_conductor(plan, kind)
+    for length in (5, 40, 90):
+        state = State(plan, CONTEXT, chunk_length=CHUNK)
+        conductor.run(Run(tokens(7), state))
+        ticket = conductor.ticket(Run(tokens(length, 50) % VOCABULARY, state), lambda: None)
+        conductor.begin(ticket)
+        conductor.abandon(ticket)
+        result = conductor.run(Run(tokens(20, 90), state))
+        truth = expected_logits(plan, np.concatenate([tokens(7), tokens(20, 90)]))
+        np.testing.assert_array_equal(result.logits, truth[-1:])
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_closing_ends_what_is_shared(kind: str) -> None:
+    plan, reached, goes_on = make_plan(), threading.Event(), threading.Event()
+
+    def hold(name: str, tag: int, inputs: Any) -> None:
+        if name == "dynamic.0":
+            reached.set()
+            wait_for(goes_on)
+
+    conductor = make_conductor(plan, kind, before=hold)
+    states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(2)]
+    done = [threading.Event() for _ in states]
+    tickets = [conductor.ticket(Run(tokens(100), s), e.set) for s, e in zip(states, done, strict=True)]
+    for ticket in tickets:
+        conductor.begin(ticket)
+    wait_for(reached)
+    threading.Timer(0.1, goes_on.set).start()
+    finish(conductor.close)
+    for ticket, state in zip(tickets, states, strict=True):
+        with pytest.raises(ClosedError, match="the engine was closed"):
+            ticket.result()
+        assert state.position == 0
+    with pytest.raises(ClosedError, match="the engine is closed"):
+        conductor.run(Run(tokens(3), states[0]))
+
+
+class _Faulty:
+    name = "faulty"
+
+    def __init__(self, taken: object) -> None:
+        self._taken = taken
+
+    def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Any:
+        if isinstance(self._taken, Exception):
+            raise self._taken
+        return self._taken
+
+
+@pytest.mark.parametrize(
+    ("taken", "message"),
+    [
+        (ValueError("oh no"), "batcher 'faulty' failed: ValueError: oh no; choose another"),
+        ([], "took nothing although 2 wait"),
+        ([(2, 1)], "took 1 tokens of sequence 2, which there are not"),
+        ([(0, 0)], "took 0 tokens of sequence 0"),
+        ([(0, 6), (1, 3)], "for a chunk of 8 rows"),
+        ([(0, 1), (0, 1)], "for a chunk of 8 rows"),
+        ([3], "batcher 'faulty' failed: TypeError"),
+    ],
+)
+def test_a_batcher_that_errs_is_told_to_all_and_the_engine_goes_on(taken: object, message: str) -> None:
+    plan = make_plan()
+    conductor = make_conductor(plan, batcher=_Faulty(taken))
+    states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(2)]
+    tickets = [conductor.ticket(Run(tokens(9), state), lambda: None) for state in states]
+    with conductor._turn:  # both are there before the thread looks
+        for ticket in tickets:
+            conductor.begin(ticket)
+    for ticket, state in zip(tickets, states, strict=True):
+        finish(ticket.wait)
+        with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+            ticket.result()
+        assert state.position == 0
+    result = finish(lambda: conductor.run(Run(tokens(9), states[0])))  # alone it asks no batcher
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(9))[-1:])
+
+
+def test_an_interrupt_while_waiting_leaves_the_state_as_it_was() -> None:
+    """The main thread waits for its share; Ctrl-C reaches it, and the others go on."""
+    import signal
+
+    plan, seen = make_plan(kinds=("recurrent",)), threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt(name: str, tag: int, inputs: Any) -> None:
+        rows = next(iter(inputs.values()))
+        if name == "dynamic.1" and np.any(rows.reshape(len(rows), -1)[:, 0] == 110) and not seen.is_set():
+            seen.set()
+            signal.pthread_kill(main, signal.SIGINT)
+
+    conductor = make_conductor(plan, before=interrupt)
+    state, other = (State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(2))
+    done = threading.Event()
+    ticket = conductor.ticket(Run(tokens(60), other), done.set)
+    with conductor._turn:
+        conductor.begin(ticket)
+        blocked = conductor.ticket(Run(np.array([1]), State(plan, CONTEXT, chunk_length=CHUNK)), lambda: None)
+        conductor.begin(blocked)
+    with pytest.raises(KeyboardInterrupt):
+        conductor.run(Run(tokens(30, 100), state))
+    assert state.position == 0
+    wait_for(done)
+    np.testing.assert_array_equal(ticket.result().logits, expected_logits(plan, tokens(60))[-1:])
+    result = finish(lambda: conductor.run(Run(tokens(30, 100), state)))
+    np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(30, 100))[-1:])
