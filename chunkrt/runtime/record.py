@@ -65,7 +65,7 @@ class SegmentRecord(NamedTuple):
 class ChunkRecord(NamedTuple):
     """A chunk that several runs shared.
 
-    number: by which their records tell that it is the same; those of the chunks that one engine has formed rise.
+    number: by which their records tell that it is the same; each of an engine's chunks has its own.
     """
 
     number: int

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.graph.flow import Route
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme, find_scheme
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, find_batcher
-from chunkrt.runtime.chunk_slots import check_chunks_in_flight
-from chunkrt.runtime.conductor import parting_step
+from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
+from chunkrt.runtime.lanes import DecodeOn, parting_step
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import ChunkRecord, RunRecord
 from chunkrt.runtime.schedule import Schedule
@@ -28,19 +27,16 @@ from chunkrt.simulate.arrivals import Load
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.server import Admission, Server
-from chunkrt.simulate.serving_costs import DecodeOn, ServingCosts, has_npu, serving_costs
+from chunkrt.simulate.serving_costs import ServingCosts, has_npu, serving_costs
 from chunkrt.simulate.serving_records import serving_records
 from chunkrt.simulate.simulator import check_costs_are_known
 from chunkrt.simulate.work import Chunk
 
-CHUNKS_IN_FLIGHT = 4
-"""With an NPU, if nobody says. The more there are, the fewer rows each has: sequences that decode come back one
-chunk after another."""
-
 
 class Spread(NamedTuple):
-    """Milliseconds that half of the values, and that 95 % of them, do not exceed."""
+    """Milliseconds: the mean, and what half of the values and 95 % of them do not exceed."""
 
+    mean: float
     p50: float
     p95: float
 
@@ -116,9 +112,10 @@ def simulate_serving(
         policy: the order of tasks, by name.
         scheme: how linears are quantised; by name, or as a checkpoint lets it be.
         batcher: which rows make a chunk, by name.
-        decode_on: what computes chunks of sequences that decode alone: the CPU, the NPU, or whichever takes less time
-            for the chunk by itself.
-        chunks_in_flight: at most, at least 1; by default 1 without an NPU, else CHUNKS_IN_FLIGHT.
+        decode_on: where single tokens run beside an NPU: on the CPU alone, with it, or where all that wait are expected
+            to take less time.
+        chunks_in_flight: at most, at least 1, where there is an NPU; by default as many as the executor takes. Without
+            one, chunks that sequences share come one after the other.
         threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
 
     Raises:
@@ -139,7 +136,14 @@ def simulate_serving(
     found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
     check_costs_are_known(plan, found_scheme)
     costs = serving_costs(plan, device, found_scheme, chunk_length=chunk_length, threads=threads, decode_on=decode_on)
-    most_in_flight = chunks_in_flight or (CHUNKS_IN_FLIGHT if has_npu(costs.processors) else 1)
+    if has_npu(costs.processors):
+        most_in_flight = chunks_in_flight or chunk_slots(plan, chunk_length, costs.processors)
+    elif chunks_in_flight not in (None, 1):
+        raise ConfigError(
+            "without an NPU, chunks that sequences share come one after the other; leave --in-flight away"
+        )
+    else:
+        most_in_flight = 1
     found = serve(
         costs,
         load,
@@ -149,9 +153,8 @@ def simulate_serving(
         sessions=sessions,
         chunks_in_flight=most_in_flight,
         step=parting_step(plan, chunk_length),
-        decode_on=decode_on,
     )
-    return replace(found, device=device.name, scheme=found_scheme.name)
+    return replace(found, device=device.name, scheme=found_scheme.name, decode_on=decode_on)
 
 
 def serve(
@@ -164,11 +167,10 @@ def serve(
     sessions: int,
     chunks_in_flight: int,
     step: int = 1,
-    decode_on: DecodeOn = "auto",
 ) -> Serving:
     """Serve requests with given costs; see `simulate_serving`."""
     schedule = Schedule(
-        costs.plan, chunks_in_flight=chunks_in_flight, processors=costs.processors, policy=find_policy(policy)
+        costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=find_policy(policy)
     )
     ways: list[str] = []
     """Of every chunk."""
@@ -180,20 +182,14 @@ def serve(
         for has_logits in (False, True)
     }
 
-    def admission(chunk: int, route: Route) -> Admission:
+    def admit(chunk: ChunkRecord, num_rows: int, is_apart: bool) -> Admission:
+        costs.chunks.append(Chunk.shared([(s.position, s.num_tokens) for s in chunk.segments], num_rows))
+        ways.append("cpu" if is_apart else next(iter(costs.ways)))
+        route = routes[ways[-1], num_rows > 0]
         durations = [0] * size
         for subgraph in route.subgraphs:
-            durations[subgraph] = costs.work_of(Task(subgraph, chunk)).ns
+            durations[subgraph] = costs.work_of(Task(subgraph, chunk.number)).ns
         return Admission(route, durations)
-
-    def admit(chunk: ChunkRecord, num_rows: int, is_decode: bool) -> Admission:
-        costs.chunks.append(Chunk.shared([(s.position, s.num_tokens) for s in chunk.segments], num_rows))
-        wanted = [next(iter(costs.ways))]
-        if is_decode:
-            wanted = list(costs.ways) if decode_on == "auto" else [decode_on]
-        found = {way: admission(chunk.number, routes[way, num_rows > 0]) for way in wanted}
-        ways.append(min(found, key=lambda way: sum(found[way].durations)))
-        return found[ways[-1]]
 
     server = Server(
         schedule,
@@ -205,6 +201,7 @@ def serve(
         step=step,
         prompt_ns=costs.prompt_ns,
         admit=admit,
+        decodes_apart=costs.decodes_apart,
     )
     events = run_on_virtual_clock(schedule, schedule.duration, costs.speeds, server)
     clients = server.clients
@@ -220,7 +217,7 @@ def serve(
         scheme="",
         policy=policy,
         batcher=batcher,
-        decode_on=decode_on,
+        decode_on="auto",
         sessions=sessions,
         chunk_length=chunk_length,
         chunks_in_flight=chunks_in_flight,
@@ -253,4 +250,4 @@ def _busy_ns(processor: Processor, events: Sequence[TaskEvent]) -> int:
 
 def _spread(nanoseconds: Sequence[float]) -> Spread:
     p50, p95 = np.percentile(nanoseconds, [50, 95]) / 1e6
-    return Spread(float(p50), float(p95))
+    return Spread(float(np.mean(nanoseconds)) / 1e6, float(p50), float(p95))

@@ -6,15 +6,15 @@ in one plan, so that one schedule has both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.flow import Route
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
+from chunkrt.runtime.lanes import DecodeOn
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import Speeds
 from chunkrt.simulate.measured import MeasuredProfile
@@ -22,8 +22,6 @@ from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.simulator import measured_costs
 from chunkrt.simulate.speeds import crowd_speeds, memory_speeds
 from chunkrt.simulate.work import Chunk, ModelledWork, Work, WorkOf, measured_work
-
-DecodeOn = Literal["auto", "cpu", "npu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,8 @@ class ServingCosts:
     """What a decoder's tasks take.
 
     plan: the subgraphs of all ways, one way behind the other. ways: "npu" with an NPU, "cpu" without. prompt_ns: of a
-    prompt, before its tasks. chunks: receives every chunk; `work_of` and `speeds` go by it.
+    prompt, before its tasks. chunks: receives every chunk; `work_of` and `speeds` go by it. decodes_apart: where there
+    are both ways, whether single tokens at some positions run without the NPU.
     """
 
     plan: Plan
@@ -64,6 +63,7 @@ class ServingCosts:
     chunks: list[Chunk]
     work_of: WorkOf
     speeds: Speeds
+    decodes_apart: Callable[[Sequence[int]], bool]
 
 
 def serving_costs(
@@ -86,7 +86,9 @@ def serving_costs(
         raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
     chunks: list[Chunk] = []
     processors = device.processors(plan)
-    work_of: WorkOf = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
+    whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
+    work_of: WorkOf = whole
+    decodes_apart = never
     if not has_npu(processors):
         if decode_on == "npu":
             raise ConfigError("all of the model runs on the CPU; leave --decode-on npu away")
@@ -97,7 +99,11 @@ def serving_costs(
             on_cpu = plan.on_cpu()
             alone = ModelledWork(on_cpu, scheme, device, chunk_length=chunk_length, chunks=chunks)
             ways["cpu"] = Way(plan=on_cpu, first=len(plan.subgraphs), processors=processors[1:])
-            work_of = _either(work_of, alone, len(plan.subgraphs))
+            work_of = _either(whole, alone, len(plan.subgraphs))
+
+            def decodes_apart(positions: Sequence[int]) -> bool:
+                return decode_on == "cpu" or _together(alone, plan, positions) <= _together(whole, plan, positions)
+
     work_of = cache(work_of)
     return ServingCosts(
         plan=replace(plan, subgraphs=tuple(subgraph for way in ways.values() for subgraph in way.plan.subgraphs)),
@@ -107,7 +113,19 @@ def serving_costs(
         chunks=chunks,
         work_of=work_of,
         speeds=memory_speeds(device.memory.gb_per_s, work_of),
+        decodes_apart=decodes_apart,
     )
+
+
+def never(positions: Sequence[int]) -> bool:
+    """Single tokens run where all others do."""
+    return False
+
+
+def _together(work: ModelledWork, plan: Plan, positions: Sequence[int]) -> int:
+    """Nanoseconds of a chunk of single tokens at some positions, without overlap."""
+    chunk = Chunk.shared([(position, 1) for position in positions], len(positions))
+    return sum(work.of(index, chunk).ns for index in range(len(plan.subgraphs)))
 
 
 def has_npu(processors: Sequence[Processor]) -> bool:
@@ -136,6 +154,7 @@ def _measured(
         chunks=chunks,
         work_of=measured_work(plan, costs, budget, chunks),
         speeds=crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds),
+        decodes_apart=never,
     )
 
 

@@ -129,7 +129,11 @@ class ModelledWork:
 
     def __call__(self, task: Task) -> Work:
         """The work of one task."""
-        subgraph, chunk = self._plan.subgraphs[task.subgraph], self._chunks[task.chunk]
+        return self.of(task.subgraph, self._chunks[task.chunk])
+
+    def of(self, index: int, chunk: Chunk) -> Work:
+        """The work of a subgraph on a chunk, whether or not it is one of the run's."""
+        subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
             chunk = Chunk(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
         if not subgraph.state:

@@ -136,7 +136,7 @@ def test_the_timeline_of_a_run_shows_who_was_beside_it(records: list[RunRecord])
 PLAN = make_plan(layers=1)
 EMBEDDING, STATIC_0, DYNAMIC, STATIC_1, HEAD = range(5)
 Spans = list[tuple[int, int, str, int, int]]
-"""Subgraph, chunk, processor, start, end."""
+"""Subgraph, chunk, processor and, if it is not the first, its worker; start, end."""
 
 
 def made(segments: list[list[tuple[int, int, int]]], spans: Spans | None = None, slots: int = 2) -> RunRecord:
@@ -144,12 +144,15 @@ def made(segments: list[list[tuple[int, int, int]]], spans: Spans | None = None,
     devices = ["cpu", "npu", "cpu", "npu", "cpu"]
     tasks = [(subgraph, chunk) for chunk in range(len(segments)) for subgraph in range(5)]
     spans = spans or [(s, c, devices[s], 10 * place, 10 * place + 10) for place, (s, c) in enumerate(tasks)]
-    events = [TaskEvent(Task(s, c), processor, 0, start, end) for s, c, processor, start, end in spans]
+    events = [
+        TaskEvent(Task(s, c), who.split()[0], int(who.partition(" ")[2] or 0), start, end)
+        for s, c, who, start, end in spans
+    ]
     chunks = [ChunkRecord(number, tuple(SegmentRecord(*s) for s in of)) for number, of in enumerate(segments)]
     return RunRecord(
         pipeline=Pipeline(
             stages=stages_of(PLAN),
-            processors=npu_and_cpu(),
+            processors=npu_and_cpu(1 + any(event.worker for event in events)),
             policy="in_order",
             chunk_length=8,
             num_slots=slots,
@@ -183,27 +186,31 @@ def lines(record: RunRecord) -> list[str]:
 
 
 def test_chunks_without_a_common_sequence_do_not_wait_for_each_other() -> None:
-    """Chunk 1 passes attention first, which chunks of one prompt never do."""
+    """Their attention runs at once, which that of one prompt's chunks never does."""
     spans: Spans = [
         (EMBEDDING, 0, "cpu", 0, 1),
-        (EMBEDDING, 1, "cpu", 1, 2),
-        (STATIC_0, 1, "npu", 2, 5),
-        (DYNAMIC, 1, "cpu", 5, 6),
-        (STATIC_0, 0, "npu", 5, 9),
-        (DYNAMIC, 0, "cpu", 9, 10),
-        (STATIC_1, 1, "npu", 9, 10),
-        (STATIC_1, 0, "npu", 10, 11),
-        (HEAD, 1, "cpu", 10, 11),
-        (HEAD, 0, "cpu", 11, 12),
+        (EMBEDDING, 1, "cpu 1", 0, 1),
+        (STATIC_0, 0, "npu", 1, 2),
+        (STATIC_0, 1, "npu", 2, 3),
+        (DYNAMIC, 0, "cpu", 2, 9),
+        (DYNAMIC, 1, "cpu 1", 3, 5),
+        (STATIC_1, 1, "npu", 5, 6),
+        (HEAD, 1, "cpu 1", 6, 7),
+        (STATIC_1, 0, "npu", 9, 10),
+        (HEAD, 0, "cpu", 10, 11),
     ]
     assert lines(made([[(1, 0, 8)], [(2, 0, 8)]], spans)) == [
-        "2-5 cpu: linears",
-        "6-9 cpu: linears",
+        "1-2 cpu: linears",
+        "1-3 cpu: linears",
+        "5-6 cpu: linears",
+        "7-11 cpu: drain",
+        "9-10 cpu: linears",
         "0-1 npu: start",
-        "1-2 npu: overhead",  # chunk 0's static.0 was ready
-        "11-12 npu: drain",
+        "3-5 npu: attention",
+        "6-9 npu: attention",
+        "10-11 npu: drain",
     ]
-    with pytest.raises(ConfigError, match=r"dynamic\.0 of chunk 1 started 5 ns before it could"):
+    with pytest.raises(ConfigError, match=r"dynamic\.0 of chunk 1 started 6 ns before it could"):
         idle_gaps(made([[(1, 0, 8)], [(1, 8, 8)]], spans))
     with pytest.raises(ConfigError, match="before it could"):
         idle_gaps(made([[(1, 0, 8)], [(2, 0, 8)]], spans, slots=1))

@@ -51,7 +51,7 @@ class Replay:
         slot_times = [record.start_ns] * record.pipeline.num_slots + sorted(ends)
         self._slot_times = dict(zip(in_order, slot_times, strict=False))
         self._formed = starts if record.chunks else [record.start_ns] * record.num_chunks
-        self._before = _chunks_before(record)
+        self._before = self._chunks_before()
         self._copied: dict[Task, int] = defaultdict(lambda: record.start_ns)
         for copy in record.copies:
             self._copied[copy.task] = max(self._copied[copy.task], copy.end_ns)
@@ -88,6 +88,27 @@ class Replay:
     def _ready(self, task: Task) -> int:
         times = [self.turn(task), self.formed(task), self.entry(task), self._copied[task]]
         return max(times + [source.end_ns for source in self.sources(task)])
+
+    def _chunks_before(self) -> list[tuple[int, ...]]:
+        """For every chunk those that pass before it where state is: the last ones with rows of its sequences.
+
+        Shared chunks are numbered in whichever order; they come in that in which they reach state first.
+        """
+        record = self.record
+        if not record.chunks:
+            return [tuple(range(max(0, chunk - 1), chunk)) for chunk in range(record.num_chunks)]
+        reached = {
+            task.chunk: event.start_ns
+            for task, event in sorted(self.event_of.items(), reverse=True)
+            if self._stages[task.subgraph].has_state
+        }
+        last: dict[int, int] = {}
+        before: list[tuple[int, ...]] = [()] * record.num_chunks
+        for chunk in sorted(reached, key=reached.__getitem__):
+            sequences = [segment.sequence for segment in record.chunks[chunk].segments]
+            before[chunk] = tuple({last[sequence] for sequence in sequences if sequence in last})
+            last.update(dict.fromkeys(sequences, chunk))
+        return before
 
     def _check_tasks(self) -> None:
         """Every chunk passed through everything, or through what state is made of."""
@@ -130,19 +151,6 @@ class Replay:
             for first, second in pairwise(events):
                 if second.start_ns < first.end_ns:
                     raise _contradiction(f"{self.name(second.task)} overlaps {self.name(first.task)} on one worker")
-
-
-def _chunks_before(record: RunRecord) -> list[tuple[int, ...]]:
-    """For every chunk those that pass before it where state is."""
-    if not record.chunks:
-        return [tuple(range(max(0, chunk - 1), chunk)) for chunk in range(record.num_chunks)]
-    last: dict[int, int] = {}
-    before = []
-    for chunk, shared in enumerate(record.chunks):
-        sequences = [segment.sequence for segment in shared.segments]
-        before.append(tuple({last[sequence] for sequence in sequences if sequence in last}))
-        last.update(dict.fromkeys(sequences, chunk))
-    return before
 
 
 def _contradiction(what: str) -> ConfigError:
