@@ -114,7 +114,7 @@ def _lengths(name: str, text: str, seed: int) -> Iterator[int]:
         elif 1 <= (number := int(text)) <= MOST_TOKENS:
             return cycle([number])
     except ValueError:
-        if kind not in ("uniform", "lognormal") and Path(text).exists():
+        if text and kind not in ("uniform", "lognormal") and Path(text).exists():
             return cycle(_read(name, Path(text)))
     raise ConfigError(f"{name} is {text!r}, expected {LENGTHS_FORM}")
 

@@ -141,12 +141,12 @@ def test_sequential_requests_are_a_queue_with_one_server(load: float) -> None:
     """M/D/1: the mean wait is load / (2 (1 - load)) of the time that each takes (Pollaczek and Khinchine)."""
     plan = make_plan(layers=0)
     task_ms, service_ms = 1.0, 3.0
-    requests = draw(f"poisson:{load / service_ms * 1e3}", "5", "1", requests=20_000, context_length=100).requests
+    requests = draw(f"poisson:{load / service_ms * 1e3}", "5", "1", requests=15_000, context_length=100).requests
     wait_ms = service_ms * load / (2 * (1 - load))
     inside = served(requests, costs=constant(plan, task_ms), batcher="sequential", sessions=1 << 20)
-    assert inside.time_to_first_token_ms.mean == pytest.approx(wait_ms + service_ms, rel=0.03)
+    assert inside.time_to_first_token_ms.mean == pytest.approx(wait_ms + service_ms, rel=0.04)
     outside = served(requests, costs=constant(plan, task_ms), batcher="sequential", sessions=1)
-    assert outside.queue_ms.mean == pytest.approx(wait_ms, rel=0.06)
+    assert outside.queue_ms.mean == pytest.approx(wait_ms, rel=0.08)
     assert outside.time_to_first_token_ms == pytest.approx(inside.time_to_first_token_ms)
     assert inside.busy["cpu"] == pytest.approx(load, rel=0.02)
 

@@ -21,8 +21,8 @@ from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.trace.shared import chunk_numbers, joined, pipeline_numbers, rows_of, sequence_names
 
 Event = dict[str, Any]
-Tracks = Mapping[tuple[str, int], tuple[int, str]]
-"""Track id and name by (processor, worker)."""
+Tracks = Mapping[tuple[str, int, int], tuple[int, str]]
+"""Track id and name by (processor, worker, set of tracks)."""
 
 Lanes = Mapping[int, tuple[int, str]]
 """Track id and name by sequence."""
@@ -46,30 +46,45 @@ def trace_events(records: Sequence[RunRecord], title: str) -> Iterator[Event]:
         records: of runs, at least one, on one clock.
         title: of the process, such as the model's name.
     """
-    tracks = tracks_of(records)
+    tracks, sets = tracks_of(records), _sets(records)
     lanes = _lanes(records, FIRST_WORKER_TRACK + len(tracks))
     yield from _metadata([*tracks.values(), *lanes.values()], title)
     start_ns, flow_ids, pipelines = min(record.start_ns for record in records), count(1), pipeline_numbers(records)
     for index, record in enumerate(records):
         track, _ = lanes.get(record.sequence, (RUNS_TRACK, ""))
-        drawn = _Drawn(record, {"run": index}, start_ns, tracks, flow_ids)
+        drawn = _Drawn(record, {"run": index}, start_ns, tracks, 0, flow_ids)
         yield drawn.run(track)
         if not record.chunks:
             yield from drawn.events()
     for joint in joined([record for record in records if record.chunks]):
-        yield from _Drawn(joint, {"pipeline": pipelines[id(joint.pipeline)]}, start_ns, tracks, flow_ids).events()
+        source, set_number = {"pipeline": pipelines[id(joint.pipeline)]}, sets[id(joint.pipeline)]
+        yield from _Drawn(joint, source, start_ns, tracks, set_number, flow_ids).events()
 
 
 def tracks_of(records: Sequence[RunRecord]) -> Tracks:
     """The tracks of a trace, NPUs first; the track of copies is worker 0 of a processor of the name COPIES."""
-    names: dict[tuple[str, int], str] = {}
+    names: dict[tuple[str, int, int], str] = {}
+    sets = _sets(records)
     for record in sorted(records, key=lambda record: -sum(p.workers for p in record.pipeline.processors)):
         for processor in sorted(record.pipeline.processors, key=lambda processor: "cpu" in processor.devices):
             for worker in range(processor.workers):
-                names.setdefault((processor.name, worker), track_name(processor, worker))
+                number = sets.get(id(record.pipeline), 0)
+                names.setdefault((processor.name, worker, number), track_name(processor, worker) + _suffix(number))
     if any(record.copies for record in records):
-        names[COPIES, 0] = COPIES
+        names[COPIES, 0, 0] = COPIES
     return {key: (track, name) for track, (key, name) in enumerate(names.items(), FIRST_WORKER_TRACK)}
+
+
+def _sets(records: Sequence[RunRecord]) -> dict[int, int]:
+    """By its identity, the set of tracks of every pipeline for shared chunks: while some go through an NPU, others are
+    computed on the CPU alone, by workers that would have the same names."""
+    shared = {id(record.pipeline): record.pipeline for record in records if record.chunks}
+    in_order = sorted(shared, key=lambda pipeline: -sum(p.workers for p in shared[pipeline].processors))
+    return {pipeline: number for number, pipeline in enumerate(in_order)}
+
+
+def _suffix(set_number: int) -> str:
+    return f" ({set_number + 1})" if set_number else ""
 
 
 def _lanes(records: Sequence[RunRecord], first: int) -> Lanes:
@@ -94,15 +109,24 @@ class _Drawn:
     Args:
         record: of the run, or joint.
         source: for the arguments of tasks: the run by its place, or of shared chunks the pipeline by its number.
+        set_number: the set of tracks that its workers have.
     """
 
     def __init__(
-        self, record: RunRecord, source: Event, start_ns: int, tracks: Tracks, flow_ids: Iterator[int]
+        self,
+        record: RunRecord,
+        source: Event,
+        start_ns: int,
+        tracks: Tracks,
+        set_number: int,
+        flow_ids: Iterator[int],
     ) -> None:
         self._record = record
         self._source = source
         self._zero_ns = start_ns
-        self._tracks = tracks
+        self._tracks = {key[:2]: track for key, (track, _) in tracks.items() if key[2] == set_number}
+        self._copies_track, _ = tracks.get((COPIES, 0, 0), (0, ""))
+        self._suffix = _suffix(set_number)
         self._flow_ids = flow_ids
         self._numbers = chunk_numbers(record)
 
@@ -118,9 +142,9 @@ class _Drawn:
         """Tasks, copies, arrows and counters."""
         record = self._record
         for event in record.events:
-            yield self._task(event, self._tracks[event.processor, event.worker][0], "")
+            yield self._task(event, self._tracks[event.processor, event.worker], "")
         for copy in record.copies:
-            yield self._task(copy, self._tracks[COPIES, 0][0], "copy for ")
+            yield self._task(copy, self._copies_track, "copy for ")
         if record.num_chunks > 1 or record.chunks:
             yield from self._flows()
         yield from self._busy_shares()
@@ -163,7 +187,7 @@ class _Drawn:
                 flow = {"pid": PROCESS, "cat": "chunk", "name": name, "id": next(self._flow_ids)}
                 for step, event in enumerate(events):
                     middle_ns = (event.start_ns + event.end_ns) // 2 - self._zero_ns
-                    place = {"tid": self._tracks[event.processor, event.worker][0], "ts": _microseconds(middle_ns)}
+                    place = {"tid": self._tracks[event.processor, event.worker], "ts": _microseconds(middle_ns)}
                     phase = "s" if step == 0 else "f" if step == len(events) - 1 else "t"
                     yield {"ph": phase, **flow, **place, **({"bp": "e"} if phase != "s" else {})}
 
@@ -230,7 +254,7 @@ class _Drawn:
             "pid": PROCESS,
             "tid": RUNS_TRACK,
             "ts": _microseconds(time_ns - self._zero_ns),
-            "name": name,
+            "name": name + self._suffix,
             "args": values,
         }
 

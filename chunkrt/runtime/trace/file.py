@@ -101,7 +101,7 @@ def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
         times = {"start_ns": record.start_ns - zero_ns, "end_ns": record.end_ns - zero_ns}
         chunks: dict[str, Any] = {"chunks": record.chunks} if record.chunks else {}
         runs.append({"pipeline": numbers[id(record.pipeline)], **kept, **times, **chunks})
-    tracks = list(tracks_of(records))
+    tracks = [key[:2] for key in tracks_of(records)]
     about = {"format": FORMAT, "title": title, "pipelines": pipelines, "runs": runs, "tracks": tracks}
     separator = '{"traceEvents":[\n'
     for event in trace_events(records, title):
