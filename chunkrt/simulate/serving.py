@@ -27,7 +27,7 @@ from chunkrt.simulate.arrivals import Load
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.server import Admission, Server
-from chunkrt.simulate.serving_costs import ServingCosts, has_npu, serving_costs
+from chunkrt.simulate.serving_costs import ServingCosts, has_npu, never, serving_costs
 from chunkrt.simulate.serving_records import serving_records
 from chunkrt.simulate.simulator import check_costs_are_known
 from chunkrt.simulate.work import Chunk
@@ -115,7 +115,8 @@ def simulate_serving(
         decode_on: where single tokens run beside an NPU: on the CPU alone, with it, or where all that wait are expected
             to take less time.
         chunks_in_flight: at most, at least 1, where there is an NPU; by default as many as the executor takes. Without
-            one, chunks that sequences share come one after the other.
+            one, and under a policy that runs one task at a time, chunks that are shared come one after the other, and
+            single tokens lie in these.
         threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
 
     Raises:
@@ -123,6 +124,8 @@ def simulate_serving(
     """
     if not 1 <= chunk_length <= plan.context_length:
         raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the model's context")
+    if not load.requests:
+        raise ConfigError("there are no requests to serve")
     if sessions < 1:
         raise ConfigError(f"{sessions} sessions, expected at least 1")
     if decode_on not in get_args(DecodeOn):
@@ -136,14 +139,16 @@ def simulate_serving(
     found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
     check_costs_are_known(plan, found_scheme)
     costs = serving_costs(plan, device, found_scheme, chunk_length=chunk_length, threads=threads, decode_on=decode_on)
-    if has_npu(costs.processors):
+    most_in_flight = 1
+    if has_npu(costs.processors) and find_policy(policy).is_concurrent:
         most_in_flight = chunks_in_flight or chunk_slots(plan, chunk_length, costs.processors)
     elif chunks_in_flight not in (None, 1):
         raise ConfigError(
-            "without an NPU, chunks that sequences share come one after the other; leave --in-flight away"
+            "without an NPU, or under a policy that runs one task at a time, shared chunks come one after the other; "
+            "leave --in-flight away"
         )
     else:
-        most_in_flight = 1
+        costs = replace(costs, decodes_apart=never)
     found = serve(
         costs,
         load,

@@ -212,7 +212,10 @@ def test_a_device_with_an_npu(policy: str, decode_on: Any, tmp_path: Path) -> No
     for time in where_time_went(of_npu):
         assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
     is_decode_on_cpu = {len(record.pipeline.processors) == 1 for record in back if record.position}
-    if decode_on != "auto":
+    if policy == "sequential":  # nothing runs beside anything
+        assert found.on_cpu == 0
+        assert found.chunks_in_flight == 1
+    elif decode_on != "auto":
         assert is_decode_on_cpu == {decode_on == "cpu"}
         assert (found.on_cpu > 0) == (decode_on == "cpu")
 
@@ -271,6 +274,8 @@ def test_a_measured_profile() -> None:
         simulate_serving(SMALL, profile, load, **OPTIONS, decode_on="npu")
     with pytest.raises(ConfigError, match="leave --in-flight away"):
         simulate_serving(SMALL, profile, load, **OPTIONS, chunks_in_flight=2)
+    with pytest.raises(ConfigError, match="there are no requests to serve"):
+        simulate_serving(SMALL, profile, Load(requests=[], num_cut=0), **OPTIONS)
 
 
 def test_the_clock_waits_for_what_comes_from_outside() -> None:
