@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,6 +28,7 @@ from fake_backend import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_checker import CheckedTrace
 
 from chunkrt.errors import BackendError, ClosedError, ConfigError
 from chunkrt.graph.plan import Plan
@@ -35,8 +37,12 @@ from chunkrt.runtime.conductor import Conductor
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.lanes import DecodeOn, Lanes
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Logits, Run, RunResult
 from chunkrt.runtime.state import State
+from chunkrt.runtime.trace.file import read_trace, write_trace
+from chunkrt.runtime.trace.idle import where_time_went
+from chunkrt.runtime.trace.shared import joined, packing
 
 CHUNK = 8
 KINDS = [("cache",), ("ring",), ("recurrent",), ("cache", "ring", "recurrent")]
@@ -296,6 +302,32 @@ def test_single_tokens_run_where_they_shall(kind: str, expected: str, monkeypatc
         assert isinstance(result, RunResult)
         np.testing.assert_array_equal(result.logits, expected_logits(plan, run.token_ids)[-1:])
     assert where == {"prompt": {"many"}, "token": {expected}}
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_traces_of_sequences_that_share_chunks(kind: str, tmp_path: Path) -> None:
+    """Beside an NPU's stream, single tokens are computed by another thread at the same time."""
+    plan = make_plan(layers=2)
+    conductor = make_conductor(plan, kind)
+    records: list[RunRecord] = []
+
+    def go(num_tokens: int) -> None:
+        state = State(plan, CONTEXT)
+        for count in (num_tokens, *[1] * 12):
+            records.extend(conductor.run(Run(tokens(count), state)).records)
+
+    assert in_threads([partial(go, num_tokens) for num_tokens in (60, 45, 9, 2)]) == [None] * 4
+    path = tmp_path / "out.json"
+    write_trace(path, records, "toy")
+    CheckedTrace(path)
+    back = read_trace(path)
+    assert packing(records) is not None
+    assert packing(back) == packing(records)
+    chunks = {(id(r.pipeline), chunk.number) for r in back for chunk in r.chunks}
+    assert sum(len(joint.chunks) for joint in joined(back)) == len(chunks)
+    for record in (*joined(back), *back):
+        for time in where_time_went([record]):
+            assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
 
 
 def test_a_lone_run_stays_in_its_callers_thread() -> None:
