@@ -30,7 +30,7 @@ ROOM = 64
 """Positions of the context beyond the longest test."""
 
 
-def _writable(context: click.Context, parameter: click.Parameter, name: str | None) -> Path | None:
+def writable(context: click.Context, parameter: click.Parameter, name: str | None) -> Path | None:
     """A file that is written at the end, so that it is known beforehand whether it can be."""
     if name is None:
         return None
@@ -57,8 +57,8 @@ def _writable(context: click.Context, parameter: click.Parameter, name: str | No
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--python", help="An interpreter that has the peers; none is installed then.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
-@click.option("--json", "json_file", callback=_writable, help="Write every sample there.")
-@click.option("--plot", "plot_file", callback=_writable, help="Draw bars there; needs matplotlib.")
+@click.option("--json", "json_file", callback=writable, help="Write every sample there.")
+@click.option("--plot", "plot_file", callback=writable, help="Draw bars there; needs matplotlib.")
 def peers(
     model: str,
     threads: int,
@@ -84,17 +84,17 @@ def peers(
         if python:
             check_interpreter(python)
         checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
-        python = python or make_environment(peers_dir / "environment", _tell)
+        python = python or make_environment(peers_dir / "environment", tell)
         if shape:
             checkpoint = _random_model(shape, checkpoint, peers_dir)
         vocabulary_size = int(GgufSource(checkpoint).config["vocab_size"])
         prompts = _prompts(checkpoint)
     except (ChunkrtError, ContenderError) as error:
         raise click.ClickException(str(error)) from error
-    forms = Forms(checkpoint.resolve(), peers_dir / "models", python, _tell)
+    forms = Forms(checkpoint.resolve(), peers_dir / "models", python, tell)
     room = max(test.count for test in wanted) + ROOM
-    with _started(contenders, forms, python, threads, room) as (running, absent):
-        _tell(f"measuring {len(running)} contenders, {rounds} rounds after one that warms up")
+    with started(contenders, forms, python, threads, room) as (running, absent):
+        tell(f"measuring {len(running)} contenders, {rounds} rounds after one that warms up")
         agrees = _agreement_texts(agreement(running, prompts))
         results = measure(running, wanted, rounds=rounds, vocabulary_size=vocabulary_size, seed=seed)
     report = Report(
@@ -122,21 +122,22 @@ def peers(
             raise click.ClickException(f"{plot_file} cannot be drawn: {error}; pip install matplotlib") from error
 
 
-def choose(kinds: Sequence[str], chunk: int | None) -> list[Contender]:
+def choose(kinds: Sequence[str], chunk: int | None, contenders: Sequence[Contender] = CONTENDERS) -> list[Contender]:
     """chunkrt's contenders and those of the kinds, in the order of the list. Raises UsageError for other kinds."""
+    peers = list(dict.fromkeys(c.kind for c in contenders if c.kind != "chunkrt"))
     for kind in kinds:
-        if kind not in PEERS:
-            raise click.UsageError(f"there is no peer {kind!r}; there are: {', '.join(PEERS)}")
+        if kind not in peers:
+            raise click.UsageError(f"there is no peer {kind!r}; there are: {', '.join(peers)}")
     own = {"chunk_length": chunk} if chunk else {}
     return [
         replace(c, options=own | dict(c.options)) if c.kind == "chunkrt" else c
-        for c in CONTENDERS
+        for c in contenders
         if c.kind == "chunkrt" or c.kind in kinds
     ]
 
 
 @contextmanager
-def _started(
+def started(
     contenders: Sequence[Contender], forms: Forms, python: str, threads: int, room: int
 ) -> Iterator[tuple[dict[str, ContenderProcess], dict[str, str]]]:
     """The contenders that run, and why the others do not. chunkrt runs in this interpreter, others in theirs.
@@ -147,7 +148,7 @@ def _started(
     absent: dict[str, str] = {}
     with ExitStack() as stack:
         for contender in contenders:
-            _tell(f"starting {contender.name}")
+            tell(f"starting {contender.name}")
             try:
                 process = ContenderProcess(
                     contender,
@@ -160,14 +161,14 @@ def _started(
                 running[contender.name] = stack.enter_context(process)
             except ContenderError as error:
                 absent[contender.name] = str(error)
-                _tell(f"{contender.name} is absent: {error}")
+                tell(f"{contender.name} is absent: {error}")
         yield running, absent
 
 
 def _random_model(shape: str, tokenizer: Path, peers_dir: Path) -> Path:
     path = peers_dir / "models" / f"{shape}-random.gguf"
     if not path.exists():
-        _tell(f"writing {path}")
+        tell(f"writing {path}")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_random_model(SHAPES[shape], tokenizer, path)
     return path
@@ -195,5 +196,5 @@ def _agreement_texts(found: Mapping[str, list[int] | str]) -> dict[str, str]:
     return texts
 
 
-def _tell(what: str) -> None:
+def tell(what: str) -> None:
     click.echo(what, err=True)

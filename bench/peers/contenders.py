@@ -31,6 +31,7 @@ class Form:
 FORMS = {
     "F16.gguf": Form(engine="llama_cpp", options={"type": "F16"}),
     "Q8_0.gguf": Form(engine="llama_cpp", options={"type": "Q8_0"}),
+    "gguf-Q8_0.gguf": Form(engine="gguf", options={"type": "Q8_0"}),
     "Q4_0.gguf": Form(engine="llama_cpp", options={"type": "Q4_0"}),
     "hugging-face": Form(engine="hugging_face"),
     "onnx-fp32": Form(engine="onnx_genai", of="hugging-face", options={"precision": "fp32", "prune_lm_head": "true"}),
@@ -51,12 +52,19 @@ class Contender:
     kind: a key of ENGINES.
     form: a key of FORMS, or "checkpoint".
     options: what the engine's `Runner` takes.
+    serves: whether it answers many prompts at once; then its engine is in `engines/serving`.
     """
 
     name: str
     kind: str
     form: str = "checkpoint"
     options: Mapping[str, Any] = field(default_factory=dict)
+    serves: bool = False
+
+    @property
+    def engine(self) -> str:
+        """Its module in `engines`."""
+        return f"serving.{ENGINES[self.kind]}" if self.serves else ENGINES[self.kind]
 
 
 CONTENDERS = (
@@ -86,3 +94,18 @@ CONTENDERS = (
     ),
 )
 """chunkrt's come first: every ratio is one of theirs to another's."""
+
+SERVERS = (
+    Contender(name="chunkrt 8-bit", kind="chunkrt", serves=True),
+    Contender(name="chunkrt 4-bit", kind="chunkrt", options={"scheme": "w4a8-dynamic"}, serves=True),
+    Contender(name="OpenVINO GenAI Q8_0", kind="openvino-genai", form="gguf-Q8_0.gguf", serves=True),
+    Contender(name="OpenVINO GenAI, the file as it is", kind="openvino-genai", serves=True),
+    Contender(
+        name="CTranslate2 int8",
+        kind="ctranslate2",
+        form="ctranslate2-int8",
+        options={"compute_type": "int8_float32"},
+        serves=True,
+    ),
+)
+"""Who answers many prompts at once."""

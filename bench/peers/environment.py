@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from peers.contenders import FORMS
@@ -14,10 +14,13 @@ from peers.process import ContenderError, convert, last_line
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
-def make_environment(folder: Path, tell: Callable[[str], None]) -> str:
+def make_environment(folder: Path, tell: Callable[[str], None], *, only: Collection[str] = ()) -> str:
     """A virtual environment with the peers' packages, made once and again when `requirements.txt` changes.
 
     A package that cannot be installed is told, and left out: its contender will say that it is absent.
+
+    Args:
+        only: the packages that are needed; all, if it is empty. What else there is stays.
 
     Returns: its interpreter.
 
@@ -26,10 +29,11 @@ def make_environment(folder: Path, tell: Callable[[str], None]) -> str:
     """
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp, log = folder / "installed.txt", folder / "pip.log"
-    wanted = REQUIREMENTS.read_text("utf-8")
-    if stamp.exists() and stamp.read_text("utf-8") == wanted:
+    wanted = [r for r in REQUIREMENTS.read_text("utf-8").split() if not only or r.partition("==")[0] in only]
+    if stamp.exists() and set(wanted) <= set(stamp.read_text("utf-8").split()):
         return str(python)
-    tell(f"installing the peers into {folder}; llama.cpp is compiled for this processor, which takes its time")
+    slow = "; llama.cpp is compiled for this processor, which takes its time"
+    tell(f"installing the peers into {folder}{'' if only else slow}")
     command = [sys.executable, "-m", "venv", str(folder)]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if made.returncode:
@@ -41,13 +45,13 @@ def make_environment(folder: Path, tell: Callable[[str], None]) -> str:
             return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode == 0
 
     is_whole = True
-    if not install("-r", str(REQUIREMENTS)):
-        for requirement in wanted.split():
+    if not install(*wanted):
+        for requirement in wanted:
             if not install(requirement):
                 is_whole = False
                 tell(f"{requirement} cannot be installed: {last_line(log)}")
     if is_whole:
-        stamp.write_text(wanted, "utf-8")
+        stamp.write_text("\n".join(wanted) + "\n", "utf-8")
     return str(python)
 
 

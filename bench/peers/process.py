@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from peers.contenders import ENGINES, Contender
+from peers.contenders import Contender
 
 BENCH = Path(__file__).parents[1]
 
@@ -41,7 +41,7 @@ class ContenderProcess:
     def __init__(
         self, contender: Contender, *, python: str, model: Path, threads: int, context_length: int, log: Path
     ) -> None:
-        arguments = [ENGINES[contender.kind], str(model), str(threads), str(context_length)]
+        arguments = [contender.engine, str(model), str(threads), str(context_length)]
         self._log = log
         with log.open("w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
@@ -63,9 +63,18 @@ class ContenderProcess:
 
     def ask(self, do: str, tokens: list[int]) -> dict[str, Any]:
         """Send one request of `worker`; returns its answer."""
+        return self._ask({"do": do, "tokens": tokens})
+
+    def serve(self, prompts: list[list[int]], arrivals: list[float], new_tokens: int) -> list[dict[str, Any]]:
+        """Have it answer prompts: of each the `tokens`, and the `times` at which they were there."""
+        request = {"do": "serve", "prompts": prompts, "arrivals": arrivals, "new_tokens": new_tokens}
+        answers: list[dict[str, Any]] = self._ask(request)["answers"]
+        return answers
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do, "tokens": tokens}) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended, and the answer is missing too

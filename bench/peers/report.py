@@ -23,6 +23,7 @@ class Report:
     baselines: the contenders (chunkrt's) whose rate is divided by each other's.
     about: versions and settings of each contender that runs.
     absent: contenders that could not be measured at all, and why.
+    measure: what the figures are.
     agreement: of each contender, the prompts after which its most likely token is the first baseline's; or why not.
     """
 
@@ -32,6 +33,7 @@ class Report:
     absent: Mapping[str, str]
     agreement: Mapping[str, str]
     results: Results
+    measure: str = "tokens/s"
 
 
 def describe_machine() -> dict[str, str]:
@@ -51,8 +53,8 @@ def describe_machine() -> dict[str, str]:
 def to_markdown(report: Report) -> str:
     """The whole report as Markdown."""
     lines = [f"- {key}: {value}" for key, value in report.conditions.items()]
-    lines += ["", "Tokens per second: median (least - most). Ratios: of rates within a round, likewise.", ""]
-    heads = ["test", "contender", "tokens/s", *(f"{name} / this" for name in report.baselines)]
+    lines += ["", "Median (least - most) of the rounds. Ratios: within a round, likewise.", ""]
+    heads = ["test", "contender", report.measure, *(f"{name} / this" for name in report.baselines)]
     lines += [_row(heads), _row(["---", "---", *["---:"] * (len(heads) - 2)])]
     for test, by_name in report.results.rates.items():
         for name in by_name:

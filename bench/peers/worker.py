@@ -4,6 +4,8 @@ It says once what it is, then answers a line of JSON for each line of JSON:
 
     {"do": "prefill" or "decode", "tokens": [...]}   ->   {"seconds": 0.123}
     {"do": "next", "tokens": [...]}                  ->   {"token": 42}, the most likely one after these
+    {"do": "serve", "prompts": [[...], ...], "arrivals": [0.0, ...], "new_tokens": 64}
+                                                     ->   {"answers": [{"tokens": [...], "times": [...]}, ...]}
 
 A failure is answered by {"error": "a line"}, and the process goes on.
 """
@@ -34,7 +36,8 @@ def main() -> None:
         return
     for line in sys.stdin:
         try:
-            answer = carry_out(runner, **json.loads(line))
+            request = json.loads(line)
+            answer = (serve if request["do"] == "serve" else carry_out)(runner, **request)
         except Exception as error:
             answer = {"error": describe(error)}
         print(json.dumps(answer), file=answers)
@@ -50,6 +53,14 @@ def carry_out(runner: Any, do: str, tokens: list[int]) -> dict[str, Any]:
     begin = time.perf_counter()
     run(tokens)
     return {"seconds": time.perf_counter() - begin}
+
+
+def serve(runner: Any, do: str, prompts: list[list[int]], arrivals: list[float], new_tokens: int) -> dict[str, Any]:
+    """Many prompts at once; every answer has all of its tokens."""
+    answers = runner.serve(prompts, arrivals, new_tokens)
+    if short := [len(answer.tokens) for answer in answers if len(answer.tokens) != new_tokens]:
+        raise RuntimeError(f"{short[0]} tokens were generated, not {new_tokens}")
+    return {"answers": [vars(answer) for answer in answers]}
 
 
 def describe(error: Exception) -> str:

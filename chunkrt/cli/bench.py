@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
+from chunkrt.cli.bench_parallel import measure_parallel
+from chunkrt.cli.bench_rows import FORMATS, Setup, deviation, repeat, setup_of
 from chunkrt.cli.options import engine_options, open_engine, progress_bar, trace_option, written_trace
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
@@ -24,20 +25,13 @@ from chunkrt.runtime.trace.utilisation import utilisation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Setup):
     """One test: `pp512` streams 512 tokens in chunks, `tg32` decodes 32 tokens one by one.
 
     `avg_ts`, `stddev_ts`: tokens per second over the repetitions. `samples_ns`: each repetition's time. The busy
     shares and the overlap are of the last repetition.
     """
 
-    model: str
-    backend: str
-    scheme: str
-    chunk: int
-    policy: str
-    threads: int
-    affinity: str
     test: str
     avg_ts: float
     stddev_ts: float
@@ -46,11 +40,24 @@ class Row:
     cpu_busy: float
     overlap: float
 
+    TEXTS = (*Setup.TEXTS, "test")
+
+    def cells(self) -> dict[str, str]:
+        """The speed, and how busy the processors were, behind the others."""
+        shares = {name: f"{getattr(self, name):.1%}" for name in ("npu_busy", "cpu_busy", "overlap")}
+        return super().cells() | {"t/s": f"{self.avg_ts:.2f} ± {self.stddev_ts:.2f}"} | shares
+
 
 @click.command()
 @click.argument("model")
 @click.option("-p", "--prompt-lengths", default="128,512", show_default=True, help="Prefill tests; 0 for none.")
 @click.option("-n", "--new-tokens", default="32", show_default=True, help="Decode tests; 0 for none.")
+@click.option(
+    "--parallel",
+    metavar="NUMBERS",
+    help="Prefill and decode in one test, with so many sequences at the same time, as in 1,2,4,8: every combination "
+    "with a prompt length and a number of new tokens.",
+)
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "jsonl", "csv"]), default="md", show_default=True)
 @trace_option
@@ -59,6 +66,7 @@ def bench(
     model: str,
     prompt_lengths: str,
     new_tokens: str,
+    parallel: str | None,
     repetitions: int,
     output: str,
     trace: Path | None,
@@ -70,54 +78,70 @@ def bench(
     """
     if repetitions < 1:
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
-    tests = [("pp", n) for n in _numbers("-p", prompt_lengths)] + [("tg", n) for n in _numbers("-n", new_tokens)]
+    tests = _tests(_numbers("-p", prompt_lengths), _numbers("-n", new_tokens), parallel)
     if not tests:
         raise ConfigError("nothing to measure: both -p and -n are 0")
     with written_trace(trace, model) as records, open_engine(model, settings) as engine:
-        too_long = [n for _, n in tests if n > engine.context_length]
+        too_long = [test.num_tokens for test in tests if test.num_tokens > engine.context_length]
         if too_long:
             raise ConfigError(f"{too_long[0]} tokens do not fit the context of {engine.context_length}")
         rows = []
         with progress_bar() as progress:
-            for done, (kind, count) in enumerate(tests):
-                progress(f"{kind}{count}", done, len(tests))
-                rows.append(measure(engine, model, kind, count, repetitions, records if trace else None))
+            for done, test in enumerate(tests):
+                progress(test.name, done, len(tests))
+                rows.append(test.measure(engine, model, repetitions, records if trace else None))
             progress("", len(tests), len(tests))
     click.echo(FORMATS[output](rows), nl=False)
 
 
-def measure(
-    engine: Engine, model: str, kind: str, count: int, repetitions: int, records: list[RunRecord] | None = None
+class _Test(NamedTuple):
+    """`num_tokens`: that a sequence of it holds."""
+
+    name: str
+    num_tokens: int
+    measure: Callable[[Engine, str, int, list[RunRecord] | None], Setup]
+
+
+def _tests(prompt_lengths: list[int], new_tokens: list[int], parallel: str | None) -> list[_Test]:
+    if parallel is None:
+        kinds = [("pp", n) for n in prompt_lengths] + [("tg", n) for n in new_tokens]
+        return [_Test(f"{kind}{n}", n, partial(_measure, kind, n)) for kind, n in kinds]
+    numbers = _numbers("--parallel", parallel, least=1)
+    combinations = itertools.product(prompt_lengths or [0], new_tokens or [0], numbers)
+    return [
+        _Test(f"pp{prompt}+tg{new} x {number}", prompt + new, partial(measure_parallel, number, prompt, new))
+        for prompt, new, number in combinations
+        if prompt or new
+    ]
+
+
+def _measure(
+    kind: str, count: int, engine: Engine, model: str, repetitions: int, records: list[RunRecord] | None
 ) -> Row:
     """Run one test `repetitions` times, after one run that does not count; the last goes into `records`."""
     run = {"pp": _prefill, "tg": _decode}[kind]
     tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, count).tolist()
-    samples_ns: list[int] = []
     ran: list[RunRecord] = []
     with engine.session() as session:
-        for repetition in range(repetitions + 1):
+        session.on_run = ran.append
+
+        def once() -> int:
             session.rewind(0)
             ran.clear()
-            session.on_run = ran.append
             begin = time.perf_counter_ns()
             run(session, tokens)
-            if repetition:
-                samples_ns.append(time.perf_counter_ns() - begin)
+            return time.perf_counter_ns() - begin
+
+        samples_ns = repeat(repetitions, once)
     if records is not None:
         records += ran
     rates = [count / (ns / 1e9) for ns in samples_ns]
     busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
     return Row(
-        model=model,
-        backend=engine.npu_backend.name,
-        scheme=engine.scheme.name,
-        chunk=engine.chunk_length,
-        policy=engine.options.policy,
-        threads=engine.options.num_threads,
-        affinity=engine.options.affinity,
+        **setup_of(engine, model),
         test=f"{kind}{count}",
         avg_ts=statistics.mean(rates),
-        stddev_ts=statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        stddev_ts=deviation(rates),
         samples_ns=samples_ns,
         **asdict(busy),
     )
@@ -132,58 +156,11 @@ def _decode(session: Session, tokens: list[int]) -> None:
         session.prefill([token])
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def _numbers(option: str, text: str, *, least: int = 0) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} is {text!r}, expected whole numbers with commas between, as in 128,512") from error
-    if any(number < 0 for number in numbers):
-        raise ConfigError(f"{option} is {text!r}, expected no negative number")
+    if any(number < least for number in numbers):
+        raise ConfigError(f"{option} is {text!r}, expected no {'number below 1' if least else 'negative number'}")
     return [number for number in numbers if number]
-
-
-def _markdown(rows: Sequence[Row]) -> str:
-    head = [
-        "model",
-        "backend",
-        "scheme",
-        "chunk",
-        "policy",
-        "threads",
-        "test",
-        "t/s",
-        "npu_busy",
-        "cpu_busy",
-        "overlap",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * 7 + " ---: |" * 4]
-    for row in rows:
-        cells: list[Any] = [getattr(row, name) for name in head[:7]]
-        cells.append(f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}")
-        cells += [f"{getattr(row, name):.1%}" for name in head[8:]]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _json(rows: Sequence[Row]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-
-
-def _json_lines(rows: Sequence[Row]) -> str:
-    return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**asdict(row), "samples_ns": " ".join(map(str, row.samples_ns))} for row in rows)
-    return text.getvalue()
-
-
-FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
-    "md": _markdown,
-    "json": _json,
-    "jsonl": _json_lines,
-    "csv": _csv,
-}

@@ -245,7 +245,7 @@ def test_ctrl_c_ends_the_contender_that_starts_and_those_that_run(tmp_path, monk
 
     monkeypatch.setattr(process.ContenderProcess, "_answer", interrupted)
     forms = SimpleNamespace(make=lambda form: tmp_path, folder=tmp_path)
-    with pytest.raises(KeyboardInterrupt), command._started(pair, forms, python, 1, 8):
+    with pytest.raises(KeyboardInterrupt), command.started(pair, forms, python, 1, 8):
         pass
     assert [each.poll() for each in started] == [-9, -9]
 

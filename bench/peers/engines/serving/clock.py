@@ -1,0 +1,39 @@
+"""What all servers share: a clock that starts with the first prompt, and the times at which tokens were there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def wait_until(self, seconds: float) -> None:
+        """Sleep as long as that is to come."""
+        time.sleep(max(seconds - self(), 0.0))
+
+
+@dataclass
+class Answer:
+    """Tokens, and when each was there, in seconds of the clock."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def add(self, token: int, seconds: float) -> None:
+        """Note a token."""
+        self.tokens.append(token)
+        self.times.append(seconds)
+
+
+def num_arrived(arrivals: Sequence[float], seconds: float) -> int:
+    """How many are there by then."""
+    return sum(arrival <= seconds for arrival in arrivals)
