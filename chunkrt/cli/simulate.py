@@ -6,20 +6,24 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any, get_args
 
 import click
 
 from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
+from chunkrt.cli.serving import ServingOptions, simulate_served
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
+from chunkrt.runtime.lanes import DecodeOn
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
 from chunkrt.simulate import DEVICES, LINKS, LinkProfile, Simulation, find_device, find_link, find_shape, shapes
 from chunkrt.simulate import simulate as simulate_prompt
+from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
 from chunkrt.simulate.link import FORM
 from chunkrt.simulate.measured import MeasuredProfile
 
@@ -34,7 +38,7 @@ LEAST_SHARE = 0.0005
 @click.option(
     "--device", "device_name", required=True, help=f"{', '.join(DEVICES)}, or a file that `chunkrt profile` wrote."
 )
-@click.option("-p", "--prompt-lengths", default="64,256,1024", show_default=True, help="Tokens of a prompt.")
+@click.option("-p", "--prompt-lengths", help="Tokens of a prompt.  [default: 64,256,1024]")
 @click.option("--chunk", "chunk_lengths", help="Tokens of a chunk.  [default: 32,128,256, or as profiled]")
 @click.option(
     "--policy", default=DEFAULT_POLICY, show_default=True, help=f"{', '.join(POLICIES)}, a plug-in's, or all."
@@ -46,12 +50,21 @@ LEAST_SHARE = 0.0005
 @click.option("--in-flight", "chunks_in_flight", type=int, help="Chunks in flight.  [default: as many as an engine's]")
 @click.option("--ranks", type=int, default=1, show_default=True, help="Machines that share the model.")
 @click.option("--link", "link_name", help=f"What joins them: {', '.join(LINKS)}, a TOML file, or {FORM}.")
+@click.option("--arrivals", help=f"Serve requests that come: {ARRIVALS_FORM}, each when another is answered.")
+@click.option("--prompt", help=f"Tokens of their prompts: {LENGTHS_FORM}.")
+@click.option("--generate", help="Tokens of their answers, likewise.")
+@click.option("--sessions", type=int, help="Requests that are let in at once; others wait.  [default: 8]")
+@click.option("--requests", type=int, help="How many come.  [default: 256]")
+@click.option("--seed", type=int, help="Of what is drawn.  [default: 0]")
+@click.option("--batcher", help="Which rows share a chunk.  [default: packed]")
+@click.option("--decode-on", type=click.Choice(get_args(DecodeOn)), help="Where answers run.  [default: auto]")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace of the server.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @verbose_option
 def simulate(
     model: str,
     device_name: str,
-    prompt_lengths: str,
+    prompt_lengths: str | None,
     chunk_lengths: str | None,
     policy: str,
     scheme: str | None,
@@ -60,11 +73,15 @@ def simulate(
     ranks: int,
     link_name: str | None,
     as_json: bool,
+    **serving: Any,
 ) -> None:
     """Simulate the prefill of MODEL, or of a shape without weights, on a device by its profile.
 
-    With --ranks one rank is simulated, on the CPU: all have equal shares and take equally long.
+    With --ranks one rank is simulated, on the CPU: all have equal shares and take equally long. With --arrivals it is
+    a server, whose sequences share chunks.
     """
+    options = ServingOptions(**serving)
+    options.check(prompt_lengths, ranks, link_name)
     device = find_device(device_name)
     link = find_link(link_name) if link_name is not None else None
     one_of = Ranks(0, ranks)
@@ -75,8 +92,22 @@ def simulate(
     if chunk_lengths is None:
         chunk_lengths = str(device.chunk_length) if isinstance(device, MeasuredProfile) else "32,128,256"
     policies = [*POLICIES, *PLUGINS.load_all()] if policy == ALL else policy.split(",")
-    prompts, chunks = _lengths("-p", prompt_lengths), _lengths("--chunk", chunk_lengths)
+    prompts, chunks = _lengths("-p", prompt_lengths or "64,256,1024"), _lengths("--chunk", chunk_lengths)
     plan, settled = _plan(model, scheme, one_of)
+    if options.arrivals is not None:
+        simulate_served(
+            model,
+            plan,
+            device,
+            options,
+            chunks=chunks,
+            policies=policies,
+            scheme=settled,
+            chunks_in_flight=chunks_in_flight,
+            threads=threads,
+            as_json=as_json,
+        )
+        return
 
     def simulate_all(plan: Plan, ranks: int, link: LinkProfile | None) -> list[Simulation]:
         return [

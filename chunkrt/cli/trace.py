@@ -15,11 +15,12 @@ from chunkrt.runtime.record import WORKS, RunRecord
 from chunkrt.runtime.trace.file import read_trace
 from chunkrt.runtime.trace.idle import CAUSES, ProcessorTime, where_time_went
 from chunkrt.runtime.trace.link_time import LinkTime, link_time
+from chunkrt.runtime.trace.shared import Packing, joined, packing, with_others
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Runs that are told of together: prefills of one length, or all steps of decoding."""
+    """Runs that are told of together: prefills of one length, all steps of decoding, or those that shared chunks."""
 
     name: str
     records: Sequence[RunRecord]
@@ -27,8 +28,13 @@ class Group:
 
     @property
     def wall_ns(self) -> int:
-        """Time within the runs."""
-        return sum(record.end_ns - record.start_ns for record in self.records)
+        """Time within the runs; of shared chunks, that in which at least one was in flight."""
+        return sum(record.end_ns - record.start_ns for record in joined(self.records))
+
+    @property
+    def packing(self) -> Packing | None:
+        """How full shared chunks were."""
+        return packing(self.records)
 
     @property
     def link(self) -> LinkTime | None:
@@ -37,8 +43,8 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all runs."""
-        return sum(record.num_tokens for record in self.records)
+        """Tokens of all runs; those of sequences whose runs are not in the trace too, where they shared chunks."""
+        return sum(record.num_tokens for record in joined(self.records))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: nanoseconds, and shares of each processor's time in percent."""
@@ -50,6 +56,7 @@ class Group:
             "wall_ns": self.wall_ns,
             "processors": [asdict(time) | {"percent": shares(time)} for time in self.processors],
             "link": None if self.link is None else asdict(self.link) | {"hidden": self.link.hidden},
+            "shared_chunks": None if self.packing is None else asdict(self.packing),
         }
 
 
@@ -63,6 +70,8 @@ class Group:
 def trace(file: Path, as_json: bool, plot: Path | None) -> None:
     """Tell where the time went in FILE, which `run` or `bench` wrote with --trace.
 
+    Of runs that shared chunks it tells how full these were; each is counted once.
+
     FILE itself opens in Perfetto's viewer (ui.perfetto.dev).
     """
     records = read_trace(file)
@@ -70,7 +79,7 @@ def trace(file: Path, as_json: bool, plot: Path | None) -> None:
     if plot is not None:
         from chunkrt.runtime.trace.timeline import draw
 
-        draw(max(records, key=lambda record: record.num_tokens), plot)
+        draw(with_others(max(records, key=lambda record: record.num_tokens), records), plot)
     if as_json:
         click.echo(json.dumps({"groups": [group.as_dict() for group in groups]}, indent=1))
     else:
@@ -81,8 +90,15 @@ def group_runs(records: Iterable[RunRecord]) -> list[Group]:
     """Sort runs into groups, and tell where the time of each went."""
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
-        groups.setdefault("decode" if record.is_decode else record.name, []).append(record)
+        groups.setdefault(_group(record), []).append(record)
     return [Group(name=name, records=runs, processors=where_time_went(runs)) for name, runs in groups.items()]
+
+
+def _group(record: RunRecord) -> str:
+    if record.chunks:
+        names = [processor.name.upper() for processor in record.pipeline.processors if processor.name != "link"]
+        return f"shared chunks on {' and '.join(names)}"
+    return "decode" if record.is_decode else record.name
 
 
 def shares(time: ProcessorTime) -> Mapping[str, float]:
@@ -97,10 +113,18 @@ def _text(group: Group) -> str:
     record = group.records[0]
     runs = f"{len(group.records)} run{'s' if len(group.records) > 1 else ''}"
     speed = group.num_tokens / (group.wall_ns / 1e9) if group.wall_ns else 0.0
+    shared = group.packing
+    num_chunks = shared.chunks if shared else record.num_chunks
     lines = [
         f"{group.name}: {runs}, {group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, policy {record.pipeline.policy}, "
-        f"{record.num_chunks} chunk{'s' if record.num_chunks > 1 else ''}, {record.pipeline.num_slots} chunk slots"
+        f"{num_chunks} chunk{'s' if num_chunks > 1 else ''}, {record.pipeline.num_slots} chunk slots"
     ]
+    if shared:
+        padding = "" if shared.padding is None else f", {shared.padding:.1%} of the NPU's rows were padding"
+        lines.append(
+            f"{shared.rows_per_chunk:.1f} of {record.pipeline.chunk_length} rows a chunk on average, "
+            f"{shared.packed:.1%} of the chunks held more than one of {shared.sequences} sequences{padding}"
+        )
     processors = [time for time in group.processors if time.name != "link"]
     columns = [shares(time) for time in processors]
     heads = [f"{time.name} x {time.workers}" if time.workers > 1 else time.name for time in processors]

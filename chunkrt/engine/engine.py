@@ -161,6 +161,7 @@ class Engine(ManyPrompts):
             ClosedError: the engine is closed.
             BusyError: the caches of other sessions take what there is for all (`EngineOptions.cache_memory`).
         """
+        self._check_open()
         return Session(self, self._cache_memory.open(self.make_state))
 
     async def asession(self) -> Session:
@@ -170,10 +171,12 @@ class Engine(ManyPrompts):
             ClosedError: the engine is closed.
             BusyError: as many wait as may (`EngineOptions.queue`).
         """
+        self._check_open()
         return Session(self, await self._cache_memory.await_room(self.make_state))
 
     def fork_state(self, state: State) -> State:
         """A copy of a state; `Session.fork` calls it. Raises BusyError if there is no room for it in the caches."""
+        self._check_open()
         return self._cache_memory.open(state.fork)
 
     def stats(self) -> EngineStats:
@@ -275,7 +278,6 @@ class Engine(ManyPrompts):
             if not self.is_closed:
                 self.is_closed = True
                 self._conductor.close()
-                del self._conductor
                 self._verification.stop()
                 if self._mirror is not None:
                     self._mirror.close()

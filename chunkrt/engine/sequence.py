@@ -7,7 +7,6 @@ run, so that an interrupt leaves a sequence whose state is at most behind.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -18,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.engine.options import EngineOptions
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.run import Logits, Run, RunResult
+from chunkrt.runtime.run import Cancel, Logits, Run, RunResult
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import TaskEvent
 
@@ -91,12 +90,12 @@ class TokenSequence:
 
     def __init__(self, engine: SequenceEngine, state: State, tokens: Iterable[int] = ()) -> None:
         self._engine = engine
-        self.state = state
+        self._state: State | None = state
         self.tokens = list(tokens)
         """Those in the context: all so far, unless it has been shifted."""
         self.logits: Float32 | None = None
         """After the last token, if that has been run."""
-        self.cancel = threading.Event()
+        self.cancel = Cancel()
         self.follows_text = False
         """Whether the last token is one of plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
@@ -104,6 +103,13 @@ class TokenSequence:
         """What shifts of the context took away, from behind the tokens that stay for good."""
         self._after_prompt: tuple[int, Float32] | None = None
         """Where the last prompt ended, and the logits there: a state that cannot go back by a token need not."""
+
+    @property
+    def state(self) -> State:
+        """What it has seen. Raises ClosedError once it has been released."""
+        if self._state is None:
+            raise ClosedError("the session is closed; make a new one with engine.session()")
+        return self._state
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -188,7 +194,7 @@ class TokenSequence:
     def release(self) -> None:
         """Let the state go, and the memory of its caches; nothing can be run any more."""
         self.cancel.set()
-        del self.state
+        self._state = None
 
     def shift(self) -> None:
         """Drop the oldest half of the tokens, except for the first few. Broken off, all are run again."""

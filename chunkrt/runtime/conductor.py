@@ -8,10 +8,8 @@ left. Callers only put tickets into the conductor's inbox and wait: whoever is i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 from threading import Lock, Thread, get_ident
 from time import perf_counter_ns
-from typing import NamedTuple
 
 from chunkrt.errors import ClosedError
 from chunkrt.runtime.batcher import Batcher, next_chunk
@@ -24,10 +22,9 @@ from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.stream import Chunk
 from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.ticket import Ticket
+from chunkrt.runtime.ticket_queue import TicketQueue
 
-LINGER = 0.25
-"""The share of the last chunk's time for which the next waits for those that had a row in it and may come back: with
-them it costs little more than without."""
+CLOSED = "the engine is closed; load the model again"
 
 
 class Conductor:
@@ -39,7 +36,7 @@ class Conductor:
     """
 
     def __init__(self, lanes: Lanes, batcher: Batcher) -> None:
-        self.lanes = lanes
+        self._lanes: Lanes | None = lanes
         self._batcher = batcher
         self._step = lanes.parting_step
         self._logit_group = lanes.logit_group
@@ -48,25 +45,30 @@ class Conductor:
         self._asking: dict[int, Job] = {}
         """The runs that callers wait for, by their threads. One that an interrupt left here does no harm: runs that
         could have been alone share chunks with nobody."""
-        self._inbox: SimpleQueue[Ticket | None] = SimpleQueue()
-        """New tickets; None stands for a look at those that there are."""
-        self._tickets: list[Ticket] = []
-        """Those that have not ended, in the order in which they came; the thread's."""
+        self._queue = TicketQueue()
         self._starting = Lock()
         self._thread: Thread | None = None
         self._is_closed = False
         self._in_stream: dict[int, tuple[list[Ticket], int]] = {}
         """By the number of a chunk in the stream: whose rows it holds, and since when it is there."""
-        self._last = _Last(0, 0, frozenset())
+        self._last_lane: Executor | None = None
+        """Of the last chunk that the conductor's thread computed by itself."""
         self.num_chunks = 0
         """Chunks that have been computed for runs which could share them."""
         self.num_rows = 0
         """Tokens in them."""
 
     @property
+    def lanes(self) -> Lanes:
+        """The executors. Raises ClosedError once they have been let go."""
+        if self._lanes is None:
+            raise ClosedError(CLOSED)
+        return self._lanes
+
+    @property
     def num_waiting(self) -> int:
         """Runs that share chunks, or wait to."""
-        return len(self._tickets) + self._inbox.qsize()
+        return self._queue.num_tickets
 
     def run(self, run: Run) -> RunResult:
         """Compute a run, alone or with others, and advance its state; see `Executor.run`."""
@@ -116,29 +118,32 @@ class Conductor:
         return Job(run, lane.plan, self._logit_group)
 
     def close(self) -> None:
-        """End all that is shared, with ClosedError, and wait until nothing runs. A lone run is waited for."""
+        """End all that is shared, with ClosedError, wait until nothing runs, and let the executors go.
+
+        A lone run is waited for.
+        """
         self._is_closed = True
-        self._send(None)
+        self._queue.close()
         with self._turn:
-            pass
+            self._lanes = self._last_lane = None
 
     def _lane_of(self, run: Run) -> Executor:
         return self.lanes.tokens if run.token_ids.size == 1 else self.lanes.prompts
 
     def _compute(self, job: Job) -> None:
         """Alone as long as nobody else is there; then with the others."""
-        if not self._turn.locked() and self._inbox.empty() and not self._others_ask():
+        if not self._turn.locked() and self._queue.is_quiet and not self._others_ask():
             with self._turn:
                 self._check_open()
                 start_ns = perf_counter_ns()
                 self._lane_of(job.run).compute(job, gives_way=self._others_ask)
                 end_ns = perf_counter_ns()
-                self._last = _Last(end_ns, end_ns - start_ns, frozenset([job.run.state.serial]))
+                self._queue.note_end(end_ns - start_ns, [job])
         if job.num_left:
             self._share(job)
 
     def _others_ask(self) -> bool:
-        return len(self._asking) > 1 or not self._inbox.empty()
+        return len(self._asking) > 1 or not self._queue.is_quiet
 
     def _share(self, job: Job) -> None:
         """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of it."""
@@ -160,9 +165,9 @@ class Conductor:
         ticket.is_cancelled = True
         self._send(ticket)  # an interrupt may have come before it was sent
 
-    def _send(self, message: Ticket | None) -> None:
-        """Put something into the inbox, and see to it that the thread looks."""
-        self._inbox.put(message)
+    def _send(self, ticket: Ticket) -> None:
+        """Put a ticket into the queue, and see to it that the thread looks."""
+        self._queue.put(ticket)
         with self._starting:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = Thread(target=self._serve, name="chunkrt-conductor", daemon=True)
@@ -170,7 +175,7 @@ class Conductor:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ClosedError("the engine is closed; load the model again")
+            raise ClosedError(CLOSED)
 
     def _serve(self) -> None:
         """Compute what is shared until there is nothing more; in the conductor's thread, which ends with it."""
@@ -179,94 +184,52 @@ class Conductor:
                 try:
                     self._compute_shared()
                 except BaseException as error:  # whatever a batcher, a policy or a backend raises
-                    for ticket in self._tickets:
-                        ticket.end(error)
-                    self._tickets.clear()
+                    self._in_stream.clear()
+                    self._queue.end_all(error)
             with self._starting:
-                if self._inbox.empty():
+                if self._queue.is_quiet:
                     self._thread = None
                     return
 
     def _compute_shared(self) -> None:
         stream = None
         try:
-            while self._somebody_waits(stream):
+            while self._queue.somebody_waits():
                 if stream is None and self._for_stream():
-                    stream = OpenStream(self.lanes.many, self._wake)
+                    stream = OpenStream(self.lanes.many, self._queue.wake)
                 if stream is not None:
                     self._settle(stream)  # whatever woke this thread has been taken from the inbox by now
                     self._admit_to(stream)
                 if alone := self._for_lane():
                     self._compute_chunk(*alone)
                 elif stream is not None and stream.num_in_flight:
-                    self._take_in(self._inbox.get())
+                    self._queue.wait()
         finally:
             if stream is not None:
                 stream.close()
 
-    def _wake(self) -> None:
-        self._inbox.put(None)
-
-    def _somebody_waits(self, stream: OpenStream | None) -> bool:
-        """Wait a little for those that may come back from the last chunk; whether there is anything to compute then."""
-        self._take_in()
-        last, absent = self._last, self._absent()
-        if len(last.states) < 2 and not self._tickets:
-            return False
-        end_ns = last.end_ns + int(LINGER * last.took_ns)
-        while absent and (left_ns := end_ns - perf_counter_ns()) > 0:
-            try:
-                message = self._inbox.get(timeout=left_ns / 1e9)
-            except Empty:
-                break
-            self._take_in(message)
-            if stream is not None:
-                self._admit_to(stream)
-            absent = self._absent()
-        return bool(self._tickets)
-
-    def _absent(self) -> frozenset[int]:
-        """The states, by their serials, that had their last row in the last chunk and have not come back."""
-        return self._last.states.difference(ticket.job.run.state.serial for ticket in self._tickets)
-
-    def _take_in(self, *messages: Ticket | None) -> None:
-        """Take what lies in the inbox, and let go whoever wants no more rows."""
-        while not self._inbox.empty():
-            messages = (*messages, self._inbox.get())
-        self._tickets += [ticket for ticket in dict.fromkeys(messages) if ticket and ticket not in self._tickets]
-        for ticket in self._tickets:
-            if self._is_closed:
-                ticket.stop(ClosedError("the engine was closed; load the model again"))
-            elif ticket.is_over:
-                ticket.stop(ClosedError(f"the run was cancelled after {ticket.job.num_taken} tokens"))
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Those that nothing more is computed of."""
-        for ticket in self._tickets:
-            if not ticket.num_in_flight and (ticket.error is not None or not ticket.job.num_left):
-                ticket.end()
-        self._tickets = [ticket for ticket in self._tickets if not ticket.is_ended]
-
-    def _waiting(self) -> list[Ticket]:
-        """Those with tokens that wait for a chunk."""
-        return [ticket for ticket in self._tickets if ticket.job.num_left and ticket.error is None]
-
     def _for_stream(self) -> list[Ticket]:
         """Those whose next tokens go where chunks overlap."""
-        if not self.lanes.overlaps:
-            return []
-        waiting = self._waiting()
-        if not self._decodes_apart([ticket for ticket in waiting if ticket.waiting.is_decode]):
-            return waiting
-        return [ticket for ticket in waiting if not ticket.waiting.is_decode]
+        return self._beside_decoding(self._queue.waiting) if self.lanes.overlaps else []
 
     def _for_lane(self) -> tuple[list[Ticket], Executor] | None:
         """Those whose next tokens go into a chunk that this thread computes by itself, and the executor for it."""
-        for_stream = self._for_stream()
-        if not (waiting := [ticket for ticket in self._waiting() if ticket not in for_stream]):
-            return None
-        return waiting, self.lanes.few if self.lanes.overlaps else self.lanes.many
+        waiting = self._queue.waiting
+        others = self._beside_decoding(waiting)
+        decoding = [ticket for ticket in waiting if ticket not in others]
+        if self.lanes.overlaps:
+            others = []
+        # Where they do not overlap, prompts and single tokens take turns.
+        if decoding and not (others and self._last_lane is self.lanes.few):
+            return decoding, self.lanes.few
+        return (others, self.lanes.many) if others else None
+
+    def _beside_decoding(self, waiting: Sequence[Ticket]) -> list[Ticket]:
+        """All, or those that take no single token, where these have an executor of their own."""
+        if self.lanes.many is self.lanes.few:
+            return list(waiting)
+        is_apart = self._decodes_apart([ticket for ticket in waiting if ticket.waiting.is_decode])
+        return [ticket for ticket in waiting if not (is_apart and ticket.waiting.is_decode)]
 
     def _decodes_apart(self, decoding: Sequence[Ticket]) -> bool:
         """Whether single tokens run beside the stream, on the CPU alone, rather than in its chunks."""
@@ -290,7 +253,7 @@ class Conductor:
     def _admit_to(self, stream: OpenStream) -> None:
         """Fill the stream's slots; only two while somebody decodes in it, who would wait for all that are before."""
         while stream.has_room and (waiting := self._for_stream()):
-            if stream.num_in_flight >= 2 and any(ticket.waiting.is_decode for ticket in self._tickets):
+            if stream.num_in_flight >= 2 and any(ticket.waiting.is_decode for ticket in self._queue.tickets):
                 return
             chunk, taken = self._form(waiting, self.lanes.many)
             number = stream.admit(chunk, [ticket.last_chunk for ticket in taken])
@@ -307,6 +270,7 @@ class Conductor:
     def _compute_chunk(self, tickets: Sequence[Ticket], lane: Executor) -> None:
         """Form a chunk and compute it in this thread."""
         chunk, taken = self._form(tickets, lane)
+        self._last_lane = lane
         start_ns, events, failure = perf_counter_ns(), list[TaskEvent](), None
         try:
             events = lane.compute_chunk(chunk)
@@ -333,18 +297,8 @@ class Conductor:
                 ticket.note(pipeline, segment, events, record)
         self.num_chunks += 1
         self.num_rows += chunk.num_tokens
-        end_ns = perf_counter_ns()
-        done = frozenset(ticket.job.run.state.serial for ticket in tickets if not ticket.job.num_left)
-        self._last = _Last(end_ns, end_ns - start_ns, done)
-        self._let_go()
-
-
-class _Last(NamedTuple):
-    """The last chunk: when it ended, how long it took, and the states, by their serials, whose last row it held."""
-
-    end_ns: int
-    took_ns: int
-    states: frozenset[int]
+        self._queue.note_end(perf_counter_ns() - start_ns, [t.job for t in tickets if not t.job.num_left])
+        self._queue.let_go()
 
 
 def _recorded(segment: Segment) -> SegmentRecord:

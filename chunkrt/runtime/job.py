@@ -77,6 +77,7 @@ class Job:
             end_ns=end_ns,
             events=events,
             chunks=chunks,
+            sequence=self.run.state.serial,
         )
         self.records.append(record)
 

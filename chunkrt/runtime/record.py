@@ -63,10 +63,18 @@ class SegmentRecord(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """A chunk that several runs shared. `number`: by which their records tell that it is the same."""
+    """A chunk that several runs shared.
+
+    number: by which their records tell that it is the same; each of an engine's chunks has its own.
+    """
 
     number: int
     segments: tuple[SegmentRecord, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that hold a token."""
+        return sum(segment.num_tokens for segment in self.segments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,7 @@ class RunRecord:
     position: of the first token. position_bytes: what the caches hold for each position.
     start_ns, end_ns: of the whole run; no event lies outside.
     events: every task, once.
+    sequence: whose run it is; the number that segments have for it. Of a simulated prompt it is 0.
     chunks: of a run that shared its chunks with others, one each; none of a run whose chunks were its own.
     copies: what was copied from one processor's memory to another's before a task could start: an event each, with the
         task that waits for it. Executors record none, since today's processors share memory.
@@ -90,6 +99,7 @@ class RunRecord:
     events: Sequence[TaskEvent]
     copies: Sequence[TaskEvent] = ()
     chunks: Sequence[ChunkRecord] = ()
+    sequence: int = 0
 
     @property
     def is_decode(self) -> bool:

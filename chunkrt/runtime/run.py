@@ -18,6 +18,25 @@ from chunkrt.runtime.state import State
 Logits = Literal["last", "all", "none"]
 
 
+class Cancel:
+    """Set from any thread, it stops a run. It has no lock that an interrupt could leave taken."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """Stop the run, and every later one until it is cleared."""
+        self._is_set = True
+
+    def clear(self) -> None:
+        """Stop none."""
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether it stops a run."""
+        return self._is_set
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """Tokens for a decoder, the state that they follow, and what is wanted of them.
@@ -34,7 +53,7 @@ class Run:
     state: State
     _: KW_ONLY
     logits: Logits = "last"
-    cancel: Event | None = None
+    cancel: Cancel | Event | None = None
     agree: Callable[[], object] | None = None
     is_for_others: bool = False
 

@@ -26,18 +26,34 @@ def at_full_speed(running: Collection[Task]) -> Sequence[float]:
     return [1.0] * len(running)
 
 
+Outside = Callable[[float], float | None]
+"""What feeds a schedule that is open: called with the time at every moment at which something ends, and whenever it
+wants. It admits chunks, and closes the schedule when no more come. It returns when it wants to be called next; None if
+only something that ends can tell."""
+
+
+def nothing_comes(now: float) -> float | None:
+    """All chunks are there from the beginning."""
+    return None
+
+
 def run_on_virtual_clock(
-    schedule: Schedule, duration: Callable[[Task], int], speeds: Speeds = at_full_speed
+    schedule: Schedule,
+    duration: Callable[[Task], int],
+    speeds: Speeds = at_full_speed,
+    outside: Outside = nothing_comes,
 ) -> list[TaskEvent]:
     """Drive a schedule to its end.
 
-    At every moment all tasks that end then are completed, in the order in which they started; after that, processors in
-    their order take what the schedule hands out, each until its workers are busy or it gets nothing.
+    At every moment all tasks that end then are completed, in the order in which they started; after that comes what
+    comes from outside; then processors in their order take what the schedule hands out, each until its workers are busy
+    or it gets nothing.
 
     Args:
         schedule: a new one.
         duration: of a task at full speed, in nanoseconds, at least 0.
         speeds: of the tasks that run.
+        outside: feeds a schedule that is open.
 
     Returns:
         Every task in the order in which they ended; the clock starts at 0.
@@ -48,16 +64,22 @@ def run_on_virtual_clock(
     """Processor, worker and start of each, in the order in which they started."""
     left: dict[Task, float] = {}
     """Work of each."""
-    events = []
-    while not schedule.is_finished:
+    events: list[TaskEvent] = []
+    while True:
+        next_call = outside(now)
+        if schedule.is_finished:
+            return events
         for processor in schedule.processors:
             workers = idle[processor.name]
             while workers and (task := schedule.claim(processor)) is not None:
                 running[task] = processor.name, workers.pop(), now
                 left[task] = duration(task)
         rates = speeds(left)
-        step = min(map(truediv, left.values(), rates))
-        now += step
+        steps = list(map(truediv, left.values(), rates))
+        if next_call is not None:
+            steps.append(next_call - now)
+        step = min(steps)
+        now = next_call if step == steps[-1] and next_call is not None else now + step
         for task, rate in zip(list(left), rates, strict=True):
             left[task] -= step * rate
             if left[task] < NOTHING_LEFT_NS:
@@ -66,4 +88,3 @@ def run_on_virtual_clock(
                 idle[name].append(worker)
                 schedule.complete(task)
                 events.append(TaskEvent(task, name, worker, round(start), round(now)))
-    return events

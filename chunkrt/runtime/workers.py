@@ -13,6 +13,7 @@ from time import perf_counter_ns
 from typing import TypeVar
 
 from chunkrt.runtime.affinity import running_on
+from chunkrt.runtime.run import Cancel
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
@@ -29,7 +30,7 @@ def run_in_caller(
     schedule: Schedule,
     execute: Execute,
     *,
-    cancel: Event | None = None,
+    cancel: Cancel | Event | None = None,
     gives_way: Callable[[], bool] = never,
 ) -> list[TaskEvent]:
     """Drive a schedule to its end in the calling thread, one task at a time.
@@ -43,6 +44,8 @@ def run_in_caller(
             break
         if gives_way():
             schedule.withdraw()
+            if schedule.is_finished:
+                break
         for processor in schedule.processors:
             if (task := schedule.claim(processor)) is not None:
                 break
@@ -77,7 +80,7 @@ class Workers:
         schedule: Schedule,
         execute: Execute,
         *,
-        cancel: Event | None = None,
+        cancel: Cancel | Event | None = None,
         gives_way: Callable[[], bool] = never,
         cpus: Collection[int] | None = None,
         on_chunk_end: Callable[[], None] | None = None,
@@ -96,7 +99,12 @@ class Workers:
         self._num_working = 0
         """Threads at work. `Thread.is_alive` cannot tell: in Python 3.11 it says no of a thread that runs, once an
         interrupt has come while somebody waited for it."""
-        self._caller = Condition(self._lock)
+        self._no_thread_works = Lock()
+        self._is_finished = Lock()
+        """Held until that is so. Whoever called waits for these, since an interrupt that falls into a condition, which
+        is written in Python, may leave its lock taken for ever."""
+        self._is_finished.acquire()
+        self._has_told = False
         self._idle = [(processor, Condition(self._lock)) for processor in schedule.processors]
         self._threads = [
             Thread(
@@ -152,18 +160,20 @@ class Workers:
     def close(self) -> None:
         """Stop the schedule if it still goes on, and wait until every thread has ended."""
         self._stop()  # a thread that starts after this claims nothing
-        with self._lock:
-            self._caller.wait_for(lambda: not self._num_working)
+        with self._no_thread_works:
+            pass
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
 
     def _wait(self) -> None:
-        with self._lock:
-            self._caller.wait_for(lambda: self._schedule.is_finished)
+        with self._is_finished:
+            pass
 
     def _work(self, processor: Processor, idle: Condition, worker: int) -> None:
         with self._lock:
+            if not self._num_working:
+                self._no_thread_works.acquire()
             self._num_working += 1
         try:
             self._run_tasks(processor, idle, worker)
@@ -175,7 +185,8 @@ class Workers:
         finally:
             with self._lock:
                 self._num_working -= 1
-                self._caller.notify_all()
+                if not self._num_working:
+                    self._no_thread_works.release()
 
     def _run_tasks(self, processor: Processor, idle: Condition, worker: int) -> None:
         task = self._claim(processor, idle)
@@ -224,7 +235,9 @@ class Workers:
         if schedule.ended and self._on_chunk_end is not None:
             self._on_chunk_end()
         if schedule.is_finished:
-            self._caller.notify_all()
+            if not self._has_told:
+                self._has_told = True
+                self._is_finished.release()
             for _, idle in self._idle:
                 idle.notify_all()
             return

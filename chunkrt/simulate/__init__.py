@@ -16,6 +16,7 @@ print(simulation.tokens_per_s)
 from chunkrt.simulate.link import LINKS, LinkProfile, find_link
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.profile import DEVICES, DeviceProfile, find_device, read_profile
+from chunkrt.simulate.serving import Serving, simulate_serving
 from chunkrt.simulate.shape import Shape, find_shape, shapes
 from chunkrt.simulate.simulator import Simulation, simulate
 
@@ -25,6 +26,7 @@ __all__ = [
     "DeviceProfile",
     "LinkProfile",
     "MeasuredProfile",
+    "Serving",
     "Shape",
     "Simulation",
     "find_device",
@@ -33,4 +35,5 @@ __all__ = [
     "read_profile",
     "shapes",
     "simulate",
+    "simulate_serving",
 ]

@@ -132,10 +132,7 @@ def simulate(
     if chunks_in_flight is not None:
         check_chunks_in_flight(chunks_in_flight)
     found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
-    if found_scheme.name == MIXED or any(
-        node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes
-    ):
-        raise ConfigError("the simulator does not know what shadows and mixed schemes cost; simulate w8a8 or w8a16")
+    check_costs_are_known(plan, found_scheme)
     _check_ranks(plan, device, found_scheme, ranks, link)
     if link is not None:
         plan = plan.on_cpu()
@@ -150,7 +147,7 @@ def simulate(
     else:
         budget = device.budget(threads)
         processors, prompt_us = device.processors(budget.threads), budget.prompt_us
-        costs = _measured(plan, device, budget, chunk_length, found_scheme.name)
+        costs = measured_costs(plan, device, budget, chunk_length, found_scheme.name)
         work_of = measured_work(plan, costs, budget, chunks)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     if link is not None:
@@ -193,6 +190,12 @@ def simulate(
         energy_joules=_energy(device, record, work_of, ttft_ns) if isinstance(device, DeviceProfile) else None,
         record=record,
     )
+
+
+def check_costs_are_known(plan: Plan, scheme: Scheme) -> None:
+    """Raise ConfigError if no profile tells what some of a decoder's tasks take."""
+    if scheme.name == MIXED or any(node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes):
+        raise ConfigError("the simulator does not know what shadows and mixed schemes cost; simulate w8a8 or w8a16")
 
 
 def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list[TaskEvent]:
@@ -260,7 +263,7 @@ def _shares(record: RunRecord) -> dict[str, ProcessorShares]:
     return shares
 
 
-def _measured(
+def measured_costs(
     plan: Plan, profile: MeasuredProfile, budget: ThreadsCost, chunk_length: int, scheme: str
 ) -> dict[str, SubgraphCost]:
     """The measured cost of every subgraph; raises ConfigError if it was measured for something else."""

@@ -31,11 +31,26 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What a task's size depends on: tokens, rows whose logits are wanted, position of the first token."""
+    """What a task's size depends on: tokens, rows whose logits are wanted, position of the first token.
+
+    segments: of a chunk that several sequences share, position and tokens of each; else that of all its tokens.
+    """
 
     num_tokens: int
     num_rows: int
     position: int
+    segments: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def shared(segments: Sequence[tuple[int, int]], num_rows: int) -> Chunk:
+        """A chunk of such segments."""
+        num_tokens = sum(count for _, count in segments)
+        return Chunk(num_tokens=num_tokens, num_rows=num_rows, position=segments[0][0], segments=tuple(segments))
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Position and tokens of each sequence."""
+        return self.segments or ((self.position, self.num_tokens),)
 
     def rows(self, subgraph: Subgraph) -> int:
         """That one subgraph runs on."""
@@ -43,7 +58,7 @@ class Chunk:
 
     def pairs(self, window: int) -> int:
         """Of a token and a position that it attends to, among the last `window` if that is not 0."""
-        return attended_pairs(self.position, self.num_tokens, window)
+        return sum(attended_pairs(position, num_tokens, window) for position, num_tokens in self.parts)
 
 
 WorkOf = Callable[[Task], Work]
@@ -101,7 +116,7 @@ class ModelledWork:
         scheme: how its linears are quantised.
         device: what they cost.
         chunk_length: C.
-        chunks: of the run.
+        chunks: of the run, by number; more may come.
     """
 
     def __init__(
@@ -114,7 +129,11 @@ class ModelledWork:
 
     def __call__(self, task: Task) -> Work:
         """The work of one task."""
-        subgraph, chunk = self._plan.subgraphs[task.subgraph], self._chunks[task.chunk]
+        return self.of(task.subgraph, self._chunks[task.chunk])
+
+    def of(self, index: int, chunk: Chunk) -> Work:
+        """The work of a subgraph on a chunk, whether or not it is one of the run's."""
+        subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
             chunk = Chunk(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
         if not subgraph.state:
@@ -126,8 +145,7 @@ class ModelledWork:
 
     def _work(self, subgraph: Subgraph, chunk: Chunk) -> Work:
         processor = self._device.processor_cost(subgraph.device)
-        slots = self._plan.slots(chunk.position + chunk.num_tokens, chunk.num_tokens)
-        symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows), **slots}
+        symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows)}
         crossing = self._crossing(subgraph)
         crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
         us = processor.task_us
@@ -156,10 +174,10 @@ class ModelledWork:
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
         elif node.op in ATTENTION_OPS:
-            num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, symbols))
+            num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, chunk))
             kind = "attention"
         elif node.op == LINEAR_ATTENTION_OP:
-            num_bytes = shared_bytes = float(2 * DTYPE_BYTES["float32"] * self._state_elements(node, symbols))
+            num_bytes = shared_bytes = float(2 * DTYPE_BYTES["float32"] * self._state_elements(node, chunk))
             kind = "attention"  # its state is read, and written back
         elif node.op == "FloatLinear":
             num_bytes = shared_bytes = float(tensors[node.inputs[1]].num_bytes())
@@ -177,9 +195,11 @@ class ModelledWork:
         cost = processor.operators[kind]
         return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes
 
-    def _state_elements(self, node: Node, symbols: dict[str, int]) -> int:
+    def _state_elements(self, node: Node, chunk: Chunk) -> int:
+        """Of all sequences that the chunk holds rows of."""
         tensors = [self._plan.tensors[name] for name in node.inputs if name]
-        return sum(prod(resolve(tensor.shape, symbols)) for tensor in tensors if tensor.kind == "state")
+        slots = [self._plan.slots(position + count, count) for position, count in chunk.parts]
+        return sum(prod(resolve(t.shape, of_one)) for of_one in slots for t in tensors if t.kind == "state")
 
     def _share_of_experts(self, node: Node, rows: int) -> float:
         """That is read for so many rows, if each picks its own evenly: 1 - (1 - picked / all) ** rows."""

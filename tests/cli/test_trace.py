@@ -3,14 +3,19 @@
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from fixture_checkpoints import checkpoint
+from fake_backend import npu_and_cpu
+from fixture_checkpoints import checkpoint, input_ids
 from one_line import expect_one_line
+from shared_runs import shared_records
 from trace_checker import CheckedTrace
+from virtual_record import virtual_record
 
-from chunkrt.runtime.trace.file import read_trace
+from chunkrt.runtime.record import ChunkRecord, SegmentRecord
+from chunkrt.runtime.trace.file import read_trace, write_trace
 from chunkrt.runtime.trace.idle import CAUSES
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -95,6 +100,64 @@ def test_timelines_without_matplotlib(command, traced, tmp_path, monkeypatch, en
         assert page.links == []
     assert len(text) < 200_000
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.json", path.name]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """Runs of two sessions at the same time."""
+    tokens = input_ids("llama_biased_gguf")[:40]
+    return shared_records(GGUF, [tokens, tokens[:21]], npu="native", chunk_length=8, threads=1)
+
+
+def test_shared_chunks_are_counted_once(command, shared, tmp_path):
+    path = tmp_path / "out.json"
+    write_trace(path, shared, "toy")
+    chunks = {chunk.number: chunk for record in shared for chunk in record.chunks}.values()
+    rows = sum(segment.num_tokens for chunk in chunks for segment in chunk.segments)
+    groups = json.loads(command("trace", path, "--json").out)["groups"]
+    (group,) = [group for group in groups if group["shared_chunks"] is not None]
+    assert group["name"] == "shared chunks on CPU"
+    assert group["runs"] == sum(bool(record.chunks) for record in shared)
+    assert group["tokens"] == rows
+    assert group["shared_chunks"] == {
+        "sequences": 2,
+        "chunks": len(chunks),
+        "rows": rows,
+        "rows_per_chunk": rows / len(chunks),
+        "packed": sum(len(chunk.segments) > 1 for chunk in chunks) / len(chunks),
+        "padding": None,
+    }
+    assert sum(group["processors"][0]["percent"].values()) == pytest.approx(100, abs=1e-6)
+    assert sum(group["tokens"] for group in groups) == 40 + 21 + 2 * 4
+    finished = command("trace", path)
+    assert (finished.status, finished.err) == (0, "")
+    assert f"{rows / len(chunks):.1f} of 8 rows a chunk on average" in finished.out
+    assert "of the chunks held more than one of 2 sequences" in finished.out
+
+
+def test_the_npus_padding_is_told(command, tmp_path):
+    record = virtual_record(npu_and_cpu(), num_chunks=2)  # 8 and 5 tokens
+    chunks = [
+        ChunkRecord(3, (SegmentRecord(0, 0, 8),)),
+        ChunkRecord(5, (SegmentRecord(0, 8, 5), SegmentRecord(1, 0, 1))),
+    ]
+    write_trace(tmp_path / "out.json", [replace(record, chunks=chunks)], "toy")
+    finished = command("trace", tmp_path / "out.json")
+    assert finished.out.startswith("shared chunks on NPU and CPU: 1 run, ")
+    assert (
+        "7.0 of 8 rows a chunk on average, 50.0% of the chunks held more than one of 2 sequences, "
+        "12.5% of the NPU's rows were padding"
+    ) in finished.out
+
+
+def test_the_timeline_of_shared_chunks_has_a_row_for_every_sequence(command, shared, tmp_path):
+    shared = [record for record in shared if record.chunks]
+    write_trace(tmp_path / "out.json", shared, "toy")
+    assert command("trace", tmp_path / "out.json", "--plot", tmp_path / "out.svg").status == 0
+    text = (tmp_path / "out.svg").read_text("utf-8")
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    longest = max(shared, key=lambda record: record.num_tokens)
+    assert f">sequence {longest.sequence}<" in text
 
 
 def test_what_cannot_be_drawn(command, traced, tmp_path):

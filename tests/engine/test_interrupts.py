@@ -105,7 +105,7 @@ def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(ac
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
 def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(act, name, first, step, tmp_path):
-    assert load(name, threads=2)._executor.is_concurrent
+    assert load(name, threads=2)._conductor.lanes.prompts.is_concurrent
     at = first
     while interrupted_at(act, name, at, tmp_path, threads=2):
         at += step

@@ -42,6 +42,7 @@ class ToyEngine(SimpleNamespace):
             make_sampler=Sampler,
             is_closed=False,
             check_process=lambda: None,
+            fork_state=State.fork,
             fails=False,
             num_run=0,
             executor=Executor(plan, executables, chunk_length=CHUNK, processors=shared_cpu(1), policy=policy),

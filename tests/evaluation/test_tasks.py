@@ -9,7 +9,6 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.engine.scoring import encode_pair
-from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.scoring import Accuracy
@@ -80,15 +79,10 @@ def test_the_likeliest_continuation_is_greedy(engine):
     assert not engine.session().score(tokens, [*ids[:-1], (ids[-1] + 1) % 128]).is_greedy
 
 
-def test_a_shared_context_is_run_once(engine, monkeypatch):
-    lengths, prefill = [], Session.prefill
-
-    def count(self, tokens, **options):
-        lengths.append(len(tokens))
-        return prefill(self, tokens, **options)
-
-    monkeypatch.setattr(Session, "prefill", count)
+def test_a_shared_context_is_run_once(engine):
+    lengths = []
     session, context = engine.session(), list(range(1, 31))
+    session.on_run = lambda record: lengths.append(record.num_tokens)
     for continuation in ([40, 41, 42], [50], [60, 61]):
         session.score(context, continuation)
     assert lengths == [29, 3, 1, 2]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chunkrt
+from chunkrt.engine import scoring
 from chunkrt.engine.scoring import piece_lengths, score_tokens
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.evaluation import logits as logits_module
 from chunkrt.evaluation.logits import divergences
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import Part, cut_windows, spread
@@ -111,8 +111,8 @@ def test_pieces_change_nothing(monkeypatch):
     name = "llama_gqa"
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8) as engine:
         whole = evaluate_text(engine, [input_ids(name)], None)
-        monkeypatch.setattr(logits_module, "PIECE_BYTES", 16 * 4 * engine.plan.vocab_size)
-        monkeypatch.setattr(logits_module, "BLOCK_VALUES", 3 * engine.plan.vocab_size)
+        monkeypatch.setattr(scoring, "PIECE_BYTES", 16 * 4 * engine.plan.vocab_size)
+        monkeypatch.setattr(scoring, "BLOCK_VALUES", 3 * engine.plan.vocab_size)
         assert evaluate_text(engine, [input_ids(name)], None).perplexity == whole.perplexity
 
 

@@ -26,6 +26,7 @@ from fuzz.mutation import (
     mutate_text,
     mutate_toml,
 )
+from shared_runs import shared_records
 
 import chunkrt
 from chunkrt.checkpoints import catalogue
@@ -288,12 +289,8 @@ PLACEMENT = '"model.layers.*.mlp" = "cpu"\n"model.layers.0.self_attn" = "npu"\n"
 @cache
 def _trace() -> bytes:
     path = scratch() / "trace.json"
-    records: list[object] = []
-    with chunkrt.load(checkpoint("llama_gqa"), npu="reference", chunk_length=4, threads=2) as engine:
-        session = engine.session()
-        session.on_run = records.append
-        session.prefill(PROMPT)
-    write_trace(path, records, "fuzz")  # type: ignore[arg-type]
+    records = shared_records(checkpoint("llama_gqa"), [PROMPT, PROMPT[:5]], npu="reference", chunk_length=4, threads=2)
+    write_trace(path, records, "fuzz")
     return path.read_bytes()
 
 

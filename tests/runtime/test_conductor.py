@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,6 +28,7 @@ from fake_backend import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_checker import CheckedTrace
 
 from chunkrt.errors import BackendError, ClosedError, ConfigError
 from chunkrt.graph.plan import Plan
@@ -35,15 +37,22 @@ from chunkrt.runtime.conductor import Conductor
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.lanes import DecodeOn, Lanes
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Logits, Run, RunResult
 from chunkrt.runtime.state import State
+from chunkrt.runtime.trace.file import read_trace, write_trace
+from chunkrt.runtime.trace.idle import where_time_went
+from chunkrt.runtime.trace.shared import joined, packing
 
 CHUNK = 8
 KINDS = [("cache",), ("ring",), ("recurrent",), ("cache", "ring", "recurrent")]
-LANES = ["one executor", "npu, decode on cpu", "npu, decode on npu", "npu, auto"]
+LANES = ["one executor", "npu, decode on cpu", "npu, decode on npu", "npu, auto", "npu, no overlap"]
 
 
 def make_lanes(plan: Plan, kind: str = LANES[0], *, before: Hook | None = None, policy: str = "look_ahead") -> Lanes:
+    if kind == LANES[4]:
+        policy = "sequential"
+
     def executor(has_npu: bool) -> Executor:
         static = {s.name: CHUNK for s in plan.subgraphs if s.device == "npu"} if has_npu else {}
         return Executor(
@@ -58,7 +67,7 @@ def make_lanes(plan: Plan, kind: str = LANES[0], *, before: Hook | None = None, 
     if kind == LANES[0]:
         one = executor(False)
         return Lanes(prompts=one, tokens=one, many=one, few=one)
-    decode_on: DecodeOn = {LANES[1]: "cpu", LANES[2]: "npu", LANES[3]: "auto"}[kind]  # type: ignore[assignment]
+    decode_on: DecodeOn = {LANES[2]: "npu", LANES[3]: "auto"}.get(kind, "cpu")  # type: ignore[assignment]
     prompts, few = executor(True), executor(False)
     return Lanes(prompts=prompts, tokens=few, many=prompts, few=few, decode_on=decode_on)
 
@@ -258,6 +267,67 @@ def test_a_long_lone_run_gives_way_to_another(kind: str) -> None:
 
     assert in_threads([first, second]) == [None, None]
     assert order == ["second", "first"]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(LANES[1], "few"), (LANES[2], "many"), (LANES[4], "few")])
+def test_single_tokens_run_where_they_shall(kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and together, beside a prompt too: their bits may depend on it."""
+    plan, where = make_plan(), dict[str, set[str]]()
+    lanes = make_lanes(plan, kind)
+
+    def note(lane: Executor, name: str) -> None:
+        stream = lane.stream
+
+        def noted(chunks: Any) -> Any:
+            made = stream(chunks)
+            compute = made.compute
+
+            def noted_compute(task: Any, slot: int) -> None:
+                for segment in made.chunks[task.chunk].segments:
+                    size = segment.job.run.token_ids.size
+                    where.setdefault("token" if size == 1 else "prompt", set()).add(name)
+                compute(task, slot)
+
+            made.compute = noted_compute
+            return made
+
+        monkeypatch.setattr(lane, "stream", noted)
+
+    note(lanes.many, "many")
+    note(lanes.few, "few")
+    conductor = Conductor(lanes, BATCHERS["packed"])
+    states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(4)]
+    runs = [Run(tokens(60), states[0]), *(Run(tokens(1, 100 + i), states[i]) for i in (1, 2, 3))]
+    for run, result in zip(runs, begun_together(conductor, runs), strict=True):
+        assert isinstance(result, RunResult)
+        np.testing.assert_array_equal(result.logits, expected_logits(plan, run.token_ids)[-1:])
+    assert where == {"prompt": {"many"}, "token": {expected}}
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_traces_of_sequences_that_share_chunks(kind: str, tmp_path: Path) -> None:
+    """Beside an NPU's stream, single tokens are computed by another thread at the same time."""
+    plan = make_plan(layers=2)
+    conductor = make_conductor(plan, kind)
+    records: list[RunRecord] = []
+
+    def go(num_tokens: int) -> None:
+        state = State(plan, CONTEXT)
+        for count in (num_tokens, *[1] * 12):
+            records.extend(conductor.run(Run(tokens(count), state)).records)
+
+    assert in_threads([partial(go, num_tokens) for num_tokens in (60, 45, 9, 2)]) == [None] * 4
+    path = tmp_path / "out.json"
+    write_trace(path, records, "toy")
+    CheckedTrace(path)
+    back = read_trace(path)
+    assert packing(records) is not None
+    assert packing(back) == packing(records)
+    chunks = {(id(r.pipeline), chunk.number) for r in back for chunk in r.chunks}
+    assert sum(len(joint.chunks) for joint in joined(back)) == len(chunks)
+    for record in (*joined(back), *back):
+        for time in where_time_went([record]):
+            assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
 
 
 def test_a_lone_run_stays_in_its_callers_thread() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -32,7 +32,7 @@ from chunkrt.errors import BackendError, ClosedError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import ChunkBuffers
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.job import Segment
+from chunkrt.runtime.job import Job, Segment
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.run import Logits, Run
 from chunkrt.runtime.state import State
@@ -66,6 +66,27 @@ def test_chunked_equals_unchunked(num_tokens: int, chunk_length: int, policy: st
     chunk_starts = [chunk * chunk_length for chunk in range(num_chunks)]
     assert all(sorted(executable.calls) == chunk_starts for executable in executables.values())
     assert len(result.record.events) == num_chunks * len(plan.subgraphs)
+
+
+@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+def test_a_run_gives_way_after_any_task_and_goes_on_later(policy: str) -> None:
+    """Also when no task of the chunks that have entered is left: nothing runs then, and nothing is ready."""
+    plan, token_ids = make_plan(), tokens(29)
+    truth = expected_logits(plan, token_ids)
+    executor = make_executor(plan, processors=shared_cpu(1), policy=find_policy(policy), chunks_in_flight=2)
+    for most in range(1, 40):
+        state = State(plan, CONTEXT)
+        job = executor.job(Run(token_ids, state, logits="all"))
+        asked = iter(range(most))
+
+        def compute(job: Job, asked: Iterator[int] = asked) -> None:
+            executor.compute(job, gives_way=lambda: next(asked, None) is None)
+            assert job.num_left == max(0, 29 - sum(record.num_tokens for record in job.records))
+            if job.num_left:
+                executor.compute(job)
+
+        np.testing.assert_array_equal(finish(lambda job=job, compute=compute: job.carry_out(compute)).logits, truth)
+        assert sum(record.num_tokens for record in job.records) == state.position == 29
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])

@@ -1,8 +1,9 @@
 """Traces: the records of runs as Chrome trace events, which Perfetto's viewer opens.
 
-One track a worker, one for copies where there are any, and one with the runs. A task is a complete event ("X") named by
-its subgraph and chunk; flow events ("s", "t", "f") lead along every chunk, and where tasks fork a second one along the
-other way until it joins; counters ("C") hold the busy share of each processor and the memory of chunks and caches.
+One track a worker, one for copies where there are any, and one with the runs, or where runs share chunks one with those
+of each sequence. A task is a complete event ("X") named by its subgraph and chunk, of a shared chunk also by whose rows
+these are; flow events ("s", "t", "f") lead along every chunk, and where tasks fork a second one along the other way
+until it joins; counters ("C") hold the busy share of each processor and the memory of chunks and caches.
 Times are microseconds since the first run's start, with three decimals.
 
 Source: Trace Event Format, Google, the Chromium project.
@@ -11,16 +12,20 @@ Source: Trace Event Format, Google, the Chromium project.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from chunkrt.runtime.record import RunRecord, track_name
 from chunkrt.runtime.tasks import TaskEvent
+from chunkrt.runtime.trace.shared import chunk_numbers, joined, pipeline_numbers, rows_of, sequence_names
 
 Event = dict[str, Any]
-Tracks = Mapping[tuple[str, int], tuple[int, str]]
-"""Track id and name by (processor, worker)."""
+Tracks = Mapping[tuple[str, int, int], tuple[int, str]]
+"""Track id and name by (processor, worker, set of tracks)."""
+
+Lanes = Mapping[int, tuple[int, str]]
+"""Track id and name by sequence."""
 
 PROCESS = 1
 """The process that all tracks belong to."""
@@ -41,68 +46,118 @@ def trace_events(records: Sequence[RunRecord], title: str) -> Iterator[Event]:
         records: of runs, at least one, on one clock.
         title: of the process, such as the model's name.
     """
-    tracks = tracks_of(records)
-    yield from _metadata(tracks, title)
-    start_ns = min(record.start_ns for record in records)
-    flow_ids = count(1)
+    tracks, sets = tracks_of(records), _sets(records)
+    lanes = _lanes(records, FIRST_WORKER_TRACK + len(tracks))
+    yield from _metadata([*tracks.values(), *lanes.values()], title)
+    start_ns, flow_ids, pipelines = min(record.start_ns for record in records), count(1), pipeline_numbers(records)
     for index, record in enumerate(records):
-        yield from _Run(record, index, start_ns, tracks, flow_ids).events()
+        track, _ = lanes.get(record.sequence, (RUNS_TRACK, ""))
+        drawn = _Drawn(record, {"run": index}, start_ns, tracks, 0, flow_ids)
+        yield drawn.run(track)
+        if not record.chunks:
+            yield from drawn.events()
+    for joint in joined([record for record in records if record.chunks]):
+        source, set_number = {"pipeline": pipelines[id(joint.pipeline)]}, sets[id(joint.pipeline)]
+        yield from _Drawn(joint, source, start_ns, tracks, set_number, flow_ids).events()
 
 
 def tracks_of(records: Sequence[RunRecord]) -> Tracks:
     """The tracks of a trace, NPUs first; the track of copies is worker 0 of a processor of the name COPIES."""
-    names: dict[tuple[str, int], str] = {}
+    names: dict[tuple[str, int, int], str] = {}
+    sets = _sets(records)
     for record in sorted(records, key=lambda record: -sum(p.workers for p in record.pipeline.processors)):
         for processor in sorted(record.pipeline.processors, key=lambda processor: "cpu" in processor.devices):
             for worker in range(processor.workers):
-                names.setdefault((processor.name, worker), track_name(processor, worker))
+                number = sets.get(id(record.pipeline), 0)
+                names.setdefault((processor.name, worker, number), track_name(processor, worker) + _suffix(number))
     if any(record.copies for record in records):
-        names[COPIES, 0] = COPIES
+        names[COPIES, 0, 0] = COPIES
     return {key: (track, name) for track, (key, name) in enumerate(names.items(), FIRST_WORKER_TRACK)}
 
 
-def _metadata(tracks: Tracks, title: str) -> Iterator[Event]:
+def _sets(records: Sequence[RunRecord]) -> dict[int, int]:
+    """By its identity, the set of tracks of every pipeline for shared chunks: while some go through an NPU, others are
+    computed on the CPU alone, by workers that would have the same names."""
+    shared = {id(record.pipeline): record.pipeline for record in records if record.chunks}
+    in_order = sorted(shared, key=lambda pipeline: -sum(p.workers for p in shared[pipeline].processors))
+    return {pipeline: number for number, pipeline in enumerate(in_order)}
+
+
+def _suffix(set_number: int) -> str:
+    return f" ({set_number + 1})" if set_number else ""
+
+
+def _lanes(records: Sequence[RunRecord], first: int) -> Lanes:
+    """Where runs share chunks, and so overlap: a track for those of each sequence."""
+    if not any(record.chunks for record in records):
+        return {}
+    sequences = sorted({record.sequence for record in records})
+    return {sequence: (track, f"sequence {sequence}") for track, sequence in enumerate(sequences, first)}
+
+
+def _metadata(tracks: Iterable[tuple[int, str]], title: str) -> Iterator[Event]:
     yield {"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": title}}
-    for track, name in ((RUNS_TRACK, "runs"), *tracks.values()):
+    for track, name in ((RUNS_TRACK, "runs"), *tracks):
         where = {"ph": "M", "pid": PROCESS, "tid": track}
         yield {**where, "name": "thread_name", "args": {"name": name}}
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": track}}
 
 
-class _Run:
-    """One run's part of a trace."""
+class _Drawn:
+    """One run's part of a trace; or that of chunks that runs shared.
+
+    Args:
+        record: of the run, or joint.
+        source: for the arguments of tasks: the run by its place, or of shared chunks the pipeline by its number.
+        set_number: the set of tracks that its workers have.
+    """
 
     def __init__(
         self,
         record: RunRecord,
-        index: int,
+        source: Event,
         start_ns: int,
         tracks: Tracks,
+        set_number: int,
         flow_ids: Iterator[int],
     ) -> None:
         self._record = record
-        self._index = index
+        self._source = source
         self._zero_ns = start_ns
-        self._tracks = tracks
+        self._tracks = {key[:2]: track for key, (track, _) in tracks.items() if key[2] == set_number}
+        self._copies_track, _ = tracks.get((COPIES, 0, 0), (0, ""))
+        self._suffix = _suffix(set_number)
         self._flow_ids = flow_ids
+        self._numbers = chunk_numbers(record)
+
+    def run(self, track: int) -> Event:
+        """The run as a whole."""
+        record = self._record
+        args = self._source | {"tokens": record.num_tokens, "position": record.position}
+        if record.chunks:
+            args |= {"sequence": record.sequence, "chunks": self._numbers}
+        return self._slice(track, record.name, "run", record.start_ns, record.end_ns, args)
 
     def events(self) -> Iterator[Event]:
+        """Tasks, copies, arrows and counters."""
         record = self._record
-        args = {"run": self._index, "tokens": record.num_tokens, "position": record.position}
-        yield self._slice(RUNS_TRACK, record.name, "run", record.start_ns, record.end_ns, args)
         for event in record.events:
-            yield self._task(event, self._tracks[event.processor, event.worker][0], "")
+            yield self._task(event, self._tracks[event.processor, event.worker], "")
         for copy in record.copies:
-            yield self._task(copy, self._tracks[COPIES, 0][0], "copy for ")
-        if record.num_chunks > 1:
+            yield self._task(copy, self._copies_track, "copy for ")
+        if record.num_chunks > 1 or record.chunks:
             yield from self._flows()
         yield from self._busy_shares()
         yield from self._memory()
 
     def _task(self, event: TaskEvent, track: int, prefix: str) -> Event:
         stage = self._record.pipeline.stages[event.task.subgraph]
-        args = {"run": self._index, "subgraph": event.task.subgraph, "chunk": event.task.chunk}
-        name = f"{prefix}{stage.name} chunk {event.task.chunk}"
+        args = self._source | {"subgraph": event.task.subgraph, "chunk": self._numbers[event.task.chunk]}
+        name = f"{prefix}{stage.name} chunk {self._numbers[event.task.chunk]}"
+        if self._record.chunks:
+            shared = self._record.chunks[event.task.chunk]
+            args |= {"rows": rows_of(shared)}
+            name += f" of {sequence_names([shared])}"
         return self._slice(track, name, "copy" if prefix else stage.work, event.start_ns, event.end_ns, args)
 
     def _slice(self, track: int, name: str, category: str, start_ns: int, end_ns: int, args: Event) -> Event:
@@ -128,10 +183,11 @@ class _Run:
                 events = [tasks[index] for index in path if tasks[index].end_ns > tasks[index].start_ns]
                 if len(events) < 2:
                     continue
-                flow = {"pid": PROCESS, "cat": "chunk", "name": f"chunk {chunk}", "id": next(self._flow_ids)}
+                name = f"chunk {self._numbers[chunk]}"
+                flow = {"pid": PROCESS, "cat": "chunk", "name": name, "id": next(self._flow_ids)}
                 for step, event in enumerate(events):
                     middle_ns = (event.start_ns + event.end_ns) // 2 - self._zero_ns
-                    place = {"tid": self._tracks[event.processor, event.worker][0], "ts": _microseconds(middle_ns)}
+                    place = {"tid": self._tracks[event.processor, event.worker], "ts": _microseconds(middle_ns)}
                     phase = "s" if step == 0 else "f" if step == len(events) - 1 else "t"
                     yield {"ph": phase, **flow, **place, **({"bp": "e"} if phase != "s" else {})}
 
@@ -180,9 +236,13 @@ class _Run:
         changes = sorted([(end, -1, chunk) for chunk, end in ends.items()] + [(s, 1, c) for c, s in starts.items()])
         length, slot_bytes = record.pipeline.chunk_length, record.pipeline.slot_bytes
         in_use, filled = 0, record.position
+        if record.chunks:
+            filled = sum({s.sequence: s.position for c in reversed(record.chunks) for s in c.segments}.values())
         for time, change, chunk in [(record.start_ns, 0, 0), *changes]:
             in_use += change
-            if change < 0:
+            if change < 0 and record.chunks:
+                filled += record.chunks[chunk].num_tokens
+            elif change < 0:
                 filled += min(length, record.num_tokens - chunk * length)
             memory = {"chunk bytes": in_use * slot_bytes, "KV cache bytes": filled * record.position_bytes}
             yield self._counter("chunk", time, {"slots in use": in_use})
@@ -194,7 +254,7 @@ class _Run:
             "pid": PROCESS,
             "tid": RUNS_TRACK,
             "ts": _microseconds(time_ns - self._zero_ns),
-            "name": name,
+            "name": name + self._suffix,
             "args": values,
         }
 

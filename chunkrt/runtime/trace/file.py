@@ -1,13 +1,14 @@
 """Trace files: Chrome's JSON with the records of the runs in it, so that what was written can be analysed again.
 
 The pipelines and runs stand under "otherData", which viewers leave alone; tasks and copies are read from the events.
+A chunk that several runs shared is written once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -19,6 +20,7 @@ from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.record import WORKS, ChunkRecord, Pipeline, RunRecord, SegmentRecord, Stage, Work
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, trace_events, tracks_of
+from chunkrt.runtime.trace.shared import pipeline_numbers
 
 FORMAT, CHAINS = "chunkrt trace 2", "chunkrt trace 1"
 """The format, and the one before it, in which a stage does not say what it waits for: the one before."""
@@ -88,19 +90,18 @@ _HINT = "record one with `chunkrt run MODEL --trace FILE`"
 
 def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
     zero_ns = min(record.start_ns for record in records)
-    shared: dict[int, int] = {}
+    numbers = pipeline_numbers(records)
     pipelines: list[dict[str, Any]] = []
     runs: list[dict[str, int]] = []
     for record in records:
-        if id(record.pipeline) not in shared:
-            shared[id(record.pipeline)] = len(pipelines)
+        if numbers[id(record.pipeline)] == len(pipelines):
             processors = [asdict(p) | {"devices": sorted(p.devices)} for p in record.pipeline.processors]
             pipelines.append(vars(record.pipeline) | {"processors": processors})
-        kept = {name: getattr(record, name) for name in ("num_tokens", "position", "position_bytes")}
+        kept = {name: getattr(record, name) for name in ("num_tokens", "position", "position_bytes", "sequence")}
         times = {"start_ns": record.start_ns - zero_ns, "end_ns": record.end_ns - zero_ns}
         chunks: dict[str, Any] = {"chunks": record.chunks} if record.chunks else {}
-        runs.append({"pipeline": shared[id(record.pipeline)], **kept, **times, **chunks})
-    tracks = list(tracks_of(records))
+        runs.append({"pipeline": numbers[id(record.pipeline)], **kept, **times, **chunks})
+    tracks = [key[:2] for key in tracks_of(records)]
     about = {"format": FORMAT, "title": title, "pipelines": pipelines, "runs": runs, "tracks": tracks}
     separator = '{"traceEvents":[\n'
     for event in trace_events(records, title):
@@ -109,40 +110,101 @@ def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
     file.write('\n],\n"otherData":' + json.dumps(about, ensure_ascii=False) + "}\n")
 
 
-def _chunk(data: Any) -> ChunkRecord:
-    number, segments = data
-    return ChunkRecord(_whole(number), tuple(SegmentRecord(*map(_whole, segment)) for segment in segments))
-
-
 def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
     read_stage = _stage if about["format"] == FORMAT else _stage_of_chain
     pipelines = [_pipeline(data, read_stage) for data in about["pipelines"]]
     workers = {track: (_text(name), _whole(n)) for track, (name, n) in enumerate(about["tracks"], FIRST_WORKER_TRACK)}
-    tasks: list[list[TaskEvent]] = [[] for _ in about["runs"]]
-    copies: list[list[TaskEvent]] = [[] for _ in about["runs"]]
+    runs = [_run(index, data, pipelines) for index, data in enumerate(about["runs"])]
+    if not runs:
+        raise ValueError("it has no runs")
+    places = _places(runs, [_whole(data["pipeline"]) for data in about["runs"]])
+    tasks: list[list[TaskEvent]] = [[] for _ in runs]
+    copies: list[list[TaskEvent]] = [[] for _ in runs]
     for event in events:
         if event["ph"] != "X" or event["cat"] == "run":
             continue
         args = event["args"]
         processor, worker = workers[event["tid"]]
         start_ns = _nanoseconds(event["ts"])
-        task = Task(_whole(args["subgraph"]), _whole(args["chunk"]))
-        found = TaskEvent(task, processor, worker, start_ns, start_ns + _nanoseconds(event["dur"]))
-        (copies if processor == COPIES else tasks)[_whole(args["run"])].append(found)
-    records: list[RunRecord] = []
-    for data, its_tasks, its_copies in zip(about["runs"], tasks, copies, strict=True):
+        end_ns = start_ns + _nanoseconds(event["dur"])
+        for index, chunk in _places_of(args, runs, places):
+            found = TaskEvent(Task(_whole(args["subgraph"]), chunk), processor, worker, start_ns, end_ns)
+            (copies if processor == COPIES else tasks)[index].append(found)
+    for index, (run, its_tasks) in enumerate(zip(runs, tasks, strict=True)):
         if not its_tasks:
-            raise ValueError(f"run {len(records)} has no tasks")
-        numbers = {name: _whole(data[name]) for name in ("num_tokens", "position", "position_bytes")}
-        times = {name: _whole(data[name]) for name in ("start_ns", "end_ns")}
-        pipeline = pipelines[_whole(data["pipeline"])]
-        if numbers["num_tokens"] < 1:
-            raise ValueError(f"run {len(records)} has no tokens")
-        record = RunRecord(pipeline=pipeline, events=its_tasks, copies=its_copies, chunks=(), **numbers, **times)
-        records.append(replace(record, chunks=tuple(_chunk(chunk) for chunk in data.get("chunks", ()))))
-    if not records:
-        raise ValueError("it has no runs")
-    return records
+            raise ValueError(f"run {index} has no tasks")
+        if run.chunks and {event.task.chunk for event in its_tasks} != set(range(run.num_chunks)):
+            raise ValueError(f"run {index} has chunks without tasks")
+    return [replace(run, events=e, copies=c) for run, e, c in zip(runs, tasks, copies, strict=True)]
+
+
+def _run(index: int, data: dict[str, Any], pipelines: Sequence[Pipeline]) -> RunRecord:
+    """All that is told of a run beside its events."""
+    pipeline = pipelines[_whole(data["pipeline"])]
+    chunks = tuple(_chunk(chunk, pipeline) for chunk in data.get("chunks", ()))
+    run = RunRecord(
+        pipeline=pipeline,
+        num_tokens=_whole(data["num_tokens"]),
+        position=_whole(data["position"]),
+        position_bytes=_whole(data["position_bytes"]),
+        start_ns=_whole(data["start_ns"]),
+        end_ns=_whole(data["end_ns"]),
+        events=(),
+        chunks=chunks,
+        sequence=_whole(data.get("sequence", 0)),
+    )
+    if not run.num_tokens:
+        raise ValueError(f"run {index} has no tokens")
+    position = run.position
+    for chunk in chunks:
+        own = [segment for segment in chunk.segments if segment.sequence == run.sequence]
+        if [segment.position for segment in own] != [position]:
+            raise ValueError(f"chunk {chunk.number} holds no rows of run {index} from position {position} on")
+        position += own[0].num_tokens
+    if chunks and position != run.position + run.num_tokens:
+        raise ValueError(f"run {index} has {run.num_tokens} tokens, its chunks {position - run.position}")
+    return run
+
+
+def _chunk(data: Any, pipeline: Pipeline) -> ChunkRecord:
+    number, segments = data
+    chunk = ChunkRecord(_whole(number), tuple(SegmentRecord(*map(_whole, segment)) for segment in segments))
+    if min((segment.num_tokens for segment in chunk.segments), default=0) < 1:
+        raise ValueError(f"chunk {number} has a segment without rows")
+    if chunk.num_tokens > pipeline.chunk_length:
+        raise ValueError(f"chunk {number} has {chunk.num_tokens} rows, expected at most {pipeline.chunk_length}")
+    if len({segment.sequence for segment in chunk.segments}) < len(chunk.segments):
+        raise ValueError(f"chunk {number} has two segments of one sequence")
+    return chunk
+
+
+Places = Mapping[tuple[int, int], Sequence[tuple[int, int]]]
+"""Of shared chunks, by pipeline and number: the runs that have rows there, each with the chunk's place in it."""
+
+
+def _places(runs: Sequence[RunRecord], pipelines: Sequence[int]) -> Places:
+    places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    chunks: dict[tuple[int, int], ChunkRecord] = {}
+    for index, (run, pipeline) in enumerate(zip(runs, pipelines, strict=True)):
+        for place, chunk in enumerate(run.chunks):
+            if chunks.setdefault((pipeline, chunk.number), chunk) != chunk:
+                raise ValueError(f"two runs tell otherwise of chunk {chunk.number}")
+            places.setdefault((pipeline, chunk.number), []).append((index, place))
+    return places
+
+
+def _places_of(args: dict[str, Any], runs: Sequence[RunRecord], places: Places) -> Sequence[tuple[int, int]]:
+    """The runs that an event belongs to, each with the place of its chunk there."""
+    chunk = _whole(args["chunk"])
+    if "run" in args:
+        run = _whole(args["run"])
+        if runs[run].chunks:
+            raise ValueError(f"a task is told of as run {run}'s own, which shared its chunks")
+        return [(run, chunk)]
+    key = _whole(args["pipeline"]), chunk
+    if key not in places:
+        raise ValueError(f"no run has a chunk {chunk} of pipeline {key[0]}")
+    return places[key]
 
 
 def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipeline:

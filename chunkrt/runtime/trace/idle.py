@@ -16,9 +16,21 @@ from chunkrt.graph.plan import Device
 from chunkrt.runtime.record import RunRecord, Work
 from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.runtime.trace.replay import Replay, Worker
+from chunkrt.runtime.trace.shared import joined
 
 Cause = Literal[
-    "start", "attention", "linears", "layers", "embedding", "sums", "order", "buffer", "copy", "drain", "overhead"
+    "start",
+    "attention",
+    "linears",
+    "layers",
+    "embedding",
+    "sums",
+    "order",
+    "buffer",
+    "chunk",
+    "copy",
+    "drain",
+    "overhead",
 ]
 
 CAUSES: Mapping[Cause, str] = {
@@ -30,6 +42,7 @@ CAUSES: Mapping[Cause, str] = {
     "sums": "waiting for other ranks",
     "order": "waiting for the order of chunks",
     "buffer": "waiting for a buffer",
+    "chunk": "waiting for a chunk",
     "copy": "waiting for a copy",
     "drain": "drain of the pipeline",
     "overhead": "policy and overhead",
@@ -40,8 +53,8 @@ start, drain: before a worker's first task and after its last. attention, linear
 task waits for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk
 comes first.
 Of several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer:
-its chunk has no chunk slot yet. copy: what it reads is being copied. overhead: the worker could have run a task and did
-not: the policy's choice, waking up, bookkeeping.
+its chunk has no chunk slot yet. chunk: runs share chunks, and the next task's had not been formed. copy: what it reads
+is being copied. overhead: the worker could have run a task and did not: the policy's choice, waking up, bookkeeping.
 """
 
 
@@ -76,7 +89,7 @@ def idle_gaps(record: RunRecord) -> list[Gap]:
 
 
 def where_time_went(records: Sequence[RunRecord]) -> list[ProcessorTime]:
-    """The time of every processor over some runs.
+    """The time of every processor over some runs; of shared chunks, that in which at least one was in flight.
 
     Args:
         records: of one pipeline, or of pipelines with the same processors.
@@ -84,6 +97,11 @@ def where_time_went(records: Sequence[RunRecord]) -> list[ProcessorTime]:
     Raises:
         ConfigError: the events contradict the schedule's rules.
     """
+    return times_of(joined(records))
+
+
+def times_of(records: Sequence[RunRecord]) -> list[ProcessorTime]:
+    """As `where_time_went`, of records in which no task is told twice, from the beginning of each to its end."""
     processors = {processor.name: processor for record in records for processor in record.pipeline.processors}
     times = []
     gaps = [gap for record in records for gap in idle_gaps(record)]
@@ -178,6 +196,8 @@ class _Sweep:
             return "start"
         if replay.entry(task) > now:
             return "buffer"
+        if replay.formed(task) > now:
+            return "chunk"
         holdup = self._holdup(task, now)
         if holdup != task and (replay.ready[holdup] <= now or replay.turn(holdup) > now):
             return self._stages[holdup.subgraph].work

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.trace.shared import joined
 from chunkrt.runtime.trace.utilisation import covered_ns
 
 
@@ -31,7 +32,7 @@ class LinkTime:
 def link_time(records: Sequence[RunRecord]) -> LinkTime | None:
     """The link's time over some runs; None if they have no sums over ranks."""
     busy_ns = hidden_ns = num_sums = 0
-    for record in records:
+    for record in joined(records):
         spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         for event in record.events:
             is_sum = record.pipeline.stages[event.task.subgraph].device == "link"

@@ -1,7 +1,9 @@
 """A finished run, replayed by the schedule's rules: when every task became ready, and what it waited for before.
 
 The rules are those of `Schedule`: a task waits for the tasks of its chunk whose values it reads; with state also for
-the chunk before it; every chunk for a chunk slot; and any task for what is copied for it.
+the chunk before it, or where several sequences share chunks for the last one of each that it has rows of; every chunk
+for a chunk slot; and any task for what is copied for it. When a shared chunk was formed nobody has written down: its
+first task tells.
 """
 
 from __future__ import annotations
@@ -39,11 +41,17 @@ class Replay:
         """Every worker's events, by time."""
         self._check_tasks()
         self._assign()
-        ends = [record.start_ns] * record.num_chunks
+        starts, ends = [record.end_ns] * record.num_chunks, [record.start_ns] * record.num_chunks
         for task, event in self.event_of.items():
+            starts[task.chunk] = min(starts[task.chunk], event.start_ns)
             ends[task.chunk] = max(ends[task.chunk], event.end_ns)
-        self._entries = [record.start_ns] * record.pipeline.num_slots + sorted(ends)
-        """When every chunk got its chunk slot, and more."""
+        in_order = list(range(record.num_chunks))
+        if record.chunks:
+            in_order.sort(key=starts.__getitem__)
+        slot_times = [record.start_ns] * record.pipeline.num_slots + sorted(ends)
+        self._slot_times = dict(zip(in_order, slot_times, strict=False))
+        self._formed = starts if record.chunks else [record.start_ns] * record.num_chunks
+        self._before = self._chunks_before()
         self._copied: dict[Task, int] = defaultdict(lambda: record.start_ns)
         for copy in record.copies:
             self._copied[copy.task] = max(self._copied[copy.task], copy.end_ns)
@@ -64,18 +72,43 @@ class Replay:
         return [self.event_of[Task(index, task.chunk)] for index in self._stages[task.subgraph].waits_for]
 
     def turn(self, task: Task) -> int:
-        """When the chunk before it had passed, for a stage with state; otherwise the run's start."""
-        if task.chunk == 0 or not self._stages[task.subgraph].has_state:
-            return self.record.start_ns
-        return self.event_of[Task(task.subgraph, task.chunk - 1)].end_ns
+        """When the chunks before it had passed, for a stage with state; otherwise the run's start."""
+        before = self._before[task.chunk] if self._stages[task.subgraph].has_state else ()
+        ends = [self.event_of[Task(task.subgraph, chunk)].end_ns for chunk in before]
+        return max(ends, default=self.record.start_ns)
 
     def entry(self, task: Task) -> int:
-        """When the chunk got its chunk slot."""
-        return self._entries[task.chunk]
+        """When there was a chunk slot for the chunk."""
+        return self._slot_times[task.chunk]
+
+    def formed(self, task: Task) -> int:
+        """When the chunk had been formed."""
+        return self._formed[task.chunk]
 
     def _ready(self, task: Task) -> int:
-        times = [self.turn(task), self.entry(task), self._copied[task]]
+        times = [self.turn(task), self.formed(task), self.entry(task), self._copied[task]]
         return max(times + [source.end_ns for source in self.sources(task)])
+
+    def _chunks_before(self) -> list[tuple[int, ...]]:
+        """For every chunk those that pass before it where state is: the last ones with rows of its sequences.
+
+        Shared chunks are numbered in whichever order; they come in that in which they reach state first.
+        """
+        record = self.record
+        if not record.chunks:
+            return [tuple(range(max(0, chunk - 1), chunk)) for chunk in range(record.num_chunks)]
+        reached = {
+            task.chunk: event.start_ns
+            for task, event in sorted(self.event_of.items(), reverse=True)
+            if self._stages[task.subgraph].has_state
+        }
+        last: dict[int, int] = {}
+        before: list[tuple[int, ...]] = [()] * record.num_chunks
+        for chunk in sorted(reached, key=reached.__getitem__):
+            sequences = [segment.sequence for segment in record.chunks[chunk].segments]
+            before[chunk] = tuple({last[sequence] for sequence in sequences if sequence in last})
+            last.update(dict.fromkeys(sequences, chunk))
+        return before
 
     def _check_tasks(self) -> None:
         """Every chunk passed through everything, or through what state is made of."""

@@ -3,7 +3,7 @@
 Three panels. The workers: what each runs, and why it is idle; the link's are one row, since all that they do is wait
 for sums. The chunks: the same tasks by chunk, which shows how
 chunks overtake; those of one chunk that run at once share its row's height. The shares: each processor's time, added
-up.
+up. Where several sequences share chunks there is a fourth: a row for each, with the chunks that hold rows of it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chunkrt.runtime.record import WORKS, RunRecord, track_name
-from chunkrt.runtime.trace.idle import CAUSES, idle_gaps, where_time_went
+from chunkrt.runtime.trace.idle import CAUSES, idle_gaps, times_of
 from chunkrt.runtime.trace.link_time import link_time
+from chunkrt.runtime.trace.shared import chunk_numbers, rows_of, sequence_names
 
 IDLE = "idle: "
 
@@ -26,6 +27,8 @@ COLOURS: Mapping[str, str] = {
     "sums": "#56b4e9",
     "bare sums": "#882255",
     "copy": "#7a4b2a",
+    "rows": "#44aa99",
+    "row": "#332288",
     "idle: start": "#d9d9d9",
     "idle: attention": "#ffe2a8",
     "idle: linears": "#b9dcf2",
@@ -34,6 +37,7 @@ COLOURS: Mapping[str, str] = {
     "idle: sums": "#d6d2f0",
     "idle: order": "#cc79a7",
     "idle: buffer": "#f0e442",
+    "idle: chunk": "#f4cccc",
     "idle: copy": "#d55e00",
     "idle: drain": "#bdbdbd",
     "idle: overhead": "#4d4d4d",
@@ -48,6 +52,8 @@ LABELS: Mapping[str, str] = {
     "sums": "sums over ranks",
     "bare sums": "sums with nothing beside them",
     "copy": "copy",
+    "rows": "chunk with several rows of it",
+    "row": "chunk with one row of it",
     **{IDLE + cause: IDLE + meaning for cause, meaning in CAUSES.items()},
 }
 
@@ -75,24 +81,29 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A timeline. `milliseconds`: of the run, and the width of `workers` and `chunks`; `shares` are 100 wide."""
+    """A timeline.
+
+    milliseconds: of the run, and the width of `workers`, `chunks` and `sequences`; `shares` are 100 wide. sequences:
+    none for a run whose chunks were its own.
+    """
 
     title: str
     milliseconds: float
     workers: Sequence[Row]
     chunks: Sequence[Row]
     shares: Sequence[Row]
+    sequences: Sequence[Row] = ()
 
     @property
     def kinds(self) -> list[str]:
         """The kinds that occur, in the order of the colours."""
-        rows = (*self.workers, *self.shares)
+        rows = (*self.workers, *self.shares, *self.sequences)
         found = {bar.kind for row in rows for bar in row.bars}
         return [kind for kind in COLOURS if kind in found]
 
 
 def make_picture(record: RunRecord) -> Picture:
-    """The timeline of a run.
+    """The timeline of a run; of one that shared its chunks, as `with_others` makes it.
 
     Raises:
         ConfigError: the events contradict the schedule's rules.
@@ -103,6 +114,7 @@ def make_picture(record: RunRecord) -> Picture:
         (processor.name, worker): [] for processor in pipeline.processors for worker in range(processor.workers)
     }
     chunks: list[list[Bar]] = [[] for _ in range(record.num_chunks)]
+    names = [f"chunk {chunk}" for chunk in chunk_numbers(record)]
 
     def bar(start_ns: int, end_ns: int, kind: str, text: str) -> Bar:
         start, end = (start_ns - record.start_ns) / 1e6, (end_ns - record.start_ns) / 1e6
@@ -113,11 +125,11 @@ def make_picture(record: RunRecord) -> Picture:
         workers[gap.processor, gap.worker].append(piece)
     for event in record.events:
         stage = pipeline.stages[event.task.subgraph]
-        task = bar(event.start_ns, event.end_ns, stage.work, f"{stage.name} chunk {event.task.chunk}")
+        task = bar(event.start_ns, event.end_ns, stage.work, f"{stage.name} {names[event.task.chunk]}")
         workers[event.processor, event.worker].append(task)
         chunks[event.task.chunk].append(task)
     copies = [
-        bar(c.start_ns, c.end_ns, "copy", f"copy for {pipeline.stages[c.task.subgraph].name} chunk {c.task.chunk}")
+        bar(c.start_ns, c.end_ns, "copy", f"copy for {pipeline.stages[c.task.subgraph].name} {names[c.task.chunk]}")
         for c in record.copies
     ]
     sums = [bar for (name, _), bars in workers.items() if name == "link" for bar in bars if bar.kind == "sums"]
@@ -130,12 +142,30 @@ def make_picture(record: RunRecord) -> Picture:
         rows.append(Row("LINK", in_lanes(sums)))
     milliseconds = (record.end_ns - record.start_ns) / 1e6
     return Picture(
-        title=f"{record.name}: {milliseconds:.1f} ms, policy {pipeline.policy}, chunks of {pipeline.chunk_length}",
+        title=f"{_name(record)}: {milliseconds:.1f} ms, policy {pipeline.policy}, chunks of {pipeline.chunk_length}",
         milliseconds=milliseconds,
         workers=[*rows, Row("copies", sorted(copies))] if copies else rows,
-        chunks=[Row(f"chunk {chunk}", in_lanes(bars)) for chunk, bars in enumerate(chunks)],
+        chunks=[Row(name, in_lanes(bars)) for name, bars in zip(names, chunks, strict=True)],
         shares=_shares(record),
+        sequences=_sequences(record, chunks),
     )
+
+
+def _name(record: RunRecord) -> str:
+    if not record.chunks:
+        return record.name
+    return f"chunks of {sequence_names(record.chunks)}"
+
+
+def _sequences(record: RunRecord, chunks: Sequence[Sequence[Bar]]) -> list[Row]:
+    """A row for every sequence: the chunks, from their first task to their last, that hold rows of it."""
+    rows: dict[int, list[Bar]] = {}
+    for shared, tasks in zip(record.chunks, chunks, strict=bool(record.chunks)):
+        start, end = min(bar.start for bar in tasks), max(bar.end for bar in tasks)
+        for segment, where in zip(shared.segments, rows_of(shared).values(), strict=True):
+            kind = "rows" if segment.num_tokens > 1 else "row"
+            rows.setdefault(segment.sequence, []).append(Bar(start, end, kind, f"chunk {shared.number}, {where}"))
+    return [Row(f"sequence {sequence}", in_lanes(bars)) for sequence, bars in sorted(rows.items())]
 
 
 def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
@@ -162,7 +192,7 @@ def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
 
 def _shares(record: RunRecord) -> list[Row]:
     rows = []
-    for time in where_time_went([record]):
+    for time in times_of([record]):
         if time.name == "link":
             continue
         parts: dict[str, int] = {work: time.busy_ns.get(work, 0) for work in WORKS}

@@ -28,12 +28,14 @@ def to_svg(picture: Picture) -> str:
         parts += _row(row, y, WORKER_HEIGHT, picture.milliseconds)
         y += WORKER_HEIGHT + GAP
     y += GAP
-    height = min(MOST_CHUNK_HEIGHT, CHUNKS_HEIGHT / max(1, len(picture.chunks)))
-    every = max(1, round(11 / height))
-    for index, row in enumerate(picture.chunks):
-        named = row if index % every == 0 else Row("", row.bars)
-        parts += _row(named, y, height * 0.9, picture.milliseconds)
-        y += height
+    for panel in filter(None, (picture.chunks, picture.sequences)):
+        height = min(MOST_CHUNK_HEIGHT, CHUNKS_HEIGHT / len(panel))
+        every = max(1, round(11 / height))
+        for index, row in enumerate(panel):
+            named = row if index % every == 0 else Row("", row.bars)
+            parts += _row(named, y, height * 0.9, picture.milliseconds)
+            y += height
+        y += GAP if panel is not picture.sequences and picture.sequences else 0
     parts += _axis(y, picture.milliseconds)
     y += 40
     for row in picture.shares:

@@ -1,0 +1,176 @@
+"""Runs that shared chunks: what the workers did, every chunk once, whosever rows it held.
+
+Each such run's record has the tasks of all its chunks, so that a chunk of three sequences is told of three times.
+Whoever draws or adds up what workers did goes by the records that are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord
+from chunkrt.runtime.tasks import Task, TaskEvent
+
+MOST_NAMED = 4
+"""Sequences that are named one by one."""
+
+
+class SharedChunk(NamedTuple):
+    """A chunk that several runs shared, and what its tasks and copies took."""
+
+    record: ChunkRecord
+    events: Sequence[TaskEvent]
+    copies: Sequence[TaskEvent]
+
+    @property
+    def start_ns(self) -> int:
+        """Of its first task."""
+        return min(event.start_ns for event in (*self.events, *self.copies))
+
+    @property
+    def end_ns(self) -> int:
+        """Of its last task."""
+        return max(event.end_ns for event in self.events)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How full shared chunks were.
+
+    rows_per_chunk: on average. packed: the share of the chunks that held more than one sequence. padding: of the rows
+    that an NPU computed the share that held no token; None where no NPU took part.
+    """
+
+    sequences: int
+    chunks: int
+    rows: int
+    rows_per_chunk: float
+    packed: float
+    padding: float | None
+
+
+def joined(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """What the workers did in some runs, every task once.
+
+    Runs with chunks of their own stay as they are. Of those that shared chunks there is one record for every time in
+    which at least one chunk of a pipeline was in flight.
+    """
+    found = [record for record in records if not record.chunks]
+    for pipeline, position_bytes, chunks in _by_pipeline(records):
+        together: list[SharedChunk] = []
+        end_ns = 0
+        for chunk in sorted(chunks, key=lambda chunk: (chunk.start_ns, chunk.record.number)):
+            if together and chunk.start_ns > end_ns:
+                found.append(_joint(pipeline, position_bytes, together))
+                together = []
+            end_ns = max(end_ns, chunk.end_ns) if together else chunk.end_ns
+            together.append(chunk)
+        found.append(_joint(pipeline, position_bytes, together))
+    return found
+
+
+def with_others(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord:
+    """What the workers did while a run was computed: all chunks of its pipeline that lie within its time, those of
+    others too. A run with chunks of its own is that already."""
+    for pipeline, position_bytes, chunks in _by_pipeline(records):
+        if pipeline is record.pipeline:
+            within = [c for c in chunks if c.start_ns <= record.end_ns and c.end_ns >= record.start_ns]
+            return _joint(pipeline, position_bytes, within)
+    return record
+
+
+def packing(records: Sequence[RunRecord]) -> Packing | None:
+    """How full the shared chunks of some runs were, each counted once; None if they shared none."""
+    sequences: set[int] = set()
+    num_chunks = num_rows = num_packed = num_on_npu = num_padded = 0
+    for pipeline, _, chunks in _by_pipeline(records):
+        has_npu = any(processor.devices == {"npu"} for processor in pipeline.processors)
+        for chunk in chunks:
+            rows = chunk.record.num_tokens
+            sequences.update(segment.sequence for segment in chunk.record.segments)
+            num_chunks, num_rows = num_chunks + 1, num_rows + rows
+            num_packed += len(chunk.record.segments) > 1
+            if has_npu:
+                num_on_npu += pipeline.chunk_length
+                num_padded += pipeline.chunk_length - rows
+    if not num_chunks:
+        return None
+    return Packing(
+        sequences=len(sequences),
+        chunks=num_chunks,
+        rows=num_rows,
+        rows_per_chunk=num_rows / num_chunks,
+        packed=num_packed / num_chunks,
+        padding=num_padded / num_on_npu if num_on_npu else None,
+    )
+
+
+def chunk_numbers(record: RunRecord) -> list[int]:
+    """What the chunks of a record are called: shared ones by their number, a run's own by their place."""
+    return [chunk.number for chunk in record.chunks] or list(range(record.num_chunks))
+
+
+def rows_of(chunk: ChunkRecord) -> dict[str, str]:
+    """Whose rows lie where in a chunk, in words: by sequence, in the order in which they lie."""
+    found, row = {}, 0
+    for sequence, position, num_tokens in chunk.segments:
+        rows = f"row {row}" if num_tokens == 1 else f"rows {row} to {row + num_tokens - 1}"
+        found[f"sequence {sequence}"] = f"{rows}, from position {position}"
+        row += num_tokens
+    return found
+
+
+def sequence_names(chunks: Iterable[ChunkRecord]) -> str:
+    """Whose rows some chunks hold, in a few words."""
+    sequences = sorted({segment.sequence for chunk in chunks for segment in chunk.segments})
+    if len(sequences) > MOST_NAMED:
+        return f"{len(sequences)} sequences"
+    return f"sequence{'s' if len(sequences) > 1 else ''} {', '.join(map(str, sequences))}"
+
+
+def pipeline_numbers(records: Iterable[RunRecord]) -> dict[int, int]:
+    """A number for every pipeline, by its identity: of two like ones each has its own chunks."""
+    return {identity: number for number, identity in enumerate(dict.fromkeys(id(r.pipeline) for r in records))}
+
+
+def _by_pipeline(records: Iterable[RunRecord]) -> list[tuple[Pipeline, int, list[SharedChunk]]]:
+    """The shared chunks of every pipeline, and the bytes that its caches hold for each position."""
+    found: dict[int, tuple[Pipeline, int, dict[int, SharedChunk]]] = {}
+    for record in records:
+        if not record.chunks:
+            continue
+        _, _, chunks = found.setdefault(id(record.pipeline), (record.pipeline, record.position_bytes, {}))
+        for chunk, events, copies in zip(
+            record.chunks, _by_chunk(record, record.events), _by_chunk(record, record.copies), strict=True
+        ):
+            chunks.setdefault(chunk.number, SharedChunk(chunk, events, copies))
+    return [(pipeline, size, list(chunks.values())) for pipeline, size, chunks in found.values()]
+
+
+def _by_chunk(record: RunRecord, events: Iterable[TaskEvent]) -> list[list[TaskEvent]]:
+    found: list[list[TaskEvent]] = [[] for _ in record.chunks]
+    for event in events:
+        found[event.task.chunk].append(event)
+    return found
+
+
+def _joint(pipeline: Pipeline, position_bytes: int, chunks: Sequence[SharedChunk]) -> RunRecord:
+    """One record of some chunks, in the order of their numbers."""
+    chunks = sorted(chunks, key=lambda chunk: chunk.record.number)
+    return RunRecord(
+        pipeline=pipeline,
+        num_tokens=sum(chunk.record.num_tokens for chunk in chunks),
+        position=0,
+        position_bytes=position_bytes,
+        start_ns=min(chunk.start_ns for chunk in chunks),
+        end_ns=max(chunk.end_ns for chunk in chunks),
+        events=[_placed(event, place) for place, chunk in enumerate(chunks) for event in chunk.events],
+        copies=[_placed(copy, place) for place, chunk in enumerate(chunks) for copy in chunk.copies],
+        chunks=tuple(chunk.record for chunk in chunks),
+    )
+
+
+def _placed(event: TaskEvent, chunk: int) -> TaskEvent:
+    return event._replace(task=Task(event.task.subgraph, chunk))

@@ -1,0 +1,139 @@
+"""Who asks for what, and when: requests to a server, drawn from distributions with a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import inf, isfinite, log
+from pathlib import Path
+from random import Random
+
+from chunkrt.errors import ConfigError
+
+CLOSED, POISSON = "closed", "poisson:"
+ARRIVALS_FORM = f"{POISSON}RATE, requests a second, or {CLOSED}"
+LENGTHS_FORM = "a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, or a file with one number a line"
+
+MOST_TOKENS = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, and how many tokens shall follow it.
+
+    arrival_ns: when it is asked; None for as soon as another has been answered.
+    """
+
+    arrival_ns: float | None
+    prompt: int
+    generate: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests, and how many of them were cut to what the context holds."""
+
+    requests: Sequence[Request]
+    num_cut: int
+
+
+def draw(arrivals: str, prompt: str, generate: str, *, requests: int, context_length: int, seed: int = 0) -> Load:
+    """Draw requests.
+
+    Arrivals and both lengths are drawn apart from each other: another distribution of one leaves the others as they
+    are.
+
+    Args:
+        arrivals: `poisson:RATE`, so many requests a second on average; or `closed`.
+        prompt: tokens of a prompt: a number, `uniform:LOW:HIGH`, `lognormal:MEDIAN:SIGMA`, or the path of a file with
+            one number a line, which are taken in their order, over and over.
+        generate: tokens that follow, likewise.
+        requests: how many, at least 1.
+        context_length: of the model. Prompts of a lognormal distribution, and what follows them, are cut to what it
+            holds, since that has no end; of others it is an error.
+        seed: at least 0.
+
+    Raises:
+        ConfigError: something is out of range or has no such form.
+    """
+    if requests < 1:
+        raise ConfigError(f"{requests} requests, expected at least 1")
+    if seed < 0:
+        raise ConfigError(f"the seed is {seed}, expected 0 or more")
+    times = _times(arrivals, Random(f"{seed} arrivals"))
+    prompts, follow = _lengths("prompt", prompt, seed), _lengths("generate", generate, seed)
+    is_endless = any(text.startswith("lognormal:") for text in (prompt, generate))
+    found, num_cut = [], 0
+    for arrival_ns, tokens, new in zip(times, prompts, follow, strict=False):
+        if tokens + new > context_length:
+            if not is_endless:
+                raise ConfigError(
+                    f"a prompt of {tokens} tokens and {new} that follow exceed {context_length}, the model's context"
+                )
+            tokens = min(tokens, context_length - 1)
+            new = min(new, context_length - tokens)
+            num_cut += 1
+        found.append(Request(arrival_ns=arrival_ns, prompt=tokens, generate=new))
+        if len(found) == requests:
+            break
+    return Load(requests=found, num_cut=num_cut)
+
+
+def _times(text: str, random: Random) -> Iterator[float | None]:
+    if text == CLOSED:
+        return cycle([None])
+    try:
+        rate = float(text.removeprefix(POISSON)) if text.startswith(POISSON) else 0.0
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < inf:
+        raise ConfigError(f"arrivals are {text!r}, expected {ARRIVALS_FORM}")
+    return _poisson(rate, random)
+
+
+def _poisson(rate: float, random: Random) -> Iterator[float]:
+    now = 0.0
+    while True:
+        now += 1e9 * random.expovariate(rate)
+        yield now
+
+
+def _lengths(name: str, text: str, seed: int) -> Iterator[int]:
+    random = Random(f"{seed} {name}")
+    kind, _, rest = text.partition(":")
+    try:
+        if kind == "uniform":
+            low, high = map(int, rest.split(":"))
+            if 1 <= low <= high <= MOST_TOKENS:
+                return _endless(lambda: random.randint(low, high))
+        elif kind == "lognormal":
+            median, sigma = map(float, rest.split(":"))
+            if 1 <= median <= MOST_TOKENS and isfinite(sigma) and 0 <= sigma <= 10:
+                return _endless(lambda: max(1, round(min(random.lognormvariate(log(median), sigma), MOST_TOKENS))))
+        elif 1 <= (number := int(text)) <= MOST_TOKENS:
+            return cycle([number])
+    except ValueError:
+        if text and kind not in ("uniform", "lognormal") and Path(text).exists():
+            return cycle(_read(name, Path(text)))
+    raise ConfigError(f"{name} is {text!r}, expected {LENGTHS_FORM}")
+
+
+def _endless(draw_one: Callable[[], int]) -> Iterator[int]:
+    while True:
+        yield draw_one()
+
+
+def _read(name: str, path: Path) -> list[int]:
+    try:
+        lines = path.read_text("utf-8").split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {name} lengths from {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not (line.isascii() and line.isdigit() and 1 <= int(line[:11]) <= MOST_TOKENS):
+            raise ConfigError(
+                f"number {number} of {path} is {line[:40]!r}, expected a whole number of tokens from 1 on"
+            )
+    if not lines:
+        raise ConfigError(f"{path} holds no numbers; expected one a line, the tokens of each {name}")
+    return [int(line) for line in lines]

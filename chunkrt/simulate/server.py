@@ -1,0 +1,208 @@
+"""A server on a virtual clock: sequences that come, share chunks, and go.
+
+It feeds an open schedule by the conductor's rules. Whoever waits is shown to the batcher whenever a chunk may enter.
+Only two are under way while somebody decodes. Where single tokens run beside an NPU, on the CPU alone, they do so in
+one chunk at a time, and no other is formed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from chunkrt.graph.flow import Route
+from chunkrt.runtime.batcher import Batcher, Waiting, next_chunk
+from chunkrt.runtime.record import ChunkRecord, SegmentRecord
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.simulate.arrivals import Request
+
+
+class Admission(NamedTuple):
+    """How a chunk is computed: what it passes through, and how long its tasks take alone, by subgraph."""
+
+    route: Route
+    durations: Sequence[int]
+
+
+Admit = Callable[[ChunkRecord, int, bool], Admission]
+"""Of a chunk, how many of its rows want logits, and whether it runs beside an NPU, on the CPU alone."""
+
+DecodesApart = Callable[[Sequence[int]], bool]
+"""Whether sequences that decode, at these positions, do so beside an NPU."""
+
+MOST_WHILE_DECODING = 2
+"""Chunks under way while somebody decodes, who would wait for all that are before; the conductor's rule."""
+
+
+class Client:
+    """A request on its way: a sequence, which waits for chunks to take its tokens.
+
+    Args:
+        number: of the sequence.
+        request: what was asked.
+        arrival_ns: when.
+    """
+
+    def __init__(self, number: int, request: Request, arrival_ns: float) -> None:
+        self.number, self.request, self.arrival_ns = number, request, arrival_ns
+        self.start_ns = 0.0
+        """When it was let in."""
+        self.token_ns: list[float] = []
+        """When each of its tokens was there."""
+        self.position = 0
+        """Of the next token that a chunk takes."""
+        self.num_left = request.prompt
+        """Tokens that wait: of the prompt, or the one that was generated last."""
+        self.num_passed = 0
+        self.in_flight: list[int] = []
+        """The chunks that hold rows of it."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it waits for one token's row."""
+        return bool(self.token_ns) or self.request.prompt == 1
+
+    @property
+    def time_to_first_token_ns(self) -> float:
+        """From when it was asked."""
+        return self.token_ns[0] - self.arrival_ns
+
+
+class Server:
+    """Lets requests in, forms chunks of whoever waits, and notes when every token was there.
+
+    Args:
+        schedule: open, without chunks; closed here once all have been answered.
+        requests: in the order in which they come.
+        batcher: forms the chunks.
+        chunk_length: C.
+        most_sessions: requests that are let in at once; others wait.
+        most_in_flight: chunks that are formed before one has ended, but for that beside an NPU.
+        step: see `Waiting.step`.
+        prompt_ns: from when a request is let in until its tokens may be taken.
+        admit: tells what a chunk takes.
+        decodes_apart: tells where single tokens run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        requests: Sequence[Request],
+        batcher: Batcher,
+        *,
+        chunk_length: int,
+        most_sessions: int,
+        most_in_flight: int,
+        step: int,
+        prompt_ns: float,
+        admit: Admit,
+        decodes_apart: DecodesApart,
+    ) -> None:
+        self._schedule, self._batcher = schedule, batcher
+        self._admit, self._decodes_apart = admit, decodes_apart
+        self._chunk_length, self._step, self._prompt_ns = chunk_length, step, prompt_ns
+        self._most_sessions, self._most_in_flight = most_sessions, most_in_flight
+        self._coming = deque(enumerate(requests))
+        self._queue: deque[Client] = deque()
+        self._waiting: list[Client] = []
+        """Those with tokens that no chunk has taken, in the order in which they came to wait."""
+        self._inside: list[Client] = []
+        self._flying: dict[int, list[tuple[Client, bool]]] = {}
+        """Of every chunk in flight those with rows in it, and whether it holds the last of those that they wait for."""
+        self._apart: int | None = None
+        """The chunk beside the NPU, if there is one."""
+        self.clients: list[Client] = []
+        """All that have come."""
+        self.chunks: list[ChunkRecord] = []
+        """All that were formed."""
+
+    def __call__(self, now: float) -> float | None:
+        """Take in what has ended and who has come, and form chunks; when to be called next."""
+        for number, _ in self._schedule.ended:
+            if number == self._apart:
+                self._apart = None
+            for client, has_last in self._flying.pop(number):
+                client.in_flight.remove(number)
+                if has_last:
+                    self._note_token(client, now)
+        self._schedule.ended.clear()
+        self._take_in(now)
+        self._form_chunks([client for client in self._waiting if self._is_ready(client, now)])
+        if not (self._coming or self._queue or self._inside) and self._schedule.is_open:
+            self._schedule.close()
+        calls = [client.start_ns + self._prompt_ns for client in self._waiting if not self._is_ready(client, now)]
+        if self._coming and (arrival_ns := self._coming[0][1].arrival_ns) is not None:
+            calls.append(arrival_ns)
+        return min(calls, default=None)
+
+    def _is_ready(self, client: Client, now: float) -> bool:
+        return client.start_ns + self._prompt_ns <= now
+
+    def _take_in(self, now: float) -> None:
+        """Those that come wait in the queue until there is room."""
+        while self._coming:
+            number, request = self._coming[0]
+            has_room = len(self._inside) + len(self._queue) < self._most_sessions
+            if not (has_room if request.arrival_ns is None else request.arrival_ns <= now):
+                break
+            self._coming.popleft()
+            client = Client(number, request, now if request.arrival_ns is None else request.arrival_ns)
+            self.clients.append(client)
+            self._queue.append(client)
+        while self._queue and len(self._inside) < self._most_sessions:
+            client = self._queue.popleft()
+            client.start_ns = now
+            self._inside.append(client)
+            self._waiting.append(client)
+
+    def _note_token(self, client: Client, now: float) -> None:
+        client.token_ns.append(now)
+        if len(client.token_ns) == client.request.generate:
+            self._inside.remove(client)
+        else:
+            client.num_left, client.num_passed = 1, 0
+            self._waiting.append(client)
+
+    def _form_chunks(self, ready: Sequence[Client]) -> None:
+        if self._apart is not None:
+            return
+        decoding = [client for client in ready if client.is_decode]
+        is_apart = bool(decoding) and self._decodes_apart([client.position for client in decoding])
+        most = self._most_in_flight
+        if any(client.is_decode for client in self._inside):
+            most = min(most, MOST_WHILE_DECODING)
+        while len(self._flying) < most:
+            together = [client for client in ready if client.num_left and not (is_apart and client.is_decode)]
+            if not together:
+                break
+            self._form_chunk(together, is_apart=False)
+        if is_apart:
+            self._apart = self._form_chunk(decoding, is_apart=True)
+
+    def _form_chunk(self, ready: Sequence[Client], *, is_apart: bool) -> int:
+        """Form a chunk of some that wait; its number."""
+        waiting = [Waiting(c.num_left, c.is_decode, c.num_passed, self._step) for c in ready]
+        takes = next_chunk(self._batcher, waiting, self._chunk_length)
+        taken = [ready[take.place] for take in takes]
+        segments = tuple(
+            SegmentRecord(client.number, client.position, take.num_tokens)
+            for client, take in zip(taken, takes, strict=True)
+        )
+        after = {number for client in taken for number in client.in_flight}
+        for client in ready:
+            client.num_passed = 0 if client in taken else client.num_passed + 1
+        for client, take in zip(taken, takes, strict=True):
+            client.num_left -= take.num_tokens
+            client.position += take.num_tokens
+        rows = [(client, not client.num_left) for client in taken]
+        self._waiting = [client for client in self._waiting if client.num_left]
+        chunk = ChunkRecord(len(self.chunks), segments)
+        self.chunks.append(chunk)
+        admission = self._admit(chunk, sum(has_last for _, has_last in rows), is_apart)
+        self._flying[chunk.number] = rows
+        for client in taken:
+            client.in_flight.append(chunk.number)
+        number = self._schedule.admit(admission.route, after, admission.durations)
+        assert number == chunk.number
+        return number

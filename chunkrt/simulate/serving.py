@@ -1,0 +1,258 @@
+"""Serving: how fast a device answers when many sequences share chunks.
+
+The batcher, the schedule and the policies are those of the runtime, on a virtual clock; what tasks take is a device
+profile's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import Scheme, find_scheme
+from chunkrt.runtime.batcher import DEFAULT_BATCHER, find_batcher
+from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
+from chunkrt.runtime.lanes import DecodeOn, parting_step
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.record import ChunkRecord, RunRecord
+from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent
+from chunkrt.runtime.virtual_clock import run_on_virtual_clock
+from chunkrt.simulate.arrivals import Load
+from chunkrt.simulate.measured import MeasuredProfile
+from chunkrt.simulate.profile import DeviceProfile
+from chunkrt.simulate.server import Admission, Server
+from chunkrt.simulate.serving_costs import ServingCosts, has_npu, never, serving_costs
+from chunkrt.simulate.serving_records import serving_records
+from chunkrt.simulate.simulator import check_costs_are_known
+from chunkrt.simulate.work import Chunk
+
+
+class Spread(NamedTuple):
+    """Milliseconds: the mean, and what half of the values and 95 % of them do not exceed."""
+
+    mean: float
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What a server did from the first request to the last token.
+
+    seconds: that it took. time_to_first_token_ms, queue_ms: from when a prompt was asked to its first token, and until
+    it was let in. gap_ms: between two tokens of an answer; None where each answer is one token. rows_per_chunk: that
+    held a token, on average. packed: the share of the chunks that held more than one sequence. on_cpu: the share that
+    the CPU alone computed. padding: of the rows that the NPU computed the share that held no token; None if it computed
+    none. busy: the share of its time that each processor was. requests_cut: those that would have exceeded the context.
+    records: of every run, as sessions of an engine give them.
+    """
+
+    device: str
+    scheme: str
+    policy: str
+    batcher: str
+    decode_on: DecodeOn
+    sessions: int
+    chunk_length: int
+    chunks_in_flight: int
+    requests: int
+    requests_cut: int
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    time_to_first_token_ms: Spread
+    queue_ms: Spread
+    gap_ms: Spread | None
+    chunks: int
+    rows_per_chunk: float
+    packed: float
+    on_cpu: float
+    padding: float | None
+    busy: Mapping[str, float]
+    records: Callable[[], list[RunRecord]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the records, for JSON."""
+        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
+        spreads = {name: value._asdict() for name, value in figures.items() if isinstance(value, Spread)}
+        return figures | spreads
+
+
+def simulate_serving(
+    plan: Plan,
+    device: DeviceProfile | MeasuredProfile,
+    load: Load,
+    *,
+    sessions: int,
+    chunk_length: int,
+    policy: str,
+    scheme: str | Scheme,
+    batcher: str = DEFAULT_BATCHER,
+    decode_on: DecodeOn = "auto",
+    chunks_in_flight: int | None = None,
+    threads: int | None = None,
+) -> Serving:
+    """Serve requests on a virtual clock.
+
+    Args:
+        plan: a whole decoder.
+        device: what its tasks cost.
+        load: the requests.
+        sessions: that are let in at once, at least 1; others wait.
+        chunk_length: C, tokens, 1 to the plan's context.
+        policy: the order of tasks, by name.
+        scheme: how linears are quantised; by name, or as a checkpoint lets it be.
+        batcher: which rows make a chunk, by name.
+        decode_on: where single tokens run beside an NPU: on the CPU alone, with it, or where all that wait are expected
+            to take less time.
+        chunks_in_flight: at most, at least 1, where there is an NPU; by default as many as the executor takes. Without
+            one, and under a policy that runs one task at a time, chunks that are shared come one after the other, and
+            single tokens lie in these.
+        threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
+
+    Raises:
+        ConfigError: an argument is out of range, or does not go with the profile.
+    """
+    if not 1 <= chunk_length <= plan.context_length:
+        raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the model's context")
+    if not load.requests:
+        raise ConfigError("there are no requests to serve")
+    if sessions < 1:
+        raise ConfigError(f"{sessions} sessions, expected at least 1")
+    if decode_on not in get_args(DecodeOn):
+        raise unknown_name("way to decode", decode_on, get_args(DecodeOn))
+    if chunks_in_flight is not None:
+        check_chunks_in_flight(chunks_in_flight)
+    if any(subgraph.device == "link" for subgraph in plan.subgraphs):
+        raise ConfigError(
+            "the plan is one rank's share of a decoder, and ranks share no chunks; serve the whole decoder"
+        )
+    found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
+    check_costs_are_known(plan, found_scheme)
+    costs = serving_costs(plan, device, found_scheme, chunk_length=chunk_length, threads=threads, decode_on=decode_on)
+    most_in_flight = 1
+    if has_npu(costs.processors) and find_policy(policy).is_concurrent:
+        most_in_flight = chunks_in_flight or chunk_slots(plan, chunk_length, costs.processors)
+    elif chunks_in_flight not in (None, 1):
+        raise ConfigError(
+            "without an NPU, or under a policy that runs one task at a time, shared chunks come one after the other; "
+            "leave --in-flight away"
+        )
+    else:
+        costs = replace(costs, decodes_apart=never)
+    found = serve(
+        costs,
+        load,
+        batcher=batcher,
+        policy=policy,
+        chunk_length=chunk_length,
+        sessions=sessions,
+        chunks_in_flight=most_in_flight,
+        step=parting_step(plan, chunk_length),
+    )
+    return replace(found, device=device.name, scheme=found_scheme.name, decode_on=decode_on)
+
+
+def serve(
+    costs: ServingCosts,
+    load: Load,
+    *,
+    batcher: str,
+    policy: str,
+    chunk_length: int,
+    sessions: int,
+    chunks_in_flight: int,
+    step: int = 1,
+) -> Serving:
+    """Serve requests with given costs; see `simulate_serving`."""
+    schedule = Schedule(
+        costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=find_policy(policy)
+    )
+    ways: list[str] = []
+    """Of every chunk."""
+
+    size = len(costs.plan.subgraphs)
+    routes = {
+        (name, has_logits): way.route(size, with_logits=has_logits)
+        for name, way in costs.ways.items()
+        for has_logits in (False, True)
+    }
+
+    def admit(chunk: ChunkRecord, num_rows: int, is_apart: bool) -> Admission:
+        costs.chunks.append(Chunk.shared([(s.position, s.num_tokens) for s in chunk.segments], num_rows))
+        ways.append("cpu" if is_apart else next(iter(costs.ways)))
+        route = routes[ways[-1], num_rows > 0]
+        durations = [0] * size
+        for subgraph in route.subgraphs:
+            durations[subgraph] = costs.work_of(Task(subgraph, chunk.number)).ns
+        return Admission(route, durations)
+
+    server = Server(
+        schedule,
+        load.requests,
+        find_batcher(batcher),
+        chunk_length=chunk_length,
+        most_sessions=sessions,
+        most_in_flight=chunks_in_flight,
+        step=step,
+        prompt_ns=costs.prompt_ns,
+        admit=admit,
+        decodes_apart=costs.decodes_apart,
+    )
+    events = run_on_virtual_clock(schedule, schedule.duration, costs.speeds, server)
+    clients = server.clients
+    end_ns = max(client.token_ns[-1] for client in clients)
+    seconds = max(end_ns - min(client.arrival_ns for client in clients), 1) / 1e9
+    prompt_tokens = sum(client.request.prompt for client in clients)
+    generated_tokens = sum(client.request.generate for client in clients)
+    gaps = [later - token for c in clients for token, later in zip(c.token_ns, c.token_ns[1:], strict=False)]
+    rows = [chunk.num_tokens for chunk in server.chunks]
+    padded = [count for count, way in zip(rows, ways, strict=True) if way == "npu"]
+    return Serving(
+        device="",
+        scheme="",
+        policy=policy,
+        batcher=batcher,
+        decode_on="auto",
+        sessions=sessions,
+        chunk_length=chunk_length,
+        chunks_in_flight=chunks_in_flight,
+        requests=len(clients),
+        requests_cut=load.num_cut,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=generated_tokens,
+        seconds=seconds,
+        requests_per_s=len(clients) / seconds,
+        prompt_tokens_per_s=prompt_tokens / seconds,
+        generated_tokens_per_s=generated_tokens / seconds,
+        time_to_first_token_ms=_spread([client.time_to_first_token_ns for client in clients]),
+        queue_ms=_spread([client.start_ns - client.arrival_ns for client in clients]),
+        gap_ms=_spread(gaps) if gaps else None,
+        chunks=len(rows),
+        rows_per_chunk=sum(rows) / len(rows),
+        packed=sum(len(chunk.segments) > 1 for chunk in server.chunks) / len(rows),
+        on_cpu=1 - len(padded) / len(rows),
+        padding=1 - sum(padded) / (len(padded) * chunk_length) if padded else None,
+        busy={p.name: _busy_ns(p, events) / (1e9 * seconds * p.workers) for p in costs.processors},
+        records=lambda: serving_records(
+            costs, server, events, ways, policy=policy, chunk_length=chunk_length, chunks_in_flight=chunks_in_flight
+        ),
+    )
+
+
+def _busy_ns(processor: Processor, events: Sequence[TaskEvent]) -> int:
+    return sum(event.end_ns - event.start_ns for event in events if event.processor == processor.name)
+
+
+def _spread(nanoseconds: Sequence[float]) -> Spread:
+    p50, p95 = np.percentile(nanoseconds, [50, 95]) / 1e6
+    return Spread(float(np.mean(nanoseconds)) / 1e6, float(p50), float(p95))

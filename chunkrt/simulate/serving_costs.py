@@ -1,0 +1,169 @@
+"""What serving costs: every way that a chunk can take through a decoder, and what its tasks take there.
+
+Where there is an NPU, sequences that decode may leave it out: the same subgraphs, all on the CPU, lie behind the others
+in one plan, so that one schedule has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from chunkrt.errors import ConfigError
+from chunkrt.graph.flow import Route
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import Scheme
+from chunkrt.runtime.lanes import DecodeOn
+from chunkrt.runtime.tasks import Processor, Task
+from chunkrt.runtime.virtual_clock import Speeds
+from chunkrt.simulate.measured import MeasuredProfile
+from chunkrt.simulate.profile import DeviceProfile
+from chunkrt.simulate.simulator import measured_costs
+from chunkrt.simulate.speeds import crowd_speeds, memory_speeds
+from chunkrt.simulate.work import Chunk, ModelledWork, Work, WorkOf, measured_work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way through a decoder.
+
+    plan: its subgraphs alone. first: where they begin in the plan of all ways. processors: who runs them.
+    """
+
+    plan: Plan
+    first: int
+    processors: tuple[Processor, ...]
+
+    def route(self, num_subgraphs: int, *, with_logits: bool) -> Route:
+        """What a chunk passes through, in a plan of so many subgraphs."""
+        route = self.plan.flow.with_logits if with_logits else self.plan.flow.without_logits
+        followers = [tuple(index + self.first for index in of_one) for of_one in route.followers]
+        behind = num_subgraphs - self.first - len(followers)
+        return Route(
+            subgraphs=tuple(index + self.first for index in route.subgraphs),
+            first=tuple(index + self.first for index in route.first),
+            followers=((),) * self.first + tuple(followers) + ((),) * behind,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCosts:
+    """What a decoder's tasks take.
+
+    plan: the subgraphs of all ways, one way behind the other. ways: "npu" with an NPU, "cpu" without. prompt_ns: of a
+    prompt, before its tasks. chunks: receives every chunk; `work_of` and `speeds` go by it. decodes_apart: where there
+    are both ways, whether single tokens at some positions run without the NPU.
+    """
+
+    plan: Plan
+    ways: Mapping[str, Way]
+    processors: tuple[Processor, ...]
+    prompt_ns: float
+    chunks: list[Chunk]
+    work_of: WorkOf
+    speeds: Speeds
+    decodes_apart: Callable[[Sequence[int]], bool]
+
+
+def serving_costs(
+    plan: Plan,
+    device: DeviceProfile | MeasuredProfile,
+    scheme: Scheme,
+    *,
+    chunk_length: int,
+    threads: int | None,
+    decode_on: DecodeOn,
+) -> ServingCosts:
+    """What a decoder's tasks take on a device.
+
+    Raises:
+        ConfigError: the arguments do not go with the profile.
+    """
+    if isinstance(device, MeasuredProfile):
+        return _measured(plan, device, scheme, chunk_length, threads, decode_on)
+    if threads is not None:
+        raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
+    chunks: list[Chunk] = []
+    processors = device.processors(plan)
+    whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
+    work_of: WorkOf = whole
+    decodes_apart = never
+    if not has_npu(processors):
+        if decode_on == "npu":
+            raise ConfigError("all of the model runs on the CPU; leave --decode-on npu away")
+        ways = {"cpu": Way(plan=plan, first=0, processors=processors)}
+    else:
+        ways = {"npu": Way(plan=plan, first=0, processors=processors)}
+        if decode_on != "npu":
+            on_cpu = plan.on_cpu()
+            alone = ModelledWork(on_cpu, scheme, device, chunk_length=chunk_length, chunks=chunks)
+            ways["cpu"] = Way(plan=on_cpu, first=len(plan.subgraphs), processors=processors[1:])
+            work_of = _either(whole, alone, len(plan.subgraphs))
+
+            def decodes_apart(positions: Sequence[int]) -> bool:
+                return decode_on == "cpu" or _together(alone, plan, positions) <= _together(whole, plan, positions)
+
+    work_of = cache(work_of)
+    return ServingCosts(
+        plan=replace(plan, subgraphs=tuple(subgraph for way in ways.values() for subgraph in way.plan.subgraphs)),
+        ways=ways,
+        processors=processors,
+        prompt_ns=1000 * device.prompt_us,
+        chunks=chunks,
+        work_of=work_of,
+        speeds=memory_speeds(device.memory.gb_per_s, work_of),
+        decodes_apart=decodes_apart,
+    )
+
+
+def never(positions: Sequence[int]) -> bool:
+    """Single tokens run where all others do."""
+    return False
+
+
+def _together(work: ModelledWork, plan: Plan, positions: Sequence[int]) -> int:
+    """Nanoseconds of a chunk of single tokens at some positions, without overlap."""
+    chunk = Chunk.shared([(position, 1) for position in positions], len(positions))
+    return sum(work.of(index, chunk).ns for index in range(len(plan.subgraphs)))
+
+
+def has_npu(processors: Sequence[Processor]) -> bool:
+    """Whether an NPU is among them."""
+    return any(processor.devices == {"npu"} for processor in processors)
+
+
+def _measured(
+    plan: Plan, device: MeasuredProfile, scheme: Scheme, chunk_length: int, threads: int | None, decode_on: DecodeOn
+) -> ServingCosts:
+    budget = device.budget(threads)
+    costs = measured_costs(plan, device, budget, chunk_length, scheme.name)
+    way = "npu" if device.has_npu else "cpu"
+    if decode_on not in ("auto", way):
+        raise ConfigError(
+            f"{device.name} was measured {'with' if device.has_npu else 'without'} an NPU and does not know how to "
+            f"decode on the {decode_on.upper()}; leave --decode-on {decode_on} away"
+        )
+    chunks: list[Chunk] = []
+    processors = device.processors(budget.threads)
+    return ServingCosts(
+        plan=plan,
+        ways={way: Way(plan=plan, first=0, processors=processors)},
+        processors=processors,
+        prompt_ns=1000 * budget.prompt_us,
+        chunks=chunks,
+        work_of=measured_work(plan, costs, budget, chunks),
+        speeds=crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds),
+        decodes_apart=never,
+    )
+
+
+def _either(first: WorkOf, second: WorkOf, size: int) -> WorkOf:
+    """The work of two ways of so many subgraphs, one behind the other."""
+
+    def work_of(task: Task) -> Work:
+        if task.subgraph < size:
+            return first(task)
+        return second(Task(task.subgraph - size, task.chunk))
+
+    return work_of
