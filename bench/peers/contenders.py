@@ -98,8 +98,10 @@ CONTENDERS = (
 SERVERS = (
     Contender(name="chunkrt 8-bit", kind="chunkrt", serves=True),
     Contender(name="chunkrt 4-bit", kind="chunkrt", options={"scheme": "w4a8-dynamic"}, serves=True),
+    Contender(name="llama.cpp Q8_0", kind="llama.cpp", form="gguf-Q8_0.gguf", serves=True),
+    Contender(name="llama.cpp, file as given", kind="llama.cpp", serves=True),
     Contender(name="OpenVINO GenAI Q8_0", kind="openvino-genai", form="gguf-Q8_0.gguf", serves=True),
-    Contender(name="OpenVINO GenAI, the file as it is", kind="openvino-genai", serves=True),
+    Contender(name="OpenVINO GenAI, file as given", kind="openvino-genai", serves=True),
     Contender(
         name="CTranslate2 int8",
         kind="ctranslate2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from peers.report import Report, describe_machine, to_json, to_markdown
 from peers.rounds import PAUSE_S, Results
 
 PACKAGES = ("accelerate", "ctranslate2", "gguf", "openvino-genai", "torch", "transformers")
-"""What the peers need, their converters included."""
+"""What the peers need, their converters included. Not llama.cpp, which is compiled: it is measured if it is there."""
 
 FIGURES = ("tokens/s", "generated tokens/s", "first token p50, s", "first token p95, s", "gap p50, s", "gap p95, s")
 """What is told of a round. Tokens of prompts and answers, and of answers alone, per second from the first arrival to
@@ -51,7 +52,9 @@ class Server(Protocol):
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--chunk", type=click.IntRange(1), help="chunkrt's chunk length; by default its own.")
-@click.option("--peers", "kinds", help="Who is measured beside chunkrt: openvino-genai, ctranslate2. By default all.")
+@click.option(
+    "--peers", "kinds", help="Who is measured beside chunkrt, of llama.cpp, openvino-genai, ctranslate2; all."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts and arrivals.")
 @click.option("--python", help="An interpreter that has the peers; none is installed then.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
@@ -73,6 +76,9 @@ def serving(
 ) -> None:
     """Measure MODEL (a catalogue name or a GGUF file) with many sequences at once, in chunkrt and other runtimes."""
     contenders = choose(kinds.split(",") if kinds else [c.kind for c in SERVERS if c.kind != "chunkrt"], chunk, SERVERS)
+    contenders = [
+        replace(c, options={"num_sequences": sessions, **c.options}) if c.kind == "llama.cpp" else c for c in contenders
+    ]
     peers_dir = peers_dir.resolve()
     try:
         if python:

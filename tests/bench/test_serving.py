@@ -143,6 +143,60 @@ def test_an_answer_that_is_short_is_an_error():
         peers("worker").serve(runner, "serve", [[1]], [0.0], 3)
 
 
+class FakeLlama:
+    """llama.cpp's functions, of a model whose next token is the sum of all before modulo 50; it checks what it gets."""
+
+    def __init__(self):
+        self.seen = {}
+        self.steps = []
+
+    def llama_get_memory(self, context):
+        return "memory"
+
+    def llama_memory_clear(self, memory, data):
+        assert (memory, data) == ("memory", True)
+        self.seen.clear()
+
+    def llama_decode(self, context, batch):
+        self.rows = []
+        for i in range(batch.n_tokens):
+            assert batch.n_seq_id[i] == 1
+            tokens = self.seen.setdefault(batch.seq_id[i][0], [])
+            assert batch.pos[i] == len(tokens)
+            tokens.append(batch.token[i])
+            self.rows.append(np.eye(50, dtype=np.float32)[sum(tokens) % 50] if batch.logits[i] else None)
+        self.steps.append(batch.n_tokens)
+        return 0
+
+    def llama_get_logits_ith(self, context, row):
+        return np.ctypeslib.as_ctypes(self.rows[row])
+
+
+@pytest.mark.parametrize(("most", "steps"), [(2048, [15, 3, 3, 3]), (8, [8, 8, 3, 3, 2])])
+def test_the_steps_of_llama_cpp(monkeypatch, most, steps):
+    module = peers("engines.serving.llama_cpp")
+    monkeypatch.setattr(module, "BATCH", most)
+    runner = object.__new__(module.Runner)
+    runner.api, runner.context, runner.vocabulary_size = FakeLlama(), "context", 50
+    rows = [[0] * 2048 for _ in range(4)]
+    names = ("token", "pos", "logits", "n_seq_id")
+    runner.batch = SimpleNamespace(**dict(zip(names, rows, strict=True)), seq_id=[[0] for _ in range(2048)])
+    prompts = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
+    for _ in range(2):
+        runner.api.steps.clear()
+        answers = runner.serve(prompts, [0.0, 0.0, 0.0], 4)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = list(prompt)
+            for _ in range(4):
+                tokens.append(sum(tokens) % 50)
+            assert answer.tokens == tokens[5:]
+            assert answer.times == sorted(answer.times)
+        assert runner.api.steps == steps
+    late = runner.serve(prompts, [0.0, 0.0, 0.05], 4)
+    assert [answer.tokens for answer in late] == [answer.tokens for answer in answers]
+    assert late[2].times[0] >= 0.05
+
+
 def test_a_gguf_file_is_requantised(tmp_path):
     gguf = pytest.importorskip("gguf", reason="the gguf package requantises")
     peers("engines.gguf").convert(GGUF, tmp_path / "q8.gguf", {"type": "Q8_0"})
@@ -172,7 +226,7 @@ def test_servers_are_consistent_data():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--peers", "torch"), "there is no peer 'torch'; there are: openvino-genai, ctranslate2"),
+        (("--peers", "torch"), "there is no peer 'torch'; there are: llama.cpp, openvino-genai, ctranslate2"),
         (("--rate", "0"), "Invalid value for '--rate'"),
         (("--sessions", "0"), "Invalid value for '--sessions'"),
         (("-n", "1"), "Invalid value for '-n'"),
