@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from operator import itemgetter
+from itertools import groupby
 from typing import TypeVar
 
 from chunkrt.engine.generation import Piece
@@ -105,7 +105,7 @@ class ManyPrompts(ABC):
 
         Args:
             pairs: a context and what follows it, both text or both token ids. Texts are divided into tokens as
-                lm-evaluation-harness does.
+                lm-evaluation-harness does. Neighbours with one context run it once.
             max_sessions: how many pairs are under way at once, as far as there is room in the caches.
 
         Returns:
@@ -117,10 +117,16 @@ class ManyPrompts(ABC):
         """
         tokens = [self._encode_pair(*pair) for pair in pairs]
 
-        def scoring(session: Session, index: int) -> Part[Score]:
-            yield session.scoring(*tokens[index])
+        groups = [[pair for _, pair in group] for _, group in groupby(enumerate(tokens), key=lambda one: one[1][0])]
 
-        return [score for _, score in sorted(self._drive_many(len(tokens), scoring, max_sessions), key=itemgetter(0))]
+        def scoring(session: Session, index: int) -> Part[Score]:
+            for pair in groups[index]:
+                yield session.scoring(*pair)
+
+        found: list[list[Score]] = [[] for _ in groups]
+        for index, score in self._drive_many(len(groups), scoring, max_sessions):
+            found[index].append(score)
+        return [score for group in found for score in group]
 
     def _drive_many(
         self, number: int, part: Callable[[Session, int], Part[Result]], most: int

@@ -7,6 +7,9 @@ left. Callers only put tickets into the conductor's inbox and wait: whoever is i
 
 from __future__ import annotations
 
+import atexit
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from threading import Lock, Thread, get_ident
 from time import perf_counter_ns
@@ -24,7 +27,18 @@ from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.ticket import Ticket
 from chunkrt.runtime.ticket_queue import TicketQueue
 
+MOST_SECONDS_AT_END = 10.0
+
 CLOSED = "the engine is closed; load the model again"
+
+
+_conductors: weakref.WeakSet[Conductor] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for conductor in tuple(_conductors):
+        conductor.end()
 
 
 class Conductor:
@@ -49,6 +63,10 @@ class Conductor:
         self._starting = Lock()
         self._thread: Thread | None = None
         self._is_closed = False
+        self._gives_up = False
+        """Whether a lone run ends, too."""
+        self._process_id = os.getpid()
+        _conductors.add(self)
         self._in_stream: dict[int, tuple[list[Ticket], int]] = {}
         """By the number of a chunk in the stream: whose rows it holds, and since when it is there."""
         self._last_lane: Executor | None = None
@@ -127,6 +145,16 @@ class Conductor:
         with self._turn:
             self._lanes = self._last_lane = None
 
+    def end(self) -> None:
+        """End everything before the process does: a thread that came back from a kernel after the interpreter has gone
+        would bring it down. One that is stuck in a driver is not waited for."""
+        if os.getpid() != self._process_id:
+            return
+        self._is_closed = self._gives_up = True
+        self._queue.close()
+        if self._turn.acquire(timeout=MOST_SECONDS_AT_END):
+            self._turn.release()
+
     def _lane_of(self, run: Run) -> Executor:
         return self.lanes.tokens if run.token_ids.size == 1 else self.lanes.prompts
 
@@ -143,7 +171,7 @@ class Conductor:
             self._share(job)
 
     def _others_ask(self) -> bool:
-        return len(self._asking) > 1 or not self._queue.is_quiet
+        return self._gives_up or len(self._asking) > 1 or not self._queue.is_quiet
 
     def _share(self, job: Job) -> None:
         """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of it."""
@@ -200,9 +228,7 @@ class Conductor:
                 if stream is not None:
                     self._settle(stream)  # whatever woke this thread has been taken from the inbox by now
                     self._admit_to(stream)
-                if alone := self._for_lane():
-                    self._compute_chunk(*alone)
-                elif stream is not None and stream.num_in_flight:
+                if not self._compute_apart() and stream is not None and stream.num_in_flight:
                     self._queue.wait()
         finally:
             if stream is not None:
@@ -211,6 +237,13 @@ class Conductor:
     def _for_stream(self) -> list[Ticket]:
         """Those whose next tokens go where chunks overlap."""
         return self._beside_decoding(self._queue.waiting) if self.lanes.overlaps else []
+
+    def _compute_apart(self) -> bool:
+        """Compute a chunk in this thread, if there is one for it. No ticket is held here while this thread waits."""
+        apart = self._for_lane()
+        if apart is not None:
+            self._compute_chunk(*apart)
+        return apart is not None
 
     def _for_lane(self) -> tuple[list[Ticket], Executor] | None:
         """Those whose next tokens go into a chunk that this thread computes by itself, and the executor for it."""

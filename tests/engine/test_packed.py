@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from random import Random
@@ -327,3 +329,55 @@ def test_a_closed_engine_refuses_every_way_in(engine):
     ):
         with pytest.raises(ClosedError):
             use()
+
+
+def test_neighbours_with_one_context_run_it_once(engine, monkeypatch):
+    ran, run = [], engine._conductor.ticket
+
+    def note(wanted, on_end):
+        ran.append(wanted.token_ids.size)
+        return run(wanted, on_end)
+
+    monkeypatch.setattr(engine._conductor, "ticket", note)
+    context, other = input_ids(NAME)[:30], input_ids(NAME)[1:20]
+    pairs = [(context, [5, 6]), (context, [7]), (other, [8]), (context, [9, 9, 9])]
+    scores = engine.score(pairs)
+    assert sum(ran) == (29 + 2) + 1 + (18 + 1) + (29 + 3)
+    monkeypatch.undo()
+    assert scores == [engine.session().score(*pair) for pair in pairs]
+
+
+AT_EXIT = """
+import sys, threading
+import chunkrt
+engine = chunkrt.load(sys.argv[1], npu="native", threads=2)
+def use():
+    while True:
+        engine.session().prefill(range(3, 90))
+for _ in range(int(sys.argv[2])):
+    threading.Thread(target=use, daemon=True).start()
+import time
+time.sleep(0.3)
+print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_process_may_end_while_others_run(num_threads):
+    """Its daemon threads are in a kernel or wait for their share when the interpreter goes."""
+    for _ in range(5):
+        finished = subprocess.run(
+            [sys.executable, "-P", "-c", AT_EXIT, str(checkpoint(NAME)), str(num_threads)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (finished.returncode, finished.stdout) == (0, "over\n"), finished.stderr
+
+
+def test_room_in_the_caches_is_there_at_once(engine):
+    """Nothing holds a state once its session is closed: neither the conductor's thread nor what it has told."""
+    for _ in range(30):
+        assert len(engine.generate(PROMPTS[:3], max_new_tokens=2)) == 3
+        gc.collect()
+        assert engine.stats().sessions <= 1, "one is the module's own"
