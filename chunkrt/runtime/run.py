@@ -19,7 +19,7 @@ Logits = Literal["last", "all", "none"]
 
 
 class Cancel:
-    """Set from any thread, it stops a run. Unlike an event of `threading` it has no lock that an interrupt could leave."""
+    """Set from any thread, it stops a run. Unlike an event of `threading` it has no lock for an interrupt to leave."""
 
     def __init__(self) -> None:
         self._is_set = False
