@@ -121,8 +121,11 @@ class Ticket:
             self.is_ended = True
             if error is not None:
                 self.stop(error)
-            if self.error is None:
-                self._write_record()
+            try:
+                if self.error is None:
+                    self._write_record()
+            except Exception as failure:  # too little memory, say: who waits is told
+                self.stop(failure)
             self._gate.release()
             with suppress(Exception):  # it tells somebody who may have gone
                 self._on_end()

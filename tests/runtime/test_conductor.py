@@ -471,3 +471,20 @@ def test_an_error_of_a_plug_ins_own_kind_reaches_all_that_wait() -> None:
         finish(ticket.wait)
         with pytest.raises(ConfigError, match="no rows today"):
             ticket.result()
+
+
+def test_a_record_that_cannot_be_made_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan()
+    conductor = make_conductor(plan)
+    state = State(plan, CONTEXT, chunk_length=CHUNK)
+    ticket = conductor.ticket(Run(tokens(9), state), lambda: None)
+
+    def record(*_: object, **__: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(ticket.job, "record", record)
+    conductor.begin(ticket)
+    finish(ticket.wait)
+    with pytest.raises(MemoryError, match="none left"):
+        ticket.result()
+    assert state.position == 0
