@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -195,8 +196,10 @@ def test_a_prompt_that_is_wrong_ends_all_and_the_engine_goes_on(engine):
     for pieces in (engine.stream(PROMPTS, max_new_tokens=50), engine.stream(PROMPTS, max_new_tokens=50)):
         next(pieces)
         pieces.close()
-    gc.collect()
-    assert engine.stats().waiting_runs == 0
+    deadline = time.monotonic() + 60
+    while engine.stats().waiting_runs:  # what is abandoned goes once its chunk is through
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert engine.generate(PROMPTS[:2], max_new_tokens=4) == answers_alone(engine, PROMPTS[:2], max_new_tokens=4)
 
 
@@ -434,3 +437,17 @@ def test_a_closed_engine_refuses_every_way_in(engine):
     ):
         with pytest.raises(ClosedError):
             use()
+
+
+def test_on_run_may_go_on_with_its_session(engine):
+    session, expected = engine.session(), engine.session()
+
+    def go_on(record):
+        session.on_run = None
+        session.prefill([3])
+
+    session.on_run = go_on
+    session.prefill([1, 2])
+    expected.prefill([1, 2, 3])
+    assert session.tokens == expected.tokens
+    np.testing.assert_array_equal(session._sequence.logits, expected._sequence.logits)
