@@ -39,7 +39,8 @@ class CacheMemory:
     @property
     def num_bytes(self) -> int:
         """That they take."""
-        return sum(state.num_bytes for state in tuple(self._states))
+        with self._lock:
+            return self._taken()
 
     @property
     def num_waiting(self) -> int:
@@ -125,9 +126,16 @@ class CacheMemory:
         finally:
             self.leave(look)
 
+    def look_again(self) -> None:
+        """Have those that wait look whether there is room, or why there will be none."""
+        self._tell()
+
+    def _taken(self) -> int:
+        return sum(state.num_bytes for state in self._states)
+
     def _try(self, make: Callable[[], State]) -> State | None:
         state = make()
-        if self.limit is not None and self.num_bytes + state.num_bytes > self.limit:
+        if self.limit is not None and self._taken() + state.num_bytes > self.limit:
             return None
         self._states.add(state)
         weakref.finalize(state, self._tell).atexit = False

@@ -277,6 +277,7 @@ class Engine(ManyPrompts):
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
+                self._cache_memory.look_again()  # each that is told so goes, and tells the next
                 self._conductor.close()
                 self._verification.stop()
                 if self._mirror is not None:

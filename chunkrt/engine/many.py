@@ -44,12 +44,13 @@ class Runs(Protocol):
 
 
 class _Active(Generic[Result]):
-    """One that is under way. `ticket`: of the run that it waits for."""
+    """One that is under way. `ticket`: of the run that it waits for, until that has been looked at."""
 
     def __init__(self, index: int, part: Part[Result]) -> None:
         self.index, self.part = index, part
         self.steps: Steps[Result] | None = None
         self.ticket: Pending | None = None
+        self.is_done = False
 
     def advance(self, runs: Runs, on_end: Callable[[], object]) -> Iterator[tuple[int, Result]]:
         """Go on until a run is under way, or everything is done; what was ready until then."""
@@ -58,13 +59,14 @@ class _Active(Generic[Result]):
                 if self.steps is None:
                     self.steps = next(self.part, None)
                     if self.steps is None:
-                        self.ticket = None
+                        self.is_done = True
                         return
                     run = next(self.steps)
                 else:
-                    assert self.ticket is not None
+                    ticket, self.ticket = self.ticket, None
+                    assert ticket is not None
                     try:
-                        result = self.ticket.result()
+                        result = ticket.result()
                     except BaseException as error:
                         run = self.steps.throw(error)
                     else:
@@ -151,11 +153,11 @@ def drive_many(
             index = ready.popleft() if ready else ended.get()
             one = active[index]
             yield from one.advance(runs, partial(ended.put, index))
-            if one.ticket is None:
+            if one.is_done:
                 del active[index]
     finally:
         for one in active.values():
-            if one.ticket is not None and one.steps is not None:
+            if one.ticket is not None:
                 runs.abandon(one.ticket)
             if one.steps is not None:
                 one.steps.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
-from typing import TypeVar
+from operator import itemgetter
+from typing import Any, TypeVar
 
 from chunkrt.engine.generation import Piece
 from chunkrt.engine.many import MOST_AT_ONCE, Part, Runs, drive_many
@@ -66,7 +67,7 @@ class ManyPrompts(ABC):
         Raises:
             ChunkrtError: as `Session.prefill` and `Session.generate`; then nothing is returned.
         """
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        several = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
         texts = [""] * len(several)
         pieces = self.stream(
             several, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, max_sessions=max_sessions
@@ -87,11 +88,12 @@ class ManyPrompts(ABC):
         """As `generate`, piece by piece: each with the index of its prompt, as they come."""
         if isinstance(prompts, str):
             raise ConfigError("prompts is one text; give a list of texts, or the text to generate")
+        several = _listed("prompts", prompts)
 
         def answer(session: Session, index: int) -> Part[Piece | None]:
-            return session.answer(prompts[index], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+            return session.answer(several[index], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
 
-        for index, piece in self._drive_many(len(prompts), answer, max_sessions):
+        for index, piece in self._drive_many(len(several), answer, max_sessions):
             if piece is not None:
                 yield index, piece
 
@@ -115,9 +117,8 @@ class ManyPrompts(ABC):
             ConfigError: a part is empty, or both together do not fit the context.
             BackendError: a subgraph failed.
         """
-        tokens = [self._encode_pair(*pair) for pair in pairs]
-
-        groups = [[pair for _, pair in group] for _, group in groupby(enumerate(tokens), key=lambda one: one[1][0])]
+        tokens = [self._encode_pair(pair) for pair in _listed("pairs", pairs)]
+        groups = [list(group) for _, group in groupby(tokens, key=itemgetter(0))]
 
         def scoring(session: Session, index: int) -> Part[Score]:
             for pair in groups[index]:
@@ -149,9 +150,16 @@ class ManyPrompts(ABC):
         self.check_ready()
         return drive_many(number, open_part, self._runs, most)
 
-    def _encode_pair(
-        self, context: str | Sequence[int], continuation: str | Sequence[int]
-    ) -> tuple[list[int], list[int]]:
+    def _encode_pair(self, pair: tuple[str | Sequence[int], str | Sequence[int]]) -> tuple[list[int], list[int]]:
+        if isinstance(pair, str) or len(parts := _listed("a pair", pair)) != 2:
+            raise ConfigError(f"a pair is {pair!r}, expected a context and what follows it")
+        context, continuation = parts
         if isinstance(context, str) and isinstance(continuation, str):
             return encode_pair(self.require_tokenizer(), context, continuation)
         return as_token_ids(context), as_token_ids(continuation)
+
+
+def _listed(name: str, several: Iterable[Any]) -> list[Any]:
+    if isinstance(several, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(several, Iterable):
+        raise ConfigError(f"{name} is of type {type(several).__name__}, expected a list")
+    return list(several)

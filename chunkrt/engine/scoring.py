@@ -48,11 +48,13 @@ def score_continuation(
         chunk_length: of the engine.
 
     Raises:
-        ConfigError: one of them is empty, or both together do not fit the context.
+        ConfigError: one of them is empty or holds ids outside the vocabulary, or both together do not fit the context.
         BackendError: a subgraph failed.
     """
     if not context or not continuation:
         raise ConfigError("nothing can be scored without a token before it, and one to score")
+    if outside := [token for token in (*context, *continuation) if not 0 <= token < sequence.vocab_size]:
+        raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {sequence.vocab_size}")
     if len(context) + len(continuation) - 1 > sequence.context_length:
         raise ConfigError(
             f"{len(context)} tokens and {len(continuation)} to score do not fit the context of "

@@ -274,10 +274,10 @@ class TokenSequence:
         start = time.perf_counter()
         run = yield Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel)
         seconds = time.perf_counter() - start
-        if self.on_run is not None:
+        self.logits = run.logits[-1].copy() if run.logits is not None else None
+        if self.on_run is not None:  # it may use the session itself
             for record in run.records:
                 self.on_run(record)
-        self.logits = run.logits[-1].copy() if run.logits is not None else None
         wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         return PrefillResult(
             logits=wanted,

@@ -191,14 +191,16 @@ class Session:
             ConfigError: the position is outside 0..the present one.
         """
         self._check_open()
-        if not 0 <= require_whole("position", position) <= self.position:
-            raise ConfigError(f"cannot rewind to position {position}; the session is at {self.position}")
-        self._sequence.rewind(position)
+        with self._one_user():
+            if not 0 <= require_whole("position", position) <= self.position:
+                raise ConfigError(f"cannot rewind to position {position}; the session is at {self.position}")
+            self._sequence.rewind(position)
 
     def fork(self) -> Session:
         """A session of its own that has seen the same tokens."""
         self._check_open()
-        sequence = self._sequence.fork()
+        with self._one_user():
+            sequence = self._sequence.fork()
         copy = Session(self._engine, sequence.state)
         copy._sequence = sequence
         return copy

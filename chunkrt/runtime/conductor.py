@@ -125,9 +125,10 @@ class Conductor:
 
     def abandon(self, ticket: Ticket) -> None:
         """End a run. Its state is what it was as soon as the chunk that holds some of it is through."""
-        self._cancel(ticket)
-        ticket.job.wait_for_writers = ticket.wait
-        ticket.job.give_up()
+        ticket.is_cancelled = True
+        ticket.job.wait_for_writers = ticket.waiter
+        ticket.job.give_up()  # the state waits from here on, whatever interrupt may come
+        self._send(ticket)
 
     def job(self, run: Run) -> Job:
         """A run as one that any lane may compute. Raises ConfigError if something of it does not fit."""
@@ -181,13 +182,12 @@ class Conductor:
             self._send(ticket)
             ticket.wait()
         except BaseException:
-            job.wait_for_writers = ticket.wait  # a second interrupt leaves it at that
+            job.wait_for_writers = ticket.waiter  # a second interrupt leaves it at that
             self._cancel(ticket)
             ticket.wait()
             job.wait_for_writers = None
             raise
-        if ticket.error is not None:
-            raise ticket.error
+        ticket.check()
 
     def _cancel(self, ticket: Ticket) -> None:
         ticket.is_cancelled = True

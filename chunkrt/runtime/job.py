@@ -101,10 +101,13 @@ class Job:
     def give_up(self) -> None:
         """Make the state what it was, now or as soon as nobody writes into it."""
         self.run.state.roll_back(wait=self.wait_for_writers)
+        if self.wait_for_writers is None:
+            del self.run  # as in `finish`
 
     def finish(self) -> RunResult:
         """Advance the state: all has been computed."""
         self.run.state.advance(self.run.token_ids.size)
+        del self.run  # whoever computed it or keeps its error may hold the job on, but not the memory of the state
         return RunResult(logits=self.logits[: self._num_rows] if self._num_rows else None, records=self.records)
 
 

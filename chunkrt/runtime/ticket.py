@@ -56,8 +56,18 @@ class Ticket:
 
     def wait(self) -> None:
         """Wait until it has ended. (An interrupt gets through, and leaves nothing behind.)"""
-        with self._gate:
-            pass
+        self.waiter()
+
+    @property
+    def waiter(self) -> Callable[[], None]:
+        """What does so, for a state that outlives the ticket: with the ticket they would hold each other."""
+        gate = self._gate
+
+        def wait() -> None:
+            with gate:
+                pass
+
+        return wait
 
     def note(self, pipeline: Pipeline, segment: Segment, events: Sequence[TaskEvent], record: ChunkRecord) -> None:
         """Remember what a chunk with some of it took. Neighbours that one pipeline computed are one record."""
@@ -89,8 +99,16 @@ class Ticket:
         """Advance the state of a run that has ended. Raises what went wrong; the state is what it was."""
         if self.error is not None:
             self.job.give_up()
-            raise self.error
+        self.check()
         return self.job.finish()
+
+    def check(self) -> None:
+        """Raises what went wrong, once: an error and the ticket in its traceback would hold each other."""
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None
 
     def stop(self, error: BaseException) -> None:
         """No further tokens go into a chunk; what is told first stays."""
@@ -103,8 +121,11 @@ class Ticket:
             self.is_ended = True
             if error is not None:
                 self.stop(error)
-            if self.error is None:
-                self._write_record()
+            try:
+                if self.error is None:
+                    self._write_record()
+            except Exception as failure:  # too little memory, say: who waits is told
+                self.stop(failure)
             self._gate.release()
             with suppress(Exception):  # it tells somebody who may have gone
                 self._on_end()
@@ -114,6 +135,9 @@ def _copied(error: BaseException) -> BaseException:
     """The same error for another thread, which adds its own traceback."""
     if not isinstance(error, ChunkrtError):
         return error
-    other = type(error)(*error.args)
+    try:
+        other = type(error)(*error.args)
+    except Exception:  # a plug-in's, which is made of something else
+        return error
     other.__cause__ = error.__cause__
     return other

@@ -98,7 +98,8 @@ class TicketQueue:
         """Take what lies in the inbox, and let go whoever wants no more rows."""
         while not self._inbox.empty():
             messages = (*messages, self._inbox.get())
-        self.tickets += [ticket for ticket in dict.fromkeys(messages) if ticket and ticket not in self.tickets]
+        news = [ticket for ticket in dict.fromkeys(messages) if ticket and ticket not in self.tickets]
+        self.tickets += [ticket for ticket in news if not ticket.is_ended]  # one may have been cancelled too late
         for ticket in self.tickets:
             if self._is_closed:
                 ticket.stop(ClosedError("the engine was closed; load the model again"))

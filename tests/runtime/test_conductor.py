@@ -485,3 +485,38 @@ def test_an_interrupt_while_waiting_leaves_the_state_as_it_was() -> None:
     np.testing.assert_array_equal(ticket.result().logits, expected_logits(plan, tokens(60))[-1:])
     result = finish(lambda: conductor.run(Run(tokens(30, 100), state)))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(30, 100))[-1:])
+
+
+class _OwnError(ConfigError):
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"{what} ({code})")
+
+
+def test_an_error_of_a_plug_ins_own_kind_reaches_all_that_wait() -> None:
+    plan = make_plan()
+    conductor = make_conductor(plan, batcher=_Faulty(_OwnError(7, "no rows today")))
+    tickets = [conductor.ticket(Run(tokens(9), State(plan, CONTEXT, chunk_length=CHUNK)), lambda: None) for _ in "ab"]
+    with conductor._turn:
+        for ticket in tickets:
+            conductor.begin(ticket)
+    for ticket in tickets:
+        finish(ticket.wait)
+        with pytest.raises(ConfigError, match="no rows today"):
+            ticket.result()
+
+
+def test_a_record_that_cannot_be_made_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan()
+    conductor = make_conductor(plan)
+    state = State(plan, CONTEXT, chunk_length=CHUNK)
+    ticket = conductor.ticket(Run(tokens(9), state), lambda: None)
+
+    def record(*_: object, **__: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(ticket.job, "record", record)
+    conductor.begin(ticket)
+    finish(ticket.wait)
+    with pytest.raises(MemoryError, match="none left"):
+        ticket.result()
+    assert state.position == 0
