@@ -31,6 +31,9 @@ MAPPED_BYTES = 32 * 2**20
 """Arrays from so many bytes on are mapped. `np.zeros` may take them from what this process has freed before, and would
 then write the zeros."""
 
+KEPT_LOGIT_BYTES = 8 * 2**20
+"""Of the logits that a chunk slot keeps room for."""
+
 EMPTY = slice(0)
 
 GRAPH_INPUTS = ("input_ids", "position", "rope_position", "logit_rows")
@@ -152,10 +155,13 @@ class ChunkBuffers:
             self._arrays[name][where] = value
 
     def logits(self, num_rows: int) -> Array:
-        """Room for logits of rows that several jobs want, float32 [num_rows, V]; made when it is first asked for."""
-        if self._logits is None or len(self._logits) < num_rows:
-            self._logits = aligned_zeros((num_rows, self._vocab_size), np.float32)
-        return self._logits[:num_rows]
+        """Room for logits of rows that several jobs want, float32 [num_rows, V]. What is small is kept for the next."""
+        if self._logits is not None and len(self._logits) >= num_rows:
+            return self._logits[:num_rows]
+        made = aligned_zeros((num_rows, self._vocab_size), np.float32)
+        if made.nbytes <= KEPT_LOGIT_BYTES:
+            self._logits = made
+        return made
 
     def views(
         self, names: Iterable[str], tokens: slice, logit_rows: slice = EMPTY, segment: int = 0

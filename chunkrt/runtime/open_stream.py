@@ -34,7 +34,11 @@ class OpenStream:
         self._stream = executor.stream({})
         self._workers = Workers(self._schedule, self._execute, cpus=executor.cpus, on_chunk_end=on_end)
         self._numbers: dict[int, Chunk] = self._stream.chunks
-        self._workers.start()
+        try:
+            self._workers.start()
+        except BaseException:  # the system may have no more threads
+            self._workers.close()
+            raise
 
     @property
     def num_in_flight(self) -> int:

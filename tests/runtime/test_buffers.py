@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import CONTEXT, WIDTH, make_plan, subgraph, value
+from fake_backend import CONTEXT, VOCABULARY, WIDTH, make_plan, subgraph, value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,6 +131,17 @@ def segment(token_ids: list[int], position: int, logits: Logits = "last") -> Seg
     state = State(make_plan(), CONTEXT)
     state.advance(position)
     return Job(Run(np.array(token_ids, np.int64), state, logits=logits), state.plan).take(CHUNK)
+
+
+def test_room_for_shared_logits_is_kept_where_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = ChunkBuffers(BufferLayout(make_plan(), CHUNK))
+    monkeypatch.setattr("chunkrt.runtime.buffers.KEPT_LOGIT_BYTES", 2 * 4 * VOCABULARY)
+    kept = buffers.logits(2)
+    assert np.shares_memory(kept, buffers.logits(1))
+    large = buffers.logits(3)
+    assert large.shape == (3, VOCABULARY)
+    assert not np.shares_memory(large, buffers.logits(3))
+    assert np.shares_memory(kept, buffers.logits(2))
 
 
 def test_clearing_padding_leaves_tokens_and_the_position() -> None:
