@@ -288,9 +288,11 @@ void Program::check_states_apart(std::span<const SegmentInputs> segments) const 
   for (std::size_t i = 1, furthest = 0; i < ranges.size(); ++i) {
     const Range &before = ranges[furthest], &range = ranges[i];
     if (range.begin < before.end && range.segment != before.segment) {
-      throw std::invalid_argument("segments " + std::to_string(before.segment) + " and " +
-                                  std::to_string(range.segment) + " share the memory of " + name(before) +
-                                  " and " + name(range) + "; every segment needs states of its own");
+      const bool is_in_order = before.segment < range.segment;  // where they lie in memory says nothing
+      const Range &low = is_in_order ? before : range, &high = is_in_order ? range : before;
+      throw std::invalid_argument("segments " + std::to_string(low.segment) + " and " +
+                                  std::to_string(high.segment) + " share the memory of " + name(low) +
+                                  " and " + name(high) + "; every segment needs states of its own");
     }
     if (range.end > before.end) furthest = i;
   }
