@@ -37,6 +37,7 @@ def engines():
         engine.close()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings(name, engines):
     for seed in range(3):
