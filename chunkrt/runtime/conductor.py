@@ -183,15 +183,12 @@ class Conductor:
             ticket.wait()
         except BaseException:
             job.wait_for_writers = ticket.waiter  # a second interrupt leaves it at that
-            self._cancel(ticket)
+            ticket.is_cancelled = True
+            self._send(ticket)  # the interrupt may have come before it was sent
             ticket.wait()
             job.wait_for_writers = None
             raise
         ticket.check()
-
-    def _cancel(self, ticket: Ticket) -> None:
-        ticket.is_cancelled = True
-        self._send(ticket)  # an interrupt may have come before it was sent
 
     def _send(self, ticket: Ticket) -> None:
         """Put a ticket into the queue, and see to it that the thread looks."""

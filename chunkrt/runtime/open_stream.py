@@ -33,7 +33,6 @@ class OpenStream:
         self._schedule = executor.open_schedule()
         self._stream = executor.stream({})
         self._workers = Workers(self._schedule, self._execute, cpus=executor.cpus, on_chunk_end=on_end)
-        self._numbers: dict[int, Chunk] = self._stream.chunks
         try:
             self._workers.start()
         except BaseException:  # the system may have no more threads
@@ -43,7 +42,7 @@ class OpenStream:
     @property
     def num_in_flight(self) -> int:
         """Chunks that are on their way, or have passed and not been taken out."""
-        return len(self._numbers)
+        return len(self._stream.chunks)
 
     @property
     def has_room(self) -> bool:
@@ -60,7 +59,7 @@ class OpenStream:
 
         def admit() -> int:
             number = self._schedule.admit(chunk.route, after, durations)
-            self._numbers[number] = chunk
+            self._stream.chunks[number] = chunk
             return number
 
         return self._workers.change(admit)
@@ -77,7 +76,7 @@ class OpenStream:
             if failure is not None:
                 error = self._executor.failure(*failure)
                 error.__cause__ = failure[1]
-            chunk = self._numbers.pop(number)
+            chunk = self._stream.chunks.pop(number)
             if error is None:
                 self._executor.learn(chunk, own)
             ended.append(EndedChunk(number, chunk, own, error))
