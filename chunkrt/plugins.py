@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from chunkrt.errors import ChunkrtError
+from chunkrt.errors import ChunkrtError, unknown_name
 
 Provided = TypeVar("Provided")
 
@@ -129,6 +129,18 @@ class PluginGroup(Generic[Provided]):
     def find(self, name: str) -> Plugin[Provided] | None:
         """The plug-in of a name; None if there is none, or the name is chunkrt's own."""
         return next((plugin for plugin in self.plugins if plugin.name == name and name not in self._own), None)
+
+    def choose(self, name: str, own: Mapping[str, Provided], noun: str) -> Provided:
+        """What has a name: a plug-in's, or chunkrt's `own`.
+
+        Raises:
+            ConfigError: nothing has; the message offers the nearest and lists all. Or the plug-in is broken.
+        """
+        if plugin := self.find(name):
+            return plugin.load()
+        if name not in own:
+            raise unknown_name(noun, name, (*own, *self.names))
+        return own[name]
 
     def load_all(self) -> dict[str, Provided]:
         """Every plug-in that works, by name; the others are told in one warning each."""

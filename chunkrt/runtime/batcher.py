@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from chunkrt.errors import ChunkrtError, ConfigError, unknown_name
+from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.plugins import PluginGroup
 
 DEFAULT_BATCHER = "packed"
@@ -130,11 +130,7 @@ def find_batcher(name: str) -> Batcher:
         ConfigError: there is none of that name, and the message offers the nearest and lists all; or the plug-in is
             broken.
     """
-    if plugin := PLUGINS.find(name):
-        return plugin.load()
-    if name not in BATCHERS:
-        raise unknown_name("batcher", name, batcher_names())
-    return BATCHERS[name]
+    return PLUGINS.choose(name, BATCHERS, "batcher")
 
 
 def next_chunk(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) -> list[Take]:

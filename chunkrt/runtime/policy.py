@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Device
 from chunkrt.plugins import PluginGroup
 from chunkrt.runtime.tasks import Processor, Task
@@ -219,11 +219,7 @@ def find_policy(name: str) -> Policy:
         ConfigError: there is none of that name, and the message offers the nearest and lists all; or the plug-in is
             broken.
     """
-    if plugin := PLUGINS.find(name):
-        return plugin.load()
-    if name not in POLICIES:
-        raise unknown_name("policy", name, policy_names())
-    return POLICIES[name]
+    return PLUGINS.choose(name, POLICIES, "policy")
 
 
 def earliest(ready: Sequence[Task]) -> Task:
