@@ -19,7 +19,7 @@ QNN = "qnn"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class OperatorCoverage:
     """An operator of the plan. `refusals`: why a backend has it not, empty if it has it; those not asked are absent."""
 
     name: str
@@ -48,7 +48,7 @@ def available_backends() -> tuple[Sequence[Backend], dict[str, str]]:
     return available, unavailable
 
 
-def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
+def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[OperatorCoverage]:
     """Every operator, and what each backend says of its nodes; the NPU is asked for those that are placed on it.
 
     What a backend lacks and a plug-in has is not lacking.
@@ -71,7 +71,7 @@ def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[Operator]:
                 verdicts[NPU] = reason and ("" if _is_plugins(alone, npu_dispatcher, QNN) else reason)
             known = refusals.setdefault(name, {})
             known.update({backend: known.get(backend) or reason for backend, reason in verdicts.items()})
-    return [Operator(name=name, num_nodes=counts[name], refusals=refusals[name]) for name in sorted(counts)]
+    return [OperatorCoverage(name=name, num_nodes=counts[name], refusals=refusals[name]) for name in sorted(counts)]
 
 
 def _operator_name(node: Node) -> str:

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.backends import Backend
-from chunkrt.backends.coverage import Operator, RefusedSubgraph, available_backends, operators_of, refused_subgraphs
+from chunkrt.backends.coverage import (
+    OperatorCoverage,
+    RefusedSubgraph,
+    available_backends,
+    operators_of,
+    refused_subgraphs,
+)
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES, is_known_name
 from chunkrt.checkpoints.source import TensorSource
@@ -98,7 +104,7 @@ class SupportReport:
     features: Sequence[Feature]
     tensors: Tensors
     tokenizer: TokenizerKind
-    operators: Sequence[Operator] = ()
+    operators: Sequence[OperatorCoverage] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
     refused_subgraphs: Sequence[RefusedSubgraph] = ()
 
