@@ -1,35 +1,82 @@
 """Random interleavings: sessions in threads of their own share chunks; each gets the bits that it gets alone.
 
     python tests/interleavings.py 10000
+    python tests/interleavings.py 1000 --context 512 --fault-every 400
+    python tests/interleavings.py 50 --model smollm2-135m-instruct --npu qnn --context 256
 
-tries so many, over all tiny checkpoints in turn, and tells those that differ.
+tries so many, over all tiny checkpoints in turn or on one model, and tells those that differ.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import click
 import numpy as np
 from fixture_checkpoints import NAMES, checkpoint, input_ids
 
 import chunkrt
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
-from chunkrt.errors import ClosedError
+from chunkrt.errors import BackendError, ClosedError
+from chunkrt.runtime.run import Logits
+from chunkrt.runtime.stream import Stream
+from chunkrt.runtime.tasks import Task
 
 CONTEXT = 128
 LENGTHS = (8, 32, 100)
 """Of chunks."""
 Step = tuple[str, int]
+TEXT = range(1000, 9000, 13)
+"""Tokens of a real model's vocabulary."""
+FAULT = "injected fault"
+"""What a task raises in place of computing."""
+WAIT_S = 120
+"""For a thread that has nothing to wait for but its turn."""
 
 
-def make_story(random: Random) -> list[Step]:
+class Faults:
+    """Makes every so many-th task of all decoders fail, in whatever thread. `num`: how many have failed."""
+
+    def __init__(self, every: int) -> None:
+        self.num = 0
+        self._every, self._num_tasks = every, 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def injected(self) -> Iterator[None]:
+        """While the block runs."""
+        compute = Stream.compute
+
+        def compute_or_fail(stream: Stream, task: Task, slot: int) -> None:
+            with self._lock:
+                self._num_tasks += 1
+                if fails := self._num_tasks % self._every == 0:
+                    self.num += 1
+            if fails:
+                raise RuntimeError(FAULT)
+            compute(stream, task, slot)
+
+        Stream.compute = compute_or_fail  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Stream.compute = compute  # type: ignore[method-assign]
+
+
+def make_story(random: Random, longest: int = 60) -> list[Step]:
     """What one session does: begins with a prompt, and may go back, part, and be cancelled on its way."""
-    story = [("prefill", random.randint(1, 60))]
+    story = [("prefill", random.randint(1, longest))]
     for _ in range(random.randint(0, 5)):
         kind = random.choice(["prefill", "all", "decode", "decode", "rewind", "fork", "cancelled"])
         story.append((kind, random.randint(1, 12)))
@@ -41,15 +88,17 @@ def tell(
 ) -> list[Any]:
     """Every step's logits or tokens, and at the end what later tokens see of the state.
 
-    Cancelling by chance may come too late: where it did is noted, and alone the same is done.
+    Cancelling by chance may come too late: where it did is noted, and alone the same is done. A step into which a fault
+    was injected leaves the session as it was, and is done again.
     """
     found: list[Any] = []
+    context = session.context_length
     for index, (kind, number) in enumerate(story):
         ids = [vocabulary[(7 * index + 3 * i + number) % len(vocabulary)] for i in range(number)]
-        if kind in ("prefill", "all") and session.position + number < CONTEXT - 20:
-            found.append(session.prefill(ids, logits="all" if kind == "all" else "last").logits)
-        elif kind == "decode" and session.position + number < CONTEXT:
-            found.append([piece.token_id for piece in session.generate(max_new_tokens=number)])
+        if kind in ("prefill", "all") and session.position + number < context - 20:
+            found.append(prefill(session, ids, logits="all" if kind == "all" else "last"))
+        elif kind == "decode" and session.position + number < context:
+            found.append(generate(session, number))
         elif kind == "rewind":
             session.rewind(max(session.position - number, 1))
         elif kind == "fork":
@@ -59,11 +108,42 @@ def tell(
                 came_too_late.add(index)
         elif kind == "cancelled" and index in came_too_late:
             position = session.position
-            session.prefill(ids)
+            prefill(session, ids)
             session.rewind(position)
-    found.append(session.prefill(ids[:1]).logits)
+    found.append(prefill(session, ids[:1]))
     state = session._sequence.state
     return [*found, *(array.copy() for array in state._tensors.seen(state.position).values())]
+
+
+def prefill(session: Session, ids: list[int], *, logits: Logits = "last") -> Any:
+    """The logits; however many faults come between."""
+    position = session.position
+    while True:
+        try:
+            return session.prefill(ids, logits=logits).logits
+        except BackendError as error:
+            expect_fault(error, session, position)
+
+
+def expect_fault(error: BackendError, session: Session, position: int) -> None:
+    """It is one that was injected, and the session is where it was."""
+    assert FAULT in str(error)
+    assert session.position == position
+
+
+def generate(session: Session, number: int) -> list[int | None]:
+    """The tokens; however many faults come between."""
+    found: list[int | None] = []
+    is_finished = False
+    while not is_finished and len(found) < number:
+        position = session.position
+        try:
+            for piece in session.generate(max_new_tokens=number - len(found)):
+                found.append(piece.token_id)
+                position, is_finished = session.position, piece.finish_reason is not None
+        except BackendError as error:
+            expect_fault(error, session, position)
+    return found
 
 
 def cancel_in_the_middle(session: Session, ids: list[int]) -> bool:
@@ -76,15 +156,21 @@ def cancel_in_the_middle(session: Session, ids: list[int]) -> bool:
     except ClosedError:
         assert session.position == position
         is_cancelled = True
+    except BackendError as error:
+        expect_fault(error, session, position)
+        is_cancelled = True
     else:
         session.rewind(position)
     timer.join()
     return is_cancelled
 
 
-def check_interleaving(engine: Engine, seed: int, vocabulary: Sequence[int]) -> None:
+def check_interleaving(
+    engine: Engine, seed: int, vocabulary: Sequence[int], *, longest: int = 60, faults: Faults | None = None
+) -> None:
+    """Several sessions at once, then each alone; AssertionError where one got other bits."""
     random = Random(seed)
-    stories = [make_story(random) for _ in range(random.randint(2, 12))]
+    stories = [make_story(random, longest) for _ in range(random.randint(2, 12))]
     found: list[list[Any]] = [[] for _ in stories]
     too_late: list[set[int]] = [set() for _ in stories]
     errors: list[BaseException] = []
@@ -96,11 +182,12 @@ def check_interleaving(engine: Engine, seed: int, vocabulary: Sequence[int]) -> 
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(stories))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "deadlock"
+    with faults.injected() if faults else nullcontext():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "deadlock"
     assert not errors, errors
     for story, late, one in zip(stories, too_late, found, strict=True):
         alone = tell(engine.session(), story, vocabulary, late, is_alone=True)
@@ -109,28 +196,62 @@ def check_interleaving(engine: Engine, seed: int, vocabulary: Sequence[int]) -> 
             np.testing.assert_array_equal(here, there, err_msg=f"seed {seed}, story {story}")
 
 
-def load_for_interleavings(name: str, chunk_length: int) -> Engine:
-    return chunkrt.load(checkpoint(name), npu="native", chunk_length=chunk_length, context_length=CONTEXT, threads=2)
+def load_for_interleavings(
+    model: str | Path, chunk_length: int, context_length: int = CONTEXT, npu: str = "native"
+) -> Engine:
+    """Load a model as all these tests do."""
+    return chunkrt.load(model, npu=npu, chunk_length=chunk_length, context_length=context_length, threads=2)
 
 
-def main(number: int) -> int:
-    """Try so many; how many failed."""
+def with_longer_context(name: str, length: int, folder: Path) -> Path:
+    """A copy of a tiny checkpoint whose config allows so many positions; a GGUF file as it is, with the 128 it has."""
+    original = checkpoint(name)
+    if original.is_file():
+        return original
+    copy = folder / name
+    if not copy.exists():
+        shutil.copytree(original, copy)
+        config = json.loads((copy / "config.json").read_text())
+        config["max_position_embeddings"] = length
+        (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@click.command()
+@click.argument("number", type=click.IntRange(1))
+@click.option("--context", type=click.IntRange(128), default=CONTEXT, show_default=True)
+@click.option("--fault-every", type=click.IntRange(2), help="Tasks from one injected fault to the next.")
+@click.option("--model", help="This one alone, rather than all tiny checkpoints.")
+@click.option("--npu", default="native", show_default=True)
+def main(number: int, context: int, fault_every: int | None, model: str | None, npu: str) -> None:
+    """Try NUMBER interleavings."""
     engines: dict[tuple[str, int], Engine] = {}
-    failed = 0
-    for count in range(number):
-        seed, name = count // len(NAMES), NAMES[count % len(NAMES)]
-        key = name, LENGTHS[seed % len(LENGTHS)]
-        if key not in engines:
-            engines[key] = load_for_interleavings(*key)
-        try:
-            check_interleaving(engines[key], seed, input_ids(name))
-        except AssertionError as error:
-            failed += 1
-            print(f"{name}, chunks of {key[1]}, seed {seed}: {error}", flush=True)
-        if (count + 1) % 500 == 0:
-            print(f"{count + 1} interleavings, {failed} failed", flush=True)
-    return failed
+    faults = Faults(fault_every) if fault_every else None
+    failed, start = 0, time.monotonic()
+    names = [model] if model else NAMES
+    with tempfile.TemporaryDirectory() as folder:
+        for count in range(number):
+            seed, name = count // len(names), names[count % len(names)]
+            key = name, 32 if model else LENGTHS[seed % len(LENGTHS)]
+            if key not in engines:
+                path = model or with_longer_context(name, context, Path(folder))
+                most = 128 if isinstance(path, Path) and path.is_file() else context
+                engines[key] = load_for_interleavings(path, key[1], most, npu)
+            vocabulary = TEXT if model else input_ids(name)
+            longest = min(400, engines[key].context_length * 25 // 32) if context > CONTEXT else 60
+            try:
+                check_interleaving(engines[key], seed, vocabulary, longest=longest, faults=faults)
+            except AssertionError as error:
+                failed += 1
+                click.echo(f"{name}, chunks of {key[1]}, seed {seed}: {error}")
+            if (count + 1) % (10 if model else 500) == 0 or count + 1 == number:
+                told = f", {faults.num} faults injected" if faults else ""
+                seconds = time.monotonic() - start
+                click.echo(f"{count + 1} interleavings in {seconds:.0f} s, {failed} failed{told}")
+        for engine in engines.values():
+            engine.close()
+    sys.exit(min(failed, 1))
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(int(sys.argv[1])), 1))
+    main()

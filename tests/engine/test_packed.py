@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from fixture_checkpoints import NAMES, checkpoint, input_ids
-from interleavings import LENGTHS, check_interleaving, load_for_interleavings
+from interleavings import LENGTHS, Faults, check_interleaving, load_for_interleavings
 
 import chunkrt
 from chunkrt.engine.engine import Engine
@@ -29,7 +29,7 @@ def engines():
     def get(name: str, chunk_length: int) -> Engine:
         key = name, chunk_length
         if key not in loaded:
-            loaded[key] = load_for_interleavings(name, chunk_length)
+            loaded[key] = load_for_interleavings(checkpoint(name), chunk_length)
         return loaded[key]
 
     yield get
@@ -44,6 +44,15 @@ def test_random_interleavings(name, engines):
         engine = engines(name, LENGTHS[seed % 3])
         check_interleaving(engine, seed, input_ids(name))
     assert engine.stats().waiting_runs == 0
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", NAMES)
+def test_random_interleavings_with_faults(name, engines):
+    """A failed task fails the sequences of its chunk, which are what they were before; the others go on."""
+    faults = Faults(every=31)
+    check_interleaving(engines(name, 8), 4, input_ids(name), faults=faults)
+    assert faults.num > 1
 
 
 @pytest.mark.exhaustive
