@@ -1,8 +1,8 @@
 """Random interleavings: sessions in threads of their own share chunks; each gets the bits that it gets alone.
 
     python tests/interleavings.py 10000
-    python tests/interleavings.py 1000 --context 512 --fault-every 400
-    python tests/interleavings.py 50 --model smollm2-135m-instruct --npu qnn --context 256
+    python tests/interleavings.py 1000 --context 1024 --longest 400 --fault-every 400
+    python tests/interleavings.py 50 --model smollm2-135m-instruct --npu qnn --sessions 4 --longest 24
 
 tries so many, over all tiny checkpoints in turn or on one model, and tells those that differ.
 """
@@ -41,8 +41,12 @@ TEXT = range(1000, 9000, 13)
 """Tokens of a real model's vocabulary."""
 FAULT = "injected fault"
 """What a task raises in place of computing."""
-WAIT_S = 120
-"""For a thread that has nothing to wait for but its turn."""
+WAIT_S = 600
+"""For a thread that has nothing to wait for but its turn, on an emulator too."""
+
+
+MOST_FAULTS = 20
+"""Of one interleaving: a run whose every repetition fails would never end."""
 
 
 class Faults:
@@ -56,12 +60,12 @@ class Faults:
     @contextmanager
     def injected(self) -> Iterator[None]:
         """While the block runs."""
-        compute = Stream.compute
+        compute, most = Stream.compute, self.num + MOST_FAULTS
 
         def compute_or_fail(stream: Stream, task: Task, slot: int) -> None:
             with self._lock:
                 self._num_tasks += 1
-                if fails := self._num_tasks % self._every == 0:
+                if fails := self._num_tasks % self._every == 0 and self.num < most:
                     self.num += 1
             if fails:
                 raise RuntimeError(FAULT)
@@ -166,11 +170,20 @@ def cancel_in_the_middle(session: Session, ids: list[int]) -> bool:
 
 
 def check_interleaving(
-    engine: Engine, seed: int, vocabulary: Sequence[int], *, longest: int = 60, faults: Faults | None = None
+    engine: Engine,
+    seed: int,
+    vocabulary: Sequence[int],
+    *,
+    most: int = 12,
+    longest: int = 60,
+    faults: Faults | None = None,
 ) -> None:
-    """Several sessions at once, then each alone; AssertionError where one got other bits."""
+    """2 to `most` sessions at once, then each alone; AssertionError where one got other bits.
+
+    The first prompt of each has up to `longest` tokens.
+    """
     random = Random(seed)
-    stories = [make_story(random, longest) for _ in range(random.randint(2, 12))]
+    stories = [make_story(random, longest) for _ in range(random.randint(2, most))]
     found: list[list[Any]] = [[] for _ in stories]
     too_late: list[set[int]] = [set() for _ in stories]
     errors: list[BaseException] = []
@@ -220,10 +233,14 @@ def with_longer_context(name: str, length: int, folder: Path) -> Path:
 @click.command()
 @click.argument("number", type=click.IntRange(1))
 @click.option("--context", type=click.IntRange(128), default=CONTEXT, show_default=True)
+@click.option("--sessions", type=click.IntRange(2), default=12, show_default=True, help="At most.")
+@click.option("--longest", type=click.IntRange(1), default=60, show_default=True, help="Tokens of a first prompt.")
 @click.option("--fault-every", type=click.IntRange(2), help="Tasks from one injected fault to the next.")
 @click.option("--model", help="This one alone, rather than all tiny checkpoints.")
 @click.option("--npu", default="native", show_default=True)
-def main(number: int, context: int, fault_every: int | None, model: str | None, npu: str) -> None:
+def main(
+    number: int, context: int, sessions: int, longest: int, fault_every: int | None, model: str | None, npu: str
+) -> None:
     """Try NUMBER interleavings."""
     engines: dict[tuple[str, int], Engine] = {}
     faults = Faults(fault_every) if fault_every else None
@@ -238,9 +255,9 @@ def main(number: int, context: int, fault_every: int | None, model: str | None, 
                 most = 128 if isinstance(path, Path) and path.is_file() else context
                 engines[key] = load_for_interleavings(path, key[1], most, npu)
             vocabulary = TEXT if model else input_ids(name)
-            longest = min(400, engines[key].context_length * 25 // 32) if context > CONTEXT else 60
+            fits = min(longest, engines[key].context_length // 2)
             try:
-                check_interleaving(engines[key], seed, vocabulary, longest=longest, faults=faults)
+                check_interleaving(engines[key], seed, vocabulary, most=sessions, longest=fits, faults=faults)
             except AssertionError as error:
                 failed += 1
                 click.echo(f"{name}, chunks of {key[1]}, seed {seed}: {error}")

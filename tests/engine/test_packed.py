@@ -50,7 +50,7 @@ def test_random_interleavings(name, engines):
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings_with_faults(name, engines):
     """A failed task fails the sequences of its chunk, which are what they were before; the others go on."""
-    faults = Faults(every=31)
+    faults = Faults(every=7)
     check_interleaving(engines(name, 8), 4, input_ids(name), faults=faults)
     assert faults.num > 1
 
