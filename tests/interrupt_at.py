@@ -3,16 +3,31 @@
 import dis
 import signal
 import sys
+import weakref
 from functools import cache
 from itertools import pairwise
 
-from chunkrt.engine import engine, sequence, session
+from chunkrt.engine import cache_memory, driving, engine, generation, many, sequence, session
 from chunkrt.engine.ranks import leader
-from chunkrt.runtime import executor, run, schedule, state, state_file, state_tensors, stream, workers
+from chunkrt.runtime import (
+    conductor,
+    executor,
+    job,
+    run,
+    schedule,
+    state,
+    state_file,
+    state_tensors,
+    stream,
+    ticket,
+    ticket_queue,
+    workers,
+)
 from chunkrt.runtime.ranks import mpi
 
-CALLER = (engine, sequence, session, executor, run, state, state_file, state_tensors, stream)
-"""Where a session's calls pass through, with whatever workers."""
+ENGINE = (cache_memory, driving, engine, generation, many, sequence, session)
+CALLER = (*ENGINE, conductor, executor, job, run, state, state_file, state_tensors, stream, ticket, ticket_queue)
+"""Where a session's calls pass through, with whatever workers and other sessions."""
 
 WORKERS = (*CALLER, schedule, workers)
 RANKS = (*WORKERS, leader, mpi)
@@ -49,8 +64,8 @@ class InterruptAt:
         sys.settrace(self._previous)
 
     def _enter(self, frame, event, argument):
-        if frame.f_code.co_filename not in self._files:
-            return None
+        if frame.f_code.co_filename not in self._files or frame.f_back.f_code.co_filename == weakref.__file__:
+            return None  # what a finalizer raises CPython tells and forgets
         frame.f_trace_opcodes = True
         return self._step
 

@@ -89,7 +89,7 @@ def interrupted_at(act, name, at, path, threads=1):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may fall between open and with
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
 def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(act, name, step, tmp_path):
@@ -100,7 +100,7 @@ def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(ac
 
 
 @pytest.mark.parametrize(
-    ("first", "step"), [(1, 29), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+    ("first", "step"), [(1, 97), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
@@ -113,8 +113,42 @@ def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(
     assert at > step
 
 
+@pytest.mark.parametrize(
+    ("first", "step"), [(1, 97), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("act", [prefill, generate])
+def test_an_interrupt_anywhere_while_others_share_chunks_does_so_too(act, name, first, step, tmp_path):
+    """And the others get what they get alone."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that they do meet
+    loaded, tokens = load(name), input_ids(name)[:12]
+    expected, found, is_over = fresh_logits(name, tuple(tokens[:-2])), [], threading.Event()
+
+    def work():
+        while not is_over.is_set():
+            with loaded.session() as opened:
+                found.append(opened.prefill([*tokens[:-2], *NEXT]).logits)
+
+    shared = loaded.stats().shared_chunks
+    other = threading.Thread(target=work)
+    other.start()
+    try:
+        at = first
+        while interrupted_at(act, name, at, tmp_path):
+            at += step
+    finally:
+        is_over.set()
+        other.join()
+        sys.setswitchinterval(before)
+    assert at > step
+    assert loaded.stats().shared_chunks > shared
+    for logits in found:
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
@@ -142,7 +176,7 @@ def test_an_interrupt_while_any_task_runs_does_so_too(act, name, threads, step, 
     assert at > step
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("change", ["reset", "load", "restore"])
 def test_a_state_whose_change_was_broken_off_is_the_one_before_or_the_one_after(name, change, step, tmp_path):
@@ -197,7 +231,7 @@ def test_what_a_listener_raises_leaves_tokens_and_state_together():
     assert_says_what_its_tokens_say(opened, "llama_gqa", "on_run")
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_an_interrupted_shift_leaves_tokens_that_are_run_again(step):
     """A shifted state has seen what was dropped, so only one whose shift was broken off is a fresh one's."""
     tokens, at, is_through = input_ids("llama_gqa"), 1, False
