@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chunkrt.engine.sampling import PluginSampler, Sampler, StopStrings
+from chunkrt.engine.scoring import TokenLogProbabilities, likeliest
 from chunkrt.engine.sequence import Steps, TokenSequence
 from chunkrt.errors import ClosedError
 from chunkrt.tokenizer import IncrementalDecoder, Tokenizer
 
 FinishReason = Literal["stop", "length", "context"]
+
+
+class Constraint(Protocol):
+    """Which tokens may come next, of a grammar for instance. One is for one generation."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """bool [V]: the tokens that may come next; one at least."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """A token came, which was allowed."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +36,14 @@ class Piece:
 
     `finish_reason`: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" when
     the context is full and does not shift; None before the last piece. `token_id` is None on a closing piece that no
-    token made.
+    token made. `log_probabilities` if they were asked for: the model's own, before what the sampling options make of
+    them.
     """
 
     text: str
     token_id: int | None
     finish_reason: FinishReason | None = None
+    log_probabilities: TokenLogProbabilities | None = field(default=None, repr=False)
 
 
 class Generation:
@@ -37,6 +55,8 @@ class Generation:
         sampler: draws them.
         stops: strings that end it.
         max_new_tokens: at most so many.
+        num_likeliest: of how many tokens each piece has log-probabilities beside its own; None: of none at all.
+        constraint: which tokens may come, if not all.
         check_open: raises ClosedError if nothing may be computed any more.
     """
 
@@ -49,8 +69,11 @@ class Generation:
         *,
         max_new_tokens: int,
         check_open: Callable[[], None],
+        num_likeliest: int | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.is_finished = False
+        self._num_likeliest, self._constraint = num_likeliest, constraint
         self._sequence = sequence
         self._sampler = sampler
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
@@ -66,9 +89,19 @@ class Generation:
             self._check_open()
         logits = yield from sequence.next_logits()
         self._left -= 1
-        piece = self._take(self._sampler.next(logits, sequence.tokens))
+        token_id = self._choose(logits)
+        told = None if self._num_likeliest is None else likeliest(logits, token_id, self._num_likeliest)
+        piece = self._take(token_id)
         self.is_finished = piece.finish_reason is not None
-        return piece
+        return replace(piece, log_probabilities=told)
+
+    def _choose(self, logits: NDArray[np.float32]) -> int:
+        if self._constraint is None:
+            return self._sampler.next(logits, self._sequence.tokens)
+        masked = np.where(self._constraint.allowed(), logits, np.finfo(np.float32).min)
+        token_id = self._sampler.next(masked, self._sequence.tokens)
+        self._constraint.accept(token_id)
+        return token_id
 
     def _take(self, token_id: int) -> Piece:
         """Add a token to the sequence and to the text; whether that ends the generation."""

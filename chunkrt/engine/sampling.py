@@ -1,14 +1,15 @@
 """From logits to the next token, and from stop strings to the end of the text.
 
 The filters and their order are Hugging Face Transformers': repetition penalty, temperature, top-k, top-p and
-min-p. Temperature 0 is greedy.
+min-p; before the temperature come OpenAI's: biases, presence and frequency penalties. Temperature 0 is greedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from sys import float_info
 from typing import Any
 
@@ -31,6 +32,9 @@ class SamplingOptions:
         min_p: keep tokens at least this fraction as likely as the likeliest. In [0, 1]; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred. In
             [0.01, 100]; 1 does nothing.
+        presence_penalty: taken from the logits of tokens that this generation has drawn. In [-2, 2].
+        frequency_penalty: the same, as many times as they were drawn. In [-2, 2].
+        logit_bias: added to the logits of tokens, by id, each in [-100, 100].
         seed: of the random numbers (NumPy's PCG64), at least 0; the same seed gives the same tokens. None is
             a fresh one each time.
 
@@ -43,6 +47,9 @@ class SamplingOptions:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +65,11 @@ class SamplingOptions:
             "a number in [0.01, 100]",
             lambda r: 0.01 <= r <= 100,
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require_number(name, getattr(self, name), "a number in [-2, 2]", lambda p: -2 <= p <= 2)
+        for token_id, bias in self.logit_bias.items():
+            _require_integer("logit_bias, a token id", token_id, minimum=0)
+            _require_number("logit_bias", bias, "numbers in [-100, 100]", lambda b: -100 <= b <= 100)
         _require_integer("seed", self.seed, minimum=0)
 
 
@@ -68,6 +80,7 @@ class Sampler:
     def __init__(self, options: SamplingOptions) -> None:
         self.options = options
         self._random = np.random.Generator(np.random.PCG64(options.seed))
+        self._drawn: Counter[int] = Counter()
 
     def next(self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64] = ()) -> int:
         """Choose the next token.
@@ -78,14 +91,17 @@ class Sampler:
 
         Raises:
             BackendError: a logit is not finite.
-            ConfigError: logits are not of shape [V], or an id in `history` is not in [0, V).
+            ConfigError: logits are not of shape [V], or an id in `history` or with a bias is not in [0, V).
         """
         if self.options.temperature == 0:
-            return int(np.argmax(_penalised(logits, history, self.options.repetition_penalty)))
-        token_ids, probabilities = self.distribution(logits, history)
-        cumulative = np.cumsum(probabilities)
-        drawn = np.searchsorted(cumulative[:-1], self._random.random() * cumulative[-1], side="right")
-        return int(token_ids[drawn])
+            token_id = int(np.argmax(self._scores(logits, history)))
+        else:
+            token_ids, probabilities = self.distribution(logits, history)
+            cumulative = np.cumsum(probabilities)
+            place = np.searchsorted(cumulative[:-1], self._random.random() * cumulative[-1], side="right")
+            token_id = int(token_ids[place])
+        self._drawn[token_id] += 1
+        return token_id
 
     def distribution(
         self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64] = ()
@@ -95,7 +111,7 @@ class Sampler:
         Arguments and errors are `next`'s. Greedy options leave one token of probability 1.
         """
         options = self.options
-        scores = _penalised(logits, history, options.repetition_penalty)
+        scores = self._scores(logits, history)
         if options.temperature == 0:
             return np.array([np.argmax(scores)], np.int64), np.ones(1)
         token_ids = np.arange(len(scores), dtype=np.int64)
@@ -117,6 +133,23 @@ class Sampler:
             kept = np.flatnonzero(probabilities >= options.min_p * probabilities.max())
             token_ids, probabilities = token_ids[kept], probabilities[kept]
         return token_ids, probabilities / probabilities.sum()
+
+    def _scores(
+        self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64]
+    ) -> NDArray[np.floating[Any]]:
+        """The logits, checked, with biases and after penalties."""
+        options = self.options
+        scores = _penalised(logits, history, options.repetition_penalty)
+        if options.logit_bias:
+            if (outside := max(options.logit_bias)) >= logits.size:
+                raise ConfigError(f"logit_bias: found token id {outside}, expected 0 to {logits.size - 1}")
+            scores = scores.astype(np.float64)
+            scores[list(options.logit_bias)] += list(options.logit_bias.values())
+        if self._drawn and (options.presence_penalty or options.frequency_penalty):
+            scores = scores.astype(np.float64)
+            scores[list(self._drawn)] -= options.presence_penalty
+            scores[list(self._drawn)] -= options.frequency_penalty * np.array(list(self._drawn.values()))
+        return scores
 
 
 class PluginSampler:

@@ -150,3 +150,27 @@ def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
     for rows in row_blocks(*logits.shape):
         found[rows] = np.take_along_axis(log_softmax(logits[rows]), tokens[rows, None], axis=1)[:, 0]
     return TokenScores(log_probabilities=found, is_top=logits.argmax(axis=1) == tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogProbabilities:
+    """Of a token that came, `own`; and of the likeliest, `top`: (token id, log-probability), the likeliest first."""
+
+    own: float
+    top: Sequence[tuple[int, float]]
+
+
+def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilities:
+    """What the model says of a token that came, and of those that are likeliest.
+
+    Args:
+        logits: float32 [V], before the token.
+        token_id: the token.
+        number: of the likeliest; of equally likely ones the lower id comes first.
+
+    Raises:
+        ModelError: a logit is not finite.
+    """
+    found = log_softmax(logits[None])[0]
+    top = np.argsort(-found, kind="stable")[:number] if number else ()
+    return TokenLogProbabilities(own=float(found[token_id]), top=[(int(i), float(found[i])) for i in top])

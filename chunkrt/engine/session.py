@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from typing import Protocol, get_args
 
 from chunkrt.engine.driving import OneUser, drive, drive_async
-from chunkrt.engine.generation import Generation, Piece
+from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
 from chunkrt.engine.scoring import Score, score_continuation
 from chunkrt.engine.sequence import (
@@ -130,6 +130,8 @@ class Session:
         max_new_tokens: int = 256,
         sampling: SamplingOptions = GREEDY,
         stop: Sequence[str] = (),
+        log_probabilities: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Iterator[Piece]:
         """Continue from the last prefill, one token at a time.
 
@@ -137,6 +139,9 @@ class Session:
             max_new_tokens: at most so many, at least 1.
             sampling: how a token is drawn; greedy by default.
             stop: strings that end the generation; they are not part of the text.
+            log_probabilities: of how many tokens, the likeliest, each piece tells them beside that of its own; None: of
+                none at all.
+            constraint: which tokens may come, if not all.
 
         Yields:
             Pieces whose texts concatenate to the answer. The last one has a `finish_reason`.
@@ -144,7 +149,7 @@ class Session:
         Raises:
             ConfigError: nothing was prefilled yet, or an argument is out of range.
         """
-        return self._pieces(self._generation(max_new_tokens, sampling, stop))
+        return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
     def agenerate(
         self,
@@ -152,9 +157,11 @@ class Session:
         max_new_tokens: int = 256,
         sampling: SamplingOptions = GREEDY,
         stop: Sequence[str] = (),
+        log_probabilities: int | None = None,
+        constraint: Constraint | None = None,
     ) -> AsyncIterator[Piece]:
         """As `generate`, while the event loop goes on."""
-        return self._apieces(self._generation(max_new_tokens, sampling, stop))
+        return self._apieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
         """Score some tokens after others, whatever the session holds; it goes back as far as these tokens differ.
@@ -227,12 +234,23 @@ class Session:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def _generation(self, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]) -> Generation:
+    def _generation(
+        self,
+        max_new_tokens: int,
+        sampling: SamplingOptions,
+        stop: Sequence[str],
+        log_probabilities: int | None = None,
+        constraint: Constraint | None = None,
+    ) -> Generation:
         self._check_open()
         if require_whole("max_new_tokens", max_new_tokens) < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         if not isinstance(sampling, SamplingOptions):
             raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
+        if log_probabilities is not None and not 0 <= require_whole("log_probabilities", log_probabilities) <= (
+            vocab_size := self._engine.plan.vocab_size
+        ):
+            raise ConfigError(f"log_probabilities is {log_probabilities}, expected 0 to {vocab_size}")
         stops = StopStrings(stop)
         if not self._sequence.tokens:
             raise ConfigError("there is nothing to continue; call prefill first")
@@ -247,6 +265,8 @@ class Session:
             stops,
             max_new_tokens=max_new_tokens,
             check_open=self._check_open,
+            num_likeliest=log_probabilities,
+            constraint=constraint,
         )
 
     def _pieces(self, generation: Generation) -> Iterator[Piece]:
