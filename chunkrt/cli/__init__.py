@@ -25,6 +25,7 @@ from chunkrt.runtime.ranks.launch import connect, say
 COMMANDS = {
     "run": "Answer a prompt.",
     "chat": "Talk with a model.",
+    "serve": "Serve a model over HTTP, as OpenAI's API has it.",
     "bench": "Measure prefill and decode speed.",
     "trace": "Tell where the time of a traced run went.",
     "support": "Tell what there is for a checkpoint, and what is missing.",

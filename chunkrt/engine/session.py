@@ -179,6 +179,11 @@ class Session:
         with self._one_user():
             return drive(self.scoring(context, continuation), self._engine.run)
 
+    async def ascore(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
+        """As `score`, while the event loop goes on."""
+        with self._one_user():
+            return await drive_async(self.scoring(context, continuation), self._engine.arun)
+
     def answer(
         self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
     ) -> Generator[Steps[Piece | None], None, None]:

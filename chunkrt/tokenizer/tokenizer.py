@@ -79,7 +79,11 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json and text.json into an existing folder. Raises OSError if that fails."""
         _write(Path(folder) / SETTINGS_FILE, self.settings.to_json())
-        _write(Path(folder) / VOCABULARY_FILE, self._library.to_str())
+        _write(Path(folder) / VOCABULARY_FILE, self.to_json())
+
+    def to_json(self) -> str:
+        """The vocabulary and how text is divided into it, in the format of the `tokenizers` library."""
+        return self._library.to_str()
 
     @property
     def has_chat_template(self) -> bool:

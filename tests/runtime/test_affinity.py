@@ -226,6 +226,9 @@ def test_a_failed_load_leaves_nobody_pinned(monkeypatch: pytest.MonkeyPatch, new
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
 def test_cpus_that_go_away_are_an_error_of_the_run(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if len(MASK) < 2:
+        pytest.skip("this process has one CPU, which all of it is on already")
+
     def refuse(thread: int, cpus: object) -> None:
         if cpus != MASK:
             raise OSError(22, "Invalid argument")

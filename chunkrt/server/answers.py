@@ -1,0 +1,194 @@
+"""Answers to prompts: sessions that run at the same time, and what they say as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from chunkrt.engine.generation import Constraint, Piece
+from chunkrt.engine.sampling import SamplingOptions
+from chunkrt.engine.scoring import TokenLogProbabilities, likeliest
+from chunkrt.engine.session import Session
+from chunkrt.server.errors import RequestError
+from chunkrt.server.service import Service
+
+PROGRESS_CHUNKS = 4
+"""Chunks of a prompt between two tellings of how far it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How the choices of a prompt are made.
+
+    max_new_tokens: None for as many as the context holds. sampling: of each choice by its number. likeliest: of how
+    many tokens log-probabilities are told; None: of none. constraint: makes one for each choice. echo: whether
+    log-probabilities of the prompt are told. progress: whether it is told how far the prompt is.
+    """
+
+    max_new_tokens: int | None
+    sampling: Callable[[int], SamplingOptions]
+    choices: int = 1
+    stop: Sequence[str] = ()
+    likeliest: int | None = None
+    constraint: Callable[[], Constraint] | None = None
+    echo: bool = False
+    progress: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a prompt is: `num_done` of `num_tokens`."""
+
+    num_done: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefilled:
+    """A prompt has been run. `log_probabilities`: of its tokens from the second on, if it is echoed."""
+
+    prompt: int
+    num_tokens: int
+    num_cached: int
+    log_probabilities: Sequence[TokenLogProbabilities] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A piece of a choice, whose number counts over all prompts."""
+
+    choice: int
+    piece: Piece
+
+
+Event = Progress | Prefilled | Said
+
+
+async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> AsyncIterator[Event]:
+    """Answer prompts, all at the same time. Whoever closes the iterator ends them all at the next chunk.
+
+    Raises:
+        RequestError: a prompt does not fit the context.
+        BusyError: as many sequences wait as may.
+        ChunkrtError: a sequence failed; the others are ended.
+    """
+    for prompt in prompts:
+        check_fits(service, len(prompt), wanted.max_new_tokens)
+    service.admission.check(wanted.choices)
+    events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+
+    async def answer(index: int) -> None:
+        try:
+            await _answer(service, index, prompts[index], wanted, events.put_nowait)
+        except Exception as error:
+            events.put_nowait(error)
+        else:
+            events.put_nowait(None)
+
+    tasks = [asyncio.create_task(answer(index)) for index in range(len(prompts))]
+    try:
+        left = len(tasks)
+        while left:
+            event = await events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) -> None:
+    """Raises RequestError if a prompt and its answer do not fit the context."""
+    length = service.engine.context_length
+    if not num_tokens:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    if service.engine.options.context_shift:
+        return
+    if num_tokens + (max_new_tokens or 1) > length + 1:
+        new = f"{max_new_tokens} for the answer" if max_new_tokens else "at least one for the answer"
+        raise RequestError(
+            f"this model's context holds {length} tokens, but {num_tokens} in the prompt and {new} were asked for; "
+            "shorten the prompt, or ask for fewer",
+            param="max_tokens" if num_tokens < length else "prompt",
+            code="context_length_exceeded",
+        )
+
+
+async def _answer(
+    service: Service, index: int, prompt: Sequence[int], wanted: Wanted, tell: Callable[[Event], None]
+) -> None:
+    """One prompt: it is run once, and each choice continues a copy of what has seen it."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(service.admission.places(wanted.choices))
+        begin = time.perf_counter()
+        first = await stack.enter_async_context(await service.engine.asession())
+        tell(await _prefill(service, first, index, prompt, wanted, tell))
+        service.metrics.first_token.observe(time.perf_counter() - begin)
+        if wanted.max_new_tokens == 0:
+            return
+        sessions = [first]
+        for _ in range(1, wanted.choices):
+            sessions.append(await stack.enter_async_context(first.fork()))
+        async with asyncio.TaskGroup() as group:
+            for number, session in enumerate(sessions):
+                group.create_task(_say(service, session, index * wanted.choices + number, number, wanted, tell))
+
+
+async def _prefill(
+    service: Service,
+    session: Session,
+    index: int,
+    prompt: Sequence[int],
+    wanted: Wanted,
+    tell: Callable[[Event], None],
+) -> Prefilled:
+    done, told, num_cached = 0, list[TokenLogProbabilities](), 0
+    step = len(prompt)
+    if wanted.progress or wanted.echo:
+        step = PROGRESS_CHUNKS * service.engine.chunk_length
+    carried = None
+    while done < len(prompt):
+        part = prompt[done : done + step]
+        result = await session.aprefill(part, logits="all" if wanted.echo else "last")
+        if wanted.echo:
+            assert result.logits is not None
+            rows = result.logits if carried is None else np.concatenate([carried, result.logits])
+            following = prompt[done : done + len(part)] if carried is not None else part[1:]
+            told += [likeliest(row, token, wanted.likeliest or 0) for row, token in zip(rows, following, strict=False)]
+            carried = result.logits[-1:]
+        num_cached += getattr(result, "num_cached", 0)
+        done += len(part)
+        if wanted.progress:
+            tell(Progress(num_done=done, num_tokens=len(prompt)))
+    service.metrics.prompt_tokens.inc(len(prompt))
+    service.metrics.cached_tokens.inc(num_cached)
+    return Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told)
+
+
+async def _say(
+    service: Service, session: Session, choice: int, number: int, wanted: Wanted, tell: Callable[[Event], None]
+) -> None:
+    last = time.perf_counter()
+    pieces = session.agenerate(
+        max_new_tokens=wanted.max_new_tokens or service.engine.context_length,
+        sampling=wanted.sampling(number),
+        stop=wanted.stop,
+        log_probabilities=wanted.likeliest,
+        constraint=wanted.constraint() if wanted.constraint else None,
+    )
+    async for piece in pieces:
+        now = time.perf_counter()
+        service.metrics.token_gap.observe(now - last)
+        service.metrics.generated_tokens.inc()
+        last = now
+        tell(Said(choice=choice, piece=piece))

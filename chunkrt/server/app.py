@@ -1,0 +1,274 @@
+"""The application: which path is answered by what, who may ask, and how errors are told."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from chunkrt.server import scoring
+from chunkrt.server.chat import Chat
+from chunkrt.server.completions import Completion
+from chunkrt.server.errors import RequestError, as_request_error, error_body, error_response
+from chunkrt.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    read,
+)
+from chunkrt.server.service import Service
+
+Result = TypeVar("Result")
+Answer = Callable[[Service, HttpRequest], Awaitable[Response]]
+
+OPEN_PATHS = ("/", "/health")
+"""What needs no key."""
+LOG = logging.getLogger("chunkrt.server")
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def make_app(service: Service) -> Starlette:
+    """The server's application."""
+    routes = [
+        Route("/", _endpoint(service, _page), methods=["GET"]),
+        Route("/health", _endpoint(service, _health), methods=["GET"]),
+        Route("/metrics", _endpoint(service, _metrics), methods=["GET"]),
+        Route("/v1/models", _endpoint(service, _models), methods=["GET"]),
+        Route("/v1/models/{name:path}", _endpoint(service, _model), methods=["GET"]),
+        Route("/v1/chat/completions", _endpoint(service, _chat), methods=["POST"]),
+        Route("/v1/completions", _endpoint(service, _completions), methods=["POST"]),
+        Route("/v1/embeddings", _endpoint(service, _embeddings), methods=["POST"]),
+        Route("/v1/score", _endpoint(service, _score), methods=["POST"]),
+        Route("/v1/rerank", _endpoint(service, _rerank), methods=["POST"]),
+        Route("/tokenize", _endpoint(service, _tokenize), methods=["POST"]),
+        Route("/detokenize", _endpoint(service, _detokenize), methods=["POST"]),
+    ]
+    middleware = []
+    if service.options.allow_origin is not None:
+        origins = [service.options.allow_origin]
+        middleware = [
+            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        ]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_such_thing})
+
+
+def _endpoint(service: Service, answer: Answer) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """An endpoint that asks for the key, tells errors as OpenAI's API does, and counts."""
+
+    async def endpoint(http: HttpRequest) -> Response:
+        try:
+            _check_key(service, http)
+            response = await answer(service, http)
+        except (ClientGoneError, ClientDisconnect):
+            response = Response(status_code=499)
+        except Exception as error:
+            told = as_request_error(error)
+            if told.status == 500:
+                LOG.error("%s %s failed", http.method, http.url.path, exc_info=error)
+            response = error_response(told)
+        service.metrics.requests.labels(http.scope["route"].path, response.status_code).inc()
+        return response
+
+    return endpoint
+
+
+async def _no_such_thing(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{http.method} {http.url.path}: {str(error.detail).lower()}"
+    response = error_response(RequestError(what, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _check_key(service: Service, http: HttpRequest) -> None:
+    """Raises RequestError unless the key is the right one, in a time that does not tell how much of it is."""
+    key = service.options.api_key
+    if key is None or http.scope["route"].path in OPEN_PATHS:
+        return
+    scheme, _, given = http.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), key.encode()):
+        raise RequestError(
+            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+            status=401,
+            code="invalid_api_key",
+        )
+
+
+async def _body(service: Service, http: HttpRequest) -> bytes:
+    """The body, if it is not too long and comes in time."""
+    most = service.options.max_body_bytes
+    too_long = RequestError(f"the body has more than {most} bytes", status=413)
+    with suppress(ValueError):
+        if int(http.headers.get("content-length", 0)) > most:
+            raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(service.options.body_seconds):
+            async for part in http.stream():
+                body += part
+                if len(body) > most:
+                    raise too_long
+    except TimeoutError as error:
+        seconds = service.options.body_seconds
+        raise RequestError(f"the body did not come within {seconds:g} s", status=408) from error
+    return bytes(body)
+
+
+async def _while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do what an answer takes. Raises ClientGoneError, and ends the work, when nobody waits for it any more."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return await task
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _respond(http: HttpRequest, answer: Chat | Completion, *, stream: bool | None) -> Response:
+    if not stream:
+        return JSONResponse(await _while_connected(http, answer.whole()))
+    events = answer.events()
+    try:
+        first = await _while_connected(http, _next(events))  # an error of the beginning has a status of its own
+    except BaseException:
+        await events.aclose()  # type: ignore[attr-defined]
+        raise
+    return EventSourceResponse(_stream(first, events), sep="\n", headers={"Cache-Control": "no-store"})
+
+
+async def _next(events: AsyncIterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return await anext(events, None)
+
+
+async def _stream(
+    first: Mapping[str, Any] | None, events: AsyncIterator[Mapping[str, Any]]
+) -> AsyncIterator[ServerSentEvent]:
+    async with aclosing(events):  # type: ignore[type-var]
+        try:
+            if first is not None:
+                yield _event(first)
+                async for event in events:
+                    yield _event(event)
+        except Exception as error:
+            LOG.error("a stream failed", exc_info=error)
+            yield _event(error_body(as_request_error(error)))
+        yield ServerSentEvent("[DONE]")
+
+
+def _event(value: Mapping[str, Any]) -> ServerSentEvent:
+    return ServerSentEvent(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+async def _page(service: Service, http: HttpRequest) -> Response:
+    return HTMLResponse(files("chunkrt.server").joinpath("page.html").read_text("utf-8"))
+
+
+async def _health(service: Service, http: HttpRequest) -> Response:
+    service.engine.check_ready()
+    return JSONResponse({"status": "ok"})
+
+
+async def _metrics(service: Service, http: HttpRequest) -> Response:
+    return Response(service.metrics.text(), media_type=service.metrics.content_type)
+
+
+def _described(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "chunkrt",
+        "max_model_len": service.engine.context_length,
+    }
+
+
+async def _models(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"object": "list", "data": [_described(service)]})
+
+
+async def _model(service: Service, http: HttpRequest) -> Response:
+    if http.path_params["name"] != service.name:
+        raise RequestError(
+            f"the model {http.path_params['name']!r} is not served here; there is: {service.name}",
+            status=404,
+            code="model_not_found",
+        )
+    return JSONResponse(_described(service))
+
+
+async def _chat(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), ChatRequest)
+    return await _respond(http, await Chat.of(service, request), stream=request.stream)
+
+
+async def _completions(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), CompletionRequest)
+    return await _respond(http, await Completion.of(service, request), stream=request.stream)
+
+
+async def _embeddings(service: Service, http: HttpRequest) -> Response:
+    service.check_model(read(await _body(service, http), EmbeddingRequest))
+    raise RequestError(f"{service.name} declares no embeddings; it writes texts and scores them", code="no_embeddings")
+
+
+async def _score(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), ScoreRequest)
+    return JSONResponse(await _while_connected(http, scoring.score(service, request)))
+
+
+async def _rerank(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), RerankRequest)
+    return JSONResponse(await _while_connected(http, scoring.rerank(service, request)))
+
+
+async def _tokenize(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give a prompt or messages, one of them", param="prompt")
+    if request.messages is not None:
+        tokens = await service.beside(service.encode_chat, request.messages)
+    else:
+        assert request.prompt is not None
+        tokenizer, special = service.tokenizer, request.add_special_tokens
+        tokens = await service.beside(
+            lambda: tokenizer.encode(request.prompt or "", add_special=special, parse_special=False)
+        )
+    length = service.engine.context_length
+    return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+
+
+async def _detokenize(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), DetokenizeRequest)
+    return JSONResponse({"prompt": await service.beside(service.tokenizer.decode, request.tokens)})

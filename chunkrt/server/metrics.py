@@ -1,0 +1,48 @@
+"""Counts and times for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from chunkrt.engine.engine import Engine
+from chunkrt.server.admission import Admission
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+
+
+class Metrics:
+    """What /metrics tells, under names that begin with `chunkrt_`."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, engine: Engine, admission: Admission) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "chunkrt_requests", "Requests that were answered.", ["path", "status"], registry=self._registry
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that had been computed before.")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens of answers.")
+        self.first_token = self._times("first_token_seconds", "From a place for a prompt to its logits.")
+        self.token_gap = self._times("token_gap_seconds", "From a token to the next of the same answer.")
+        self._gauge("active_sequences", "Sequences under way.", lambda: admission.num_active)
+        self._gauge("waiting_sequences", "Sequences that wait.", lambda: admission.num_waiting)
+        self._gauge("cache_bytes", "Reserved for caches.", lambda: engine.stats().cache_bytes)
+        self._gauge("shared_chunks", "Chunks computed for sequences together.", lambda: engine.stats().shared_chunks)
+        self._gauge("shared_rows", "Rows in these chunks.", lambda: engine.stats().shared_rows)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, what: str) -> Counter:
+        return Counter(f"chunkrt_{name}", what, registry=self._registry)
+
+    def _times(self, name: str, what: str) -> Histogram:
+        return Histogram(f"chunkrt_{name}", what, buckets=SECONDS, registry=self._registry)
+
+    def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
+        Gauge(f"chunkrt_{name}", what, registry=self._registry).set_function(value)

@@ -1,0 +1,95 @@
+"""POST /v1/score and /v1/rerank: what the model says of texts that are there already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from chunkrt.engine.scoring import Score, encode_pair
+from chunkrt.errors import ConfigError
+from chunkrt.server.errors import RequestError
+from chunkrt.server.requests import RerankRequest, ScoreRequest
+from chunkrt.server.service import Service
+
+Pair = tuple[list[int], list[int]]
+
+
+async def score(service: Service, request: ScoreRequest) -> dict[str, Any]:
+    """The log-probability of each `text_2` after its `text_1`, and whether greedy decoding would write it."""
+    service.check_model(request)
+    first = [request.text_1] if isinstance(request.text_1, str) else request.text_1
+    second = [request.text_2] if isinstance(request.text_2, str) else request.text_2
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; give as many, or one of the first", param="text_1"
+        )
+    firsts = first * len(second) if len(first) == 1 else first
+    pairs = [
+        await service.beside(encode_pair, service.tokenizer, one, other)
+        for one, other in zip(firsts, second, strict=True)
+    ]
+    found = await _scores(service, pairs)
+    return {
+        "id": f"score-{uuid4().hex}",
+        "object": "list",
+        "model": service.name,
+        "data": [
+            {"index": i, "object": "score", "score": s.log_probability, "is_greedy": s.is_greedy, "tokens": len(p[1])}
+            for i, (s, p) in enumerate(zip(found, pairs, strict=True))
+        ],
+        "usage": _usage(pairs),
+    }
+
+
+async def rerank(service: Service, request: RerankRequest) -> dict[str, Any]:
+    """Documents by how likely the model finds the query after each: the mean log-probability of its tokens."""
+    service.check_model(request)
+    texts = [document if isinstance(document, str) else document.get("text") for document in request.documents]
+    if not request.query or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError("documents: expected texts, or objects with a text, none empty", param="documents")
+    pairs = [await service.beside(encode_pair, service.tokenizer, f"{text}\n\n", request.query) for text in texts]
+    found = await _scores(service, pairs)
+    means = [one.log_probability / len(pair[1]) for one, pair in zip(found, pairs, strict=True)]
+    order = sorted(range(len(means)), key=lambda index: -means[index])[: request.top_n]
+    return {
+        "id": f"rerank-{uuid4().hex}",
+        "model": service.name,
+        "results": [
+            {
+                "index": index,
+                "relevance_score": means[index],
+                **({"document": {"text": texts[index]}} if request.return_documents else {}),
+            }
+            for index in order
+        ],
+        "usage": _usage(pairs),
+    }
+
+
+async def _scores(service: Service, pairs: Sequence[Pair]) -> list[Score]:
+    """Pairs with one context share a session, which runs it once."""
+    service.admission.check()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, (context, _) in enumerate(pairs):
+        groups.setdefault(tuple(context), []).append(index)
+    found: dict[int, Score] = {}
+
+    async def work(indices: list[int]) -> None:
+        async with service.admission.places(1), await service.engine.asession() as session:
+            for index in indices:
+                found[index] = await session.ascore(*pairs[index])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for indices in groups.values():
+                group.create_task(work(indices))
+    except* ConfigError as several:
+        raise RequestError(str(several.exceptions[0])) from several
+    return [found[index] for index in range(len(pairs))]
+
+
+def _usage(pairs: Sequence[Pair]) -> dict[str, int]:
+    number = sum(len(context) + len(continuation) for context, continuation in pairs)
+    return {"prompt_tokens": number, "completion_tokens": 0, "total_tokens": number}

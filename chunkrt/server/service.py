@@ -1,0 +1,108 @@
+"""What all requests share: the engine, who may begin, what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from chunkrt.engine.engine import Engine
+from chunkrt.errors import ConfigError
+from chunkrt.server.admission import Admission
+from chunkrt.server.errors import RequestError
+from chunkrt.server.metrics import Metrics
+from chunkrt.server.requests import Request
+from chunkrt.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server behaves.
+
+    Args:
+        api_key: what clients have to give; None: nothing.
+        max_sessions: sequences under way at a time.
+        queue: sequences that wait beside them.
+        max_body_bytes: of a request.
+        body_seconds: in which a request's body has to come.
+        allow_origin: what pages of other origins may be at ("*" for any); None: none.
+    """
+
+    api_key: str | None = None
+    max_sessions: int = 16
+    queue: int = 64
+    max_body_bytes: int = 16 * 2**20
+    body_seconds: float = 30.0
+    allow_origin: str | None = None
+
+
+class Service:
+    """An engine that is served under a name."""
+
+    def __init__(self, engine: Engine, name: str, options: ServerOptions) -> None:
+        self.engine, self.name, self.options = engine, name, options
+        self.created = int(time.time())
+        self.admission = Admission(options.max_sessions, options.queue)
+        self.metrics = Metrics(engine, self.admission)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's. Raises ModelError if it has none."""
+        return self.engine.require_tokenizer()
+
+    def check_model(self, request: Request) -> None:
+        """Raises RequestError if another model is asked for than the one there is."""
+        if request.model not in (None, "", self.name):
+            raise RequestError(
+                f"the model {request.model!r} is not served here; there is: {self.name}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do what takes a while in a thread, while the event loop goes on."""
+        return await asyncio.to_thread(work, *arguments)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a chat up to where the answer begins. Raises RequestError if the messages are malformed."""
+        try:
+            return self.tokenizer.encode_chat([_as_template_takes_it(message) for message in messages])
+        except ConfigError as error:
+            raise RequestError(str(error), param="messages") from error
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The tokens of a plain prompt. Raises RequestError if there are ids outside the vocabulary."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special=True, parse_special=False)
+        vocab_size = self.engine.plan.vocab_size
+        if outside := [token for token in prompt if not 0 <= token < vocab_size]:
+            raise RequestError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}", param="prompt")
+        return list(prompt)
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself, whatever its bytes."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes; none for one that only the model has, for padding."""
+        tokenizer = self.tokenizer
+        return tokenizer.token_bytes[token_id] if token_id < tokenizer.vocab_size else b""
+
+
+def _as_template_takes_it(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is text: parts of text are joined, others refused."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {**message, "content": "" if content is None else content}
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"messages: a part of type {kind!r}; this model reads text alone", param="messages")
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
