@@ -140,7 +140,7 @@ $(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.dependencies
-	$(call install_extras,test qnn plot mpi)
+	$(call install_extras,test qnn plot mpi serve structured)
 	@touch $@
 
 $(VENV)/.lint $(VENV)/.exhaustive: $(VENV)/.%: $(VENV)/.test

@@ -47,6 +47,7 @@ setup(
     package_data={
         "chunkrt": ["py.typed", "*.pyi", "*.txt"],
         "chunkrt.models": ["*.toml"],
+        "chunkrt.server": ["*.html"],
         "chunkrt.simulate": ["devices/*.toml", "links/*.toml", "shapes/*.toml"],
     },
     ext_modules=[Extension("chunkrt._native", sources=[])],

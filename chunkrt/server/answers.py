@@ -25,14 +25,13 @@ PROGRESS_CHUNKS = 4
 class Wanted:
     """How the choices of a prompt are made.
 
-    max_new_tokens: None for as many as the context holds. sampling: of each choice by its number. likeliest: of how
+    max_new_tokens: None for as many as the context holds. sampling: of each choice. likeliest: of how
     many tokens log-probabilities are told; None: of none. constraint: makes one for each choice. echo: whether
     log-probabilities of the prompt are told. progress: whether it is told how far the prompt is.
     """
 
     max_new_tokens: int | None
-    sampling: Callable[[int], SamplingOptions]
-    choices: int = 1
+    sampling: Sequence[SamplingOptions]
     stop: Sequence[str] = ()
     likeliest: int | None = None
     constraint: Callable[[], Constraint] | None = None
@@ -79,14 +78,14 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
     """
     for prompt in prompts:
         check_fits(service, len(prompt), wanted.max_new_tokens)
-    service.admission.check(wanted.choices)
+    service.admission.check(len(wanted.sampling))
     events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def answer(index: int) -> None:
         try:
             await _answer(service, index, prompts[index], wanted, events.put_nowait)
-        except Exception as error:
-            events.put_nowait(error)
+        except* Exception as several:  # of choices, which run at the same time: the first that failed ended the others
+            events.put_nowait(_first_of(several))
         else:
             events.put_nowait(None)
 
@@ -105,6 +104,12 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _first_of(several: BaseException) -> BaseException:
+    while isinstance(several, BaseExceptionGroup):
+        several = several.exceptions[0]
+    return several
 
 
 def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) -> None:
@@ -129,7 +134,7 @@ async def _answer(
 ) -> None:
     """One prompt: it is run once, and each choice continues a copy of what has seen it."""
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(service.admission.places(wanted.choices))
+        await stack.enter_async_context(service.admission.places(len(wanted.sampling)))
         begin = time.perf_counter()
         first = await stack.enter_async_context(await service.engine.asession())
         tell(await _prefill(service, first, index, prompt, wanted, tell))
@@ -137,11 +142,11 @@ async def _answer(
         if wanted.max_new_tokens == 0:
             return
         sessions = [first]
-        for _ in range(1, wanted.choices):
+        for _ in range(1, len(wanted.sampling)):
             sessions.append(await stack.enter_async_context(first.fork()))
         async with asyncio.TaskGroup() as group:
             for number, session in enumerate(sessions):
-                group.create_task(_say(service, session, index * wanted.choices + number, number, wanted, tell))
+                group.create_task(_say(service, session, index * len(wanted.sampling) + number, number, wanted, tell))
 
 
 async def _prefill(
@@ -181,7 +186,7 @@ async def _say(
     last = time.perf_counter()
     pieces = session.agenerate(
         max_new_tokens=wanted.max_new_tokens or service.engine.context_length,
-        sampling=wanted.sampling(number),
+        sampling=wanted.sampling[number],
         stop=wanted.stop,
         log_probabilities=wanted.likeliest,
         constraint=wanted.constraint() if wanted.constraint else None,

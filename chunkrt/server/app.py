@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -55,6 +56,7 @@ def make_app(service: Service) -> Starlette:
         Route("/", _endpoint(service, _page), methods=["GET"]),
         Route("/health", _endpoint(service, _health), methods=["GET"]),
         Route("/metrics", _endpoint(service, _metrics), methods=["GET"]),
+        Route("/stats", _endpoint(service, _stats), methods=["GET"]),
         Route("/v1/models", _endpoint(service, _models), methods=["GET"]),
         Route("/v1/models/{name:path}", _endpoint(service, _model), methods=["GET"]),
         Route("/v1/chat/completions", _endpoint(service, _chat), methods=["POST"]),
@@ -202,6 +204,12 @@ async def _health(service: Service, http: HttpRequest) -> Response:
 
 async def _metrics(service: Service, http: HttpRequest) -> Response:
     return Response(service.metrics.text(), media_type=service.metrics.content_type)
+
+
+async def _stats(service: Service, http: HttpRequest) -> Response:
+    admission = service.admission
+    waits = {"active_sequences": admission.num_active, "waiting_sequences": admission.num_waiting}
+    return JSONResponse({"model": service.name, **waits, **asdict(service.engine.stats())})
 
 
 def _described(service: Service) -> dict[str, Any]:

@@ -43,8 +43,7 @@ class Chat:
         request = self._request
         wanted = Wanted(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
-            sampling=request.sampling,
-            choices=request.n or 1,
+            sampling=[request.sampling(choice) for choice in range(request.n or 1)],
             stop=request.stops,
             likeliest=request.num_likeliest,
             constraint=constraint_maker(self._service, request.response_format),

@@ -101,8 +101,7 @@ class Completion:
         request = self._request
         wanted = Wanted(
             max_new_tokens=MOST_NEW_TOKENS if request.max_tokens is None else request.max_tokens,
-            sampling=request.sampling,
-            choices=self._choices,
+            sampling=[request.sampling(choice) for choice in range(request.n or 1)],
             stop=request.stops,
             likeliest=request.logprobs,
             constraint=constraint_maker(self._service, request.response_format),

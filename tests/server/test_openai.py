@@ -1,0 +1,358 @@
+"""The server as OpenAI's own client sees it; what it answers is what the engine answers."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import openai
+import pytest
+from server_of_tests import serving
+
+from chunkrt.engine.scoring import encode_pair, log_softmax
+
+PROMPT = "hello"
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
+
+
+def alone(engine, tokens, count, **options):
+    """What the engine says by itself: the text, the pieces."""
+    with engine.session() as session:
+        session.prefill(tokens)
+        pieces = list(session.generate(max_new_tokens=count, **options))
+    return "".join(piece.text for piece in pieces), pieces
+
+
+def encoded(engine, prompt):
+    return engine.tokenizer.encode(prompt, add_special=True, parse_special=False)
+
+
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == ["toy"]
+    assert client.models.retrieve("toy").id == "toy"
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.models.retrieve("other/model")
+
+
+def test_a_chat_is_what_the_engine_says(client, engine):
+    tokens = engine.tokenizer.encode_chat(MESSAGES)
+    text, pieces = alone(engine, tokens, 9)
+    answer = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", text)
+    assert choice.finish_reason == ("length" if pieces[-1].finish_reason == "length" else "stop")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(tokens), len(pieces))
+    assert answer.usage.total_tokens == len(tokens) + len(pieces)
+
+
+def test_content_may_come_in_parts_of_text_alone(client):
+    whole = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=4, temperature=0)
+    parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]
+    messages = [MESSAGES[0], {"role": "user", "content": parts}]
+    found = client.chat.completions.create(model="toy", messages=messages, max_tokens=4, temperature=0)
+    assert found.choices[0].message.content == whole.choices[0].message.content
+    parts[1] = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(openai.BadRequestError, match="a part of type 'image_url'"):
+        client.chat.completions.create(model="toy", messages=messages)
+
+
+def test_a_stream_says_the_same_and_the_counts(client, engine):
+    whole = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0)
+    options = {"include_usage": True}
+    events = list(
+        client.chat.completions.create(
+            model="toy", messages=MESSAGES, max_tokens=9, temperature=0, stream=True, stream_options=options
+        )
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(event.choices[0].delta.content or "" for event in events[:-1])
+    assert text == whole.choices[0].message.content
+    assert [event.choices[0].finish_reason for event in events[-2:-1]] == [whole.choices[0].finish_reason]
+    assert (events[-1].choices, events[-1].usage) == ([], whole.usage)
+
+
+def test_a_stream_tells_how_far_the_prompt_is(client):
+    events = client.completions.create(
+        model="toy",
+        prompt="hello there " * 6,
+        max_tokens=1,
+        stream=True,
+        extra_body={"stream_options": {"include_progress": True}},
+    )
+    progress = [event.progress for event in events if not event.choices]
+    assert len(progress) > 1
+    assert progress[-1]["tokens_done"] == progress[-1]["tokens"]
+    assert [one["tokens_done"] for one in progress] == sorted({one["tokens_done"] for one in progress})
+
+
+def test_log_probabilities_are_those_of_the_logits(client, engine):
+    answer = client.chat.completions.create(
+        model="toy", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+    )
+    tokens = engine.tokenizer.encode_chat(MESSAGES)
+    _, pieces = alone(engine, tokens, 5)
+    with engine.session() as session:
+        logits = [session.prefill(tokens).logits]
+        for piece in pieces[:-1]:
+            logits.append(session.prefill([piece.token_id]).logits)
+    expected = log_softmax(np.stack(logits))
+    told = answer.choices[0].logprobs.content
+    assert len(told) == len(pieces)
+    for row, token, piece in zip(expected, told, pieces, strict=True):
+        assert token.logprob == pytest.approx(row[piece.token_id], abs=1e-4)
+        top = sorted(row, reverse=True)[:3]
+        assert [one.logprob for one in token.top_logprobs] == pytest.approx(top, abs=1e-4)
+        assert bytes(token.bytes) == engine.tokenizer.token_bytes[piece.token_id]
+
+
+def test_an_echo_scores_the_prompt(client, engine):
+    answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=0, echo=True, logprobs=2)
+    (choice,) = answer.choices
+    tokens = encoded(engine, PROMPT)
+    with engine.session() as session:
+        expected = log_softmax(session.prefill(tokens, logits="all").logits)
+    values = choice.logprobs.token_logprobs
+    assert values[0] is None
+    assert values[1:] == pytest.approx([expected[i, token] for i, token in enumerate(tokens[1:])], abs=1e-5)
+    assert "".join(choice.logprobs.tokens).endswith(PROMPT)
+    assert choice.text == engine.tokenizer.decode(tokens)
+    assert choice.finish_reason == "length"
+    assert answer.usage.completion_tokens == 0
+
+
+def test_an_echo_of_a_long_prompt_scores_every_token_once(client, engine):
+    """It is run in pieces, so that its logits take bounded memory."""
+    prompt = ("hello there " * 9).strip()
+    tokens = encoded(engine, prompt)
+    assert len(tokens) > 64
+    answer = client.completions.create(model="toy", prompt=prompt, max_tokens=1, echo=True, logprobs=0, temperature=0)
+    with engine.session() as session:
+        expected = log_softmax(session.prefill(tokens, logits="all").logits)
+    values = answer.choices[0].logprobs.token_logprobs[1 : len(tokens)]
+    assert values == pytest.approx([expected[i, token] for i, token in enumerate(tokens[1:])], abs=1e-4)
+
+
+def test_several_prompts_of_several_choices(client, engine):
+    prompts = ["hello", encoded(engine, "there")]
+    answer = client.completions.create(model="toy", prompt=prompts[:1], max_tokens=6, temperature=0, n=3)
+    text, _ = alone(engine, encoded(engine, "hello"), 6)
+    assert [(c.index, c.text) for c in answer.choices] == [(0, text), (1, text), (2, text)]
+    answer = client.completions.create(model="toy", prompt=["hello", "there"], max_tokens=6, temperature=0)
+    assert [c.text for c in answer.choices] == [text, alone(engine, prompts[1], 6)[0]]
+    answer = client.completions.create(model="toy", prompt=prompts[1], max_tokens=6, temperature=0)
+    assert answer.choices[0].text == alone(engine, prompts[1], 6)[0]
+
+
+def test_a_seed_gives_the_same_choices_again(client):
+    def ask(seed):
+        answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, n=3, seed=seed, temperature=1.5)
+        return [choice.text for choice in answer.choices]
+
+    assert ask(7) == ask(7)
+    assert len(set(ask(7))) > 1
+
+
+def test_a_stop_string_ends_the_answer(client, engine):
+    text, _ = alone(engine, encoded(engine, PROMPT), 12)
+    stop = text[4:6]
+    answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, temperature=0, stop=[stop])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_bias_forbids_a_token(client, engine):
+    _, pieces = alone(engine, encoded(engine, PROMPT), 1)
+    bias = {str(pieces[0].token_id): -100}
+    answer = client.completions.create(
+        model="toy", prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1, logit_bias=bias
+    )
+    assert answer.choices[0].logprobs.tokens != [engine.tokenizer.token_bytes[pieces[0].token_id].decode()]
+
+
+def test_scores_are_the_engines(served, engine):
+    import httpx
+
+    body = {"text_1": "hello", "text_2": [" there", " you"]}
+    answer = httpx.post(f"{served[1]}/v1/score", json=body).json()
+    expected = engine.score([("hello", " there"), ("hello", " you")])
+    assert [one["score"] for one in answer["data"]] == [one.log_probability for one in expected]
+    assert [one["is_greedy"] for one in answer["data"]] == [one.is_greedy for one in expected]
+    documents = ["hello", "good day", "there"]
+    answer = httpx.post(f"{served[1]}/v1/rerank", json={"query": "you", "documents": documents, "top_n": 2}).json()
+    pairs = [encode_pair(engine.tokenizer, f"{text}\n\n", "you") for text in documents]
+    means = [s.log_probability / len(p[1]) for s, p in zip(engine.score(pairs), pairs, strict=True)]
+    best = sorted(range(3), key=lambda i: -means[i])[:2]
+    assert [one["index"] for one in answer["results"]] == best
+    assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([means[i] for i in best])
+
+
+def test_tokens_and_back(served, engine):
+    import httpx
+
+    found = httpx.post(f"{served[1]}/tokenize", json={"prompt": PROMPT}).json()
+    assert found["tokens"] == encoded(engine, PROMPT)
+    assert found["count"] == len(found["tokens"])
+    found = httpx.post(f"{served[1]}/tokenize", json={"messages": MESSAGES}).json()
+    assert found["tokens"] == engine.tokenizer.encode_chat(MESSAGES)
+    text = httpx.post(f"{served[1]}/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
+    assert text == engine.tokenizer.decode(found["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"model": "other"}, "model", "is not served here"),
+        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"temperature": "hot"}, "temperature", "Expected `float"),
+        ({"max_tokens": -1}, "max_tokens", ">= 0"),
+        ({"suffix": "end"}, "suffix", "fills no gaps"),
+        ({"best_of": 4}, "best_of", "ask for n"),
+        ({"n": 65}, "n", "<= 64"),
+        ({"n": 17}, "n", "16 sequences run at a time"),
+        ({"stop": [""]}, "stop", "empty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "-100, 100"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [[1.5]]}, "prompt", "token ids"),
+        ({"prompt": [999]}, "prompt", "outside the vocabulary"),
+        ({"prompt": "hello " * 99}, "prompt", "holds 128 tokens"),
+        ({"max_tokens": 500}, "max_tokens", "holds 128 tokens"),
+        ({"no_such_field": 1}, "no_such_field", "unknown field"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client, body, param, message):
+    request = {"model": "toy", "prompt": PROMPT, "max_tokens": 2, **body}
+    expected = openai.NotFoundError if param == "model" else openai.BadRequestError
+    with pytest.raises(expected) as refused:
+        client.post("/completions", body=request, cast_to=object)
+    error = refused.value.body
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_embeddings_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="declares no embeddings"):
+        client.embeddings.create(model="toy", input="hello")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": 1}', b"\xff\xfe", b"[" * 100_000])
+def test_no_body_breaks_it(served, body):
+    import httpx
+
+    answer = httpx.post(f"{served[1]}/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_paths_and_methods(served):
+    import httpx
+
+    assert httpx.get(f"{served[1]}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{served[1]}/v1/nothing").status_code == 404
+    answer = httpx.get(f"{served[1]}/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"].startswith("GET /v1/completions")
+    metrics = httpx.get(f"{served[1]}/metrics").text
+    assert "chunkrt_prompt_tokens_total" in metrics
+    assert 'chunkrt_requests_total{path="/health",status="200"}' in metrics
+    assert "<title>chunkrt</title>" in httpx.get(served[1]).text
+    assert httpx.get(f"{served[1]}/stats").json()["model"] == "toy"
+
+
+def test_a_key_is_asked_for(engine):
+    with serving(engine, api_key="right") as (_, url):
+        for key in ("wrong", "righ"):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+                with pytest.raises(openai.AuthenticationError) as refused:
+                    client.models.list()
+                assert refused.value.body["code"] == "invalid_api_key"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="right") as client:
+            assert [model.id for model in client.models.list()] == ["toy"]
+
+
+def test_a_body_that_is_too_long_or_too_slow(engine):
+    import httpx
+
+    def slowly():
+        yield b'{"prompt": '
+        time.sleep(1.5)
+        yield b'"hello"}'
+
+    with serving(engine, max_body_bytes=1000, body_seconds=0.3) as (_, url):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a" * 2000})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
+        answer = httpx.post(f"{url}/v1/completions", content=slowly())
+        assert answer.status_code == 408
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 1}).status_code == 200
+
+
+def test_a_full_queue_is_an_error_at_once(engine):
+    import httpx
+
+    with serving(engine, max_sessions=1, queue=0) as (service, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless()) as first:
+            lines = first.iter_lines()
+            next(lines)
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hello"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["type"] == "server_busy"
+        wait_until(lambda: service.admission.num_active == 0)
+
+
+def endless():
+    return {"prompt": "hello", "stream": True, "temperature": 0, "max_tokens": 100, "logit_bias": {"2": -100}}
+
+
+def wait_until(holds):
+    latest = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < latest
+        time.sleep(0.01)
+
+
+def test_who_goes_leaves_nothing_and_disturbs_nobody(engine):
+    import httpx
+
+    text, _ = alone(engine, encoded(engine, "hello there"), 40)
+    texts = []
+
+    def stay(url):
+        body = {"prompt": "hello there", "max_tokens": 40, "temperature": 0}
+        texts.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+
+    def leave(url, *, stream):
+        body = endless() | {"stream": stream}
+        if stream:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(f"{url}/v1/completions", json=body | {"n": 4}, timeout=0.02)
+
+    with serving(engine, max_sessions=8) as (service, url):
+        work = [threading.Thread(target=stay, args=(url,)) for _ in range(6)]
+        work += [threading.Thread(target=leave, args=(url,), kwargs={"stream": i % 2 == 0}) for i in range(6)]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        wait_until(lambda: service.admission.num_active == service.admission.num_waiting == 0)
+        wait_until(lambda: engine.stats().sessions == 0)
+    assert texts == [text] * 6
+
+
+def test_an_answer_follows_a_schema(client, engine, monkeypatch):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": ["e", "t"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for seed in range(20):
+        answer = client.chat.completions.create(
+            model="toy", messages=MESSAGES, response_format=form, temperature=1.5, seed=seed
+        )
+        assert json.loads(answer.choices[0].message.content)["a"] in ("e", "t")
+        assert answer.choices[0].finish_reason == "stop"
+    form["json_schema"]["schema"] = {"type": "nothing"}
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        client.chat.completions.create(model="toy", messages=MESSAGES, response_format=form)
