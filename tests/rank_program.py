@@ -164,7 +164,7 @@ def ending(how, *arguments):
         raise ValueError("made to fail")
 
     if os.environ["PMI_RANK"] == "1":
-        Follower._run = end
+        Follower._compute = end
     command(*arguments)
 
 

@@ -114,10 +114,19 @@ def test_a_mailbox_keeps_what_comes_early_and_drops_what_comes_late():
     mailbox.abort(1, "too late to matter")
     mailbox.abort(2, "rank 1: no")
     mailbox.abort(2, "rank 0 ended the run")
-    for envelope in (early, Envelope(Channel.COMMIT, 2)):
+    for envelope in (early, Envelope(Channel.DONE, 2)):
         with pytest.raises(BackendError, match=r"^rank 1: no$"):
             mailbox.take(envelope, (1,))
     mailbox.begin(3)
+    mailbox.deliver(early, 1, memoryview(b"2 goes on beside 3"))
+    assert mailbox.look(early, 1) is not None
+    mailbox.end(2)
+    mailbox.deliver(early, 2, memoryview(b"late"))
+    mailbox.abort(2, "too late to matter")
+    assert mailbox.look(early, 1) is mailbox.look(early, 2) is None
+    assert not mailbox.is_aborted(2)
+    with pytest.raises(BackendError, match="is over"):
+        mailbox.take(early, (1,))
     assert mailbox.fail(DeviceLostError("rank 2 was lost"))
     assert not mailbox.fail(DeviceLostError("rank 1 was lost"))
     with pytest.raises(DeviceLostError, match="rank 2"):
