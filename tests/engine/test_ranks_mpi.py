@@ -211,6 +211,34 @@ def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
 
 @needs_mpi
 @pytest.mark.parametrize(
+    ("size", "name", "number"), [(2, "lfm2", 1), pytest.param(4, "llama_gqa", 5, marks=pytest.mark.exhaustive)]
+)
+def test_sessions_share_chunks(size, name, number):
+    """Random interleavings in threads, and tasks of an event loop: bit for bit what each gets alone."""
+    num_chunks, num_rows = result(launch(size, "shared", checkpoint(name), number))
+    assert num_rows > num_chunks > 0
+
+
+@needs_mpi
+def test_a_sum_that_fails_on_another_rank_fails_the_sessions_of_its_chunk():
+    wrong, num_told, are_clear = result(launch(2, "failing_together", LLAMA))
+    assert wrong == []
+    assert 5 <= num_told <= 20
+    assert are_clear
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_rank_that_dies_ends_many_sequences_with_one_line(size):
+    options = ("--npu", "native", "--chunk", "8", "-p", "30", "-n", "60", "-r", "1")
+    finished = launch(size, "signalled", "SIGKILL", "bench", LLAMA, "--parallel", "4", *options)
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert "rank 1 was lost" in line or line == KILLED
+
+
+@needs_mpi
+@pytest.mark.parametrize(
     ("first", "step"), [(1, 37), *(pytest.param(first, 20, marks=pytest.mark.exhaustive) for first in range(1, 21))]
 )
 def test_an_interrupt_anywhere_leaves_all_ranks_with_what_the_tokens_say(first, step):
