@@ -8,14 +8,14 @@ from itertools import pairwise
 
 from chunkrt.engine import engine, sequence, session
 from chunkrt.engine.ranks import leader
-from chunkrt.runtime import executor, run, schedule, state, state_file, state_tensors, stream, workers
-from chunkrt.runtime.ranks import mpi
+from chunkrt.runtime import conductor, executor, job, run, schedule, state, state_file, state_tensors, stream, workers
+from chunkrt.runtime.ranks import messages, mpi
 
 CALLER = (engine, sequence, session, executor, run, state, state_file, state_tensors, stream)
 """Where a session's calls pass through, with whatever workers."""
 
 WORKERS = (*CALLER, schedule, workers)
-RANKS = (*WORKERS, leader, mpi)
+RANKS = (*WORKERS, conductor, job, leader, messages, mpi)
 
 
 @cache

@@ -33,7 +33,7 @@ class Communicator(Protocol):
     """How one rank reaches the others.
 
     After a run that failed or was cancelled on one rank the ranks may be out of step: close the communicator, so that
-    those who wait for this rank are told. (`ranks/mpi.py` keeps them in step by itself.)
+    those who wait for this rank are told. (Where a rank leads, it keeps the others in step.)
     """
 
     rank: int

@@ -245,9 +245,9 @@ class MirroredState(State):
     def fork(self) -> MirroredState:
         """See `State.fork`."""
         number = self._leader.new_number()
-        self._leader.call(self.number, "fork", result=number)
         copy = MirroredState(self._leader, number, self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
-        self._copy_to(copy)
+        self._copy_to(copy)  # which waits for what a run that was left still computes, here and on the others
+        self._leader.call(self.number, "fork", result=number)
         return copy
 
     def save(self, path: str | os.PathLike[str]) -> None:
