@@ -8,9 +8,9 @@ tries so many random interleavings on 2 and on 4 ranks, over the tiny checkpoint
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -40,13 +40,14 @@ class Led:
 
 
 @contextmanager
-def led(name: str | Path, size: int, **options: Any) -> Iterator[Led]:
-    """A model on so many ranks. At the end all of them end."""
+def led(name: str | Path, size: int, *, of_others: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Led]:
+    """A model on so many ranks. At the end all of them end. `of_others`: what is otherwise on those but the first."""
     chosen = EngineOptions(**{"npu": "native", "threads": 1, "context_length": CONTEXT} | options)
     communicators, of_followers = local_communicators(size), dict[int, Engine]()
 
     def load(model: str, options: EngineOptions, communicator: Any) -> Engine:
-        engine = of_followers[communicator.rank] = load_part(model, options, communicator)
+        engine = load_part(model, replace(options, **of_others or {}), communicator)
+        of_followers[communicator.rank] = engine
         return engine
 
     threads = [Thread(target=Follower(c, load).serve, name=f"rank-{c.rank}", daemon=True) for c in communicators[1:]]

@@ -155,7 +155,7 @@ class Engine(ManyPrompts):
             "context length": self.context_length,
             "chunk length": self.chunk_length,
             "caches": self._cache_dtype,
-            "chunks in flight, or which subgraphs are one": self._conductor.lanes.identity,
+            "executors": self._conductor.lanes.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
         }

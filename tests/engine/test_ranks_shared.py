@@ -50,10 +50,11 @@ def sent(ranks, monkeypatch):
 
 def in_threads(*calls):
     """What calls return that are made at once, or raise."""
-    found = [None] * len(calls)
+    found, together = [None] * len(calls), threading.Barrier(len(calls), timeout=HANGS)
 
     def target(index):
         try:
+            together.wait()
             found[index] = calls[index]()
         except Exception as error:
             found[index] = error
@@ -340,6 +341,25 @@ def test_options_of_many_sequences(caplog):
     for decode_on in ("cpu", "npu", "auto"):
         with led(NAME, 2, chunk_length=8, decode_on=decode_on) as ranks:
             assert in_threads(*(lambda p=p: answer(ranks.engine, p) for p in PROMPTS[:3])) == expected[:3]
+
+
+@pytest.mark.parametrize(
+    ("of_others", "message"),
+    [
+        (
+            {"chunks_in_flight": 3},
+            "rank 1 does not compute as rank 0 does: it has another NPU, or other chunks in flight;",
+        ),
+        ({"context_length": 64}, "rank 1 has loaded another model than rank 0: its context length differ;"),
+    ],
+)
+def test_ranks_that_would_compute_otherwise_are_refused(of_others, message):
+    """What a lone prompt withdraws is known without asking, since all have as many chunks in flight."""
+    with (
+        pytest.raises(ConfigError, match=message),
+        led(NAME, 2, of_others=of_others, chunk_length=8, chunks_in_flight=2),
+    ):
+        pass
 
 
 def test_a_state_of_the_first_rank_alone_is_refused(ranks):

@@ -106,13 +106,19 @@ class EngineMirror:
         """Wait until all followers have loaded the model.
 
         Raises:
-            ConfigError: one has another than this process, or other plug-ins.
+            ConfigError: one has another than this process, other plug-ins, or other executors.
             ChunkrtError: one could not load it.
         """
         for rank, theirs in self._leader.replies(self._opening).items():
             assert isinstance(theirs, Mapping)
             _check_plugins(rank, identity["plug-ins"], theirs["plug-ins"])
-            if odd := [name for name, value in identity.items() if theirs.get(name) != value]:
+            odd = [name for name, value in identity.items() if theirs.get(name) != value]
+            if odd == ["executors"]:
+                raise ConfigError(
+                    f"rank {rank} does not compute as rank 0 does: it has another NPU, or other chunks in flight; "
+                    "choose what all machines have (--npu, --chunks-in-flight)"
+                )
+            if odd:
                 raise ConfigError(
                     f"rank {rank} has loaded another model than rank 0: its {' and '.join(odd)} differ; put the same "
                     "checkpoint on every machine"
