@@ -23,14 +23,14 @@ from chunkrt.runtime import (
     ticket_queue,
     workers,
 )
-from chunkrt.runtime.ranks import mpi
+from chunkrt.runtime.ranks import messages, mpi
 
 ENGINE = (cache_memory, driving, engine, generation, many, sequence, session)
 CALLER = (*ENGINE, conductor, executor, job, run, state, state_file, state_tensors, stream, ticket, ticket_queue)
 """Where a session's calls pass through, with whatever workers and other sessions."""
 
 WORKERS = (*CALLER, schedule, workers)
-RANKS = (*WORKERS, leader, mpi)
+RANKS = (*WORKERS, leader, messages, mpi)
 
 
 @cache

@@ -1,5 +1,6 @@
 """What tests have several ranks do: `mpiexec -n 2 python rank_program.py WHAT ARGUMENTS`."""
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from threading import Event, Timer
 
 import numpy as np
 import psutil
+from interleavings import CONTEXT, check_interleaving
 from interrupt_at import RANKS, InterruptAt
 
 import chunkrt
@@ -89,6 +91,63 @@ def at_once(model):
         print(json.dumps({"tokens": list(pool.map(answer, (one, other)))}))
 
 
+def shared(model, num_interleavings):
+    """Sessions in threads and in tasks share chunks; raises if one gets other bits than alone. Prints how many did."""
+
+    async def use(engine, prompt):
+        async with await engine.asession() as session:
+            logits = (await session.aprefill(prompt)).logits
+            return logits, [piece.token_id async for piece in session.agenerate(max_new_tokens=6)]
+
+    async def use_many(engine, prompts):
+        return await asyncio.gather(*(use(engine, prompt) for prompt in prompts))
+
+    options = {"npu": "native", "chunk_length": 8, "context_length": CONTEXT, "threads": 1, "chunks_in_flight": 3}
+    with chunkrt.load(model, **options) as engine:
+        for seed in range(int(num_interleavings)):
+            check_interleaving(engine, seed, PROMPT)
+        prompts = [PROMPT[:n] for n in (1, 5, 12, 31)]
+        found = asyncio.run(use_many(engine, prompts))
+        for prompt, (logits, tokens) in zip(prompts, found, strict=True):
+            session = engine.session()
+            assert np.array_equal(session.prefill(prompt).logits, logits)
+            assert greedy(session, 6) == tokens
+        stats = engine.stats()
+    print(json.dumps([stats.shared_chunks, stats.shared_rows]))
+
+
+def failing_together(model):
+    """Sums of several sessions that share chunks fail on rank 1; prints who was told, and whether all is well then."""
+    errors, wrong, sums, num_failed = [], [], MpiCommunicator.all_reduce, count()
+
+    def all_reduce(self, partial, out, *, key):
+        if self.rank == 1 and key[1] >= 40 and key[0] > 3 and next(num_failed) < 5:
+            raise ValueError("made to fail")
+        sums(self, partial, out, key=key)
+
+    MpiCommunicator.all_reduce = all_reduce
+    with chunkrt.load(model, npu="native", chunk_length=8) as engine:
+
+        def work(number):
+            session = engine.session()
+            session.prefill(PROMPT[number:])
+            for _ in range(8):
+                position = session.position
+                while True:
+                    try:
+                        session.prefill(PROMPT[:6], logits="all")
+                        break
+                    except ChunkrtError as error:
+                        errors.append(str(error))
+                        wrong.extend([] if session.position == position else [number])
+            return session.prefill(PROMPT[:1]).logits
+
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(work, range(4)))
+        wrong += [number for number in range(4) if not np.array_equal(together[number], work(number))]
+    print(json.dumps([wrong, len(errors), all("rank 1: " in error and "made to fail" in error for error in errors)]))
+
+
 def failing(model):
     """Runs that fail on a rank, are cancelled and interrupted; all states then are what they were."""
 
@@ -164,7 +223,7 @@ def ending(how, *arguments):
         raise ValueError("made to fail")
 
     if os.environ["PMI_RANK"] == "1":
-        Follower._run = end
+        Follower._compute = end
     command(*arguments)
 
 

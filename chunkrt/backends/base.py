@@ -92,6 +92,15 @@ class SegmentExecutable(Executable, Protocol):
         ...
 
 
+@runtime_checkable
+class SumExecutable(Executable, Protocol):
+    """A subgraph that is a sum over ranks."""
+
+    def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
+        """As `run`, of whatever has that number on all ranks; `run` is of what has none. See `Key.number`."""
+        ...
+
+
 class Backend(Protocol):
     """A way to compile and run subgraphs."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +10,18 @@ from numpy.typing import NDArray
 from chunkrt.graph.ranks import ALONE, Ranks
 
 Float32 = NDArray[np.float32]
-Key = tuple[int, int]
-"""What names a sum: the index of the subgraph that asks for it, and the position of the chunk's first token. It is the
-same on every rank, whatever the order in which tasks run."""
+
+
+class Key(NamedTuple):
+    """What names a sum. It is the same on every rank, whatever the order in which tasks run.
+
+    `subgraph`: the index of that which asks for it. `position`: of the chunk's first token. `number`: by which the
+    leading rank tells one thing that it has computed from the next; 0 where none leads.
+    """
+
+    subgraph: int
+    position: int
+    number: int = 0
 
 
 def ranks_of(communicator: Communicator | None) -> Ranks:
@@ -24,7 +33,7 @@ class Communicator(Protocol):
     """How one rank reaches the others.
 
     After a run that failed or was cancelled on one rank the ranks may be out of step: close the communicator, so that
-    those who wait for this rank are told. (`ranks/mpi.py` keeps them in step by itself.)
+    those who wait for this rank are told. (Where a rank leads, it keeps the others in step.)
     """
 
     rank: int

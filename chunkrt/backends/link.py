@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chunkrt.backends.base import Array, Executable, Support
-from chunkrt.backends.communicator import Communicator
+from chunkrt.backends.communicator import Communicator, Key
 from chunkrt.backends.registry import LINK, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.graph.plan import ALL_REDUCE_OP, Plan, Subgraph
@@ -47,7 +47,7 @@ class LinkBackend:
 
 @operators.register("all_reduce", LINK, is_required=True)
 class LinkExecutable:
-    """One sum over ranks. The key is the subgraph's index and the position of row 0."""
+    """One sum over ranks."""
 
     fixed_length: int | None = None
 
@@ -63,5 +63,9 @@ class LinkExecutable:
         Raises:
             DeviceLostError, BackendError: see `Communicator.all_reduce`.
         """
-        key = self._index, int(inputs[self._position][0])
+        self.run_sum(inputs, outputs, 0)
+
+    def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
+        """See `SumExecutable.run_sum`. Raises as `run`."""
+        key = Key(self._index, int(inputs[self._position][0]), number)
         self._communicator.all_reduce(inputs[self._partial], outputs[self._sum], key=key)

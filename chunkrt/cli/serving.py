@@ -45,7 +45,9 @@ class ServingOptions:
         if prompt_lengths is not None:
             raise ConfigError("-p is for a prompt by itself; with --arrivals say --prompt")
         if ranks != 1 or link_name is not None:
-            raise ConfigError("several ranks share no chunks; leave --ranks and --link away with --arrivals")
+            raise ConfigError(
+                "a server of several ranks is not simulated; leave --ranks and --link away with --arrivals"
+            )
         for name in ("prompt", "generate"):
             if getattr(self, name) is None:
                 raise ConfigError(f"--arrivals needs {_option(name)}; as a number, say ({_option(name)} 128)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.cache_memory import CacheMemory
 from chunkrt.engine.executors import ExecutorBuilder
-from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
-from chunkrt.engine.many import OneByOne, Runs
+from chunkrt.engine.lengths import check_shift, choose_chunk_length, choose_context_length
+from chunkrt.engine.many import Runs
 from chunkrt.engine.many_prompts import ManyPrompts
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import open_backends
@@ -38,6 +38,7 @@ from chunkrt.runtime.conductor import Conductor
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.state import State
 from chunkrt.runtime.state_tensors import CacheDtype
+from chunkrt.runtime.workers import GivesWay
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Engine(ManyPrompts):
         self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
         self.scheme: Scheme = self.manifest.scheme
         self.context_length = choose_context_length(self.plan, options)
-        _check_shift(self.context_length, options)
+        check_shift(self.context_length, options)
         self.weights = open_weights(folder)
         self.weights.check(
             entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
@@ -134,8 +135,12 @@ class Engine(ManyPrompts):
             progress=progress,
         ).build()
         self.npu_backend = executors.npu_backend
-        self._has_ranks = communicator is not None
-        self._conductor = Conductor(executors.lanes, find_batcher(options.batcher))
+        self._conductor = Conductor(
+            executors.lanes,
+            find_batcher(options.batcher),
+            followers=mirror,
+            takes_turns=communicator is not None and mirror is None,
+        )
 
     @property
     def identity(self) -> Mapping[str, object]:
@@ -150,6 +155,7 @@ class Engine(ManyPrompts):
             "context length": self.context_length,
             "chunk length": self.chunk_length,
             "caches": self._cache_dtype,
+            "executors": self._conductor.lanes.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
         }
@@ -198,12 +204,14 @@ class Engine(ManyPrompts):
 
     @property
     def _runs(self) -> Runs:
-        return OneByOne(self.run) if self._has_ranks else self._conductor
+        return self._conductor
 
     def make_state(self) -> State:
         """An empty state. Raises ClosedError if the engine is closed, OutOfMemoryError if there is no room for it."""
         self._check_open()
-        make = State if self._mirror is None else self._mirror.make_state
+        return self._make_state(State if self._mirror is None else self._mirror.make_state)
+
+    def _make_state(self, make: Callable[..., State]) -> State:
         try:
             return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
         except MemoryError as error:
@@ -219,14 +227,16 @@ class Engine(ManyPrompts):
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder; sequences call this.
 
-        Runs that are asked for at the same time share chunks (docs/serving.md); of several ranks each waits its turn.
+        Runs that are asked for at the same time share chunks (docs/serving.md).
         """
         if not isinstance(run, Run):
             raise ConfigError(f"run is {run!r}, expected a Run; sessions make them")
         self.check_ready()
-        if self._mirror is not None:
-            return self._mirror.run(self._conductor.run_alone, run)
-        return self._conductor.run_alone(run) if self._has_ranks else self._conductor.run(run)
+        return self._conductor.run(run)
+
+    def take_part(self, lane: str, runs: Sequence[tuple[Run, int]], number: int, gives_way: GivesWay) -> None:
+        """Compute what the leading rank computes; see `Lanes.take_part`."""
+        self._conductor.lanes.take_part(lane, runs, number, gives_way)
 
     async def arun(self, run: Run) -> RunResult:
         """As `run`, while the event loop goes on. A task that is cancelled ends the run at the next chunk."""
@@ -234,8 +244,10 @@ class Engine(ManyPrompts):
 
         self._check_open()
         loop = asyncio.get_running_loop()
-        if self._has_ranks:
-            raise ConfigError("ranks take one run at a time; use prefill and generate in a thread beside the loop")
+        if self._conductor.takes_turns:
+            raise ConfigError(
+                "ranks that nobody leads take one run at a time; use prefill and generate, or have mpiexec start them"
+            )
         if not self._verification.is_done:
             await loop.run_in_executor(None, self._verification.wait)
         self._verification.wait()
@@ -292,7 +304,7 @@ class Engine(ManyPrompts):
     def _check_cache_memory(self) -> None:
         """Raises ConfigError if no session would ever fit."""
         limit = self.options.cache_memory
-        if limit is not None and (needed := self.make_state().num_bytes) > limit:
+        if limit is not None and (needed := self._make_state(State).num_bytes) > limit:
             raise ConfigError(
                 f"cache_memory is {limit} bytes, but the caches of one session with a context of {self.context_length} "
                 f"take {needed}; let them have more (--cache-memory), or take a shorter context (--context)"
@@ -333,11 +345,3 @@ def _settle(done: Future[None]) -> None:
 def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
     """What the backend that attends takes first; float32 under "float"."""
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
-
-
-def _check_shift(context_length: int, options: EngineOptions) -> None:
-    if options.context_shift and options.context_keep > context_length - 2:
-        raise ConfigError(
-            f"context_keep is {options.context_keep}, but of a context of {context_length} two tokens at least have to "
-            "move; keep fewer"
-        )

@@ -23,7 +23,7 @@ from chunkrt.runtime.ranks.launch import connect
 
 if TYPE_CHECKING:
     from chunkrt.engine.ranks.leader import EngineMirror
-    from chunkrt.runtime.ranks.mpi import MpiCommunicator
+    from chunkrt.runtime.ranks.messages import MessageCommunicator
 
 
 def load(
@@ -85,13 +85,13 @@ def _load(
 
         mirror = leader(launch).open(str(model), chosen)
         engine = load_part(str(model), chosen, launch, tell, mirror)
-        mirror.check(engine.identity)
+        mirror.check_loaded(engine.identity)
         return engine
     folder = engine_folder(str(model), chosen, tell, ranks_of(communicator), check=check_runs)
     return Engine(folder, chosen, progress=tell, communicator=communicator)
 
 
-def follow(launch: MpiCommunicator) -> int:
+def follow(launch: MessageCommunicator) -> int:
     """Do as rank 0 does until it ends; for all other ranks that mpiexec launched. Returns the exit status."""
     from chunkrt.engine.ranks.follower import Follower
 
@@ -101,7 +101,7 @@ def follow(launch: MpiCommunicator) -> int:
 def load_part(
     model: str,
     options: EngineOptions,
-    launch: MpiCommunicator,
+    launch: MessageCommunicator,
     progress: Progress = no_progress,
     mirror: EngineMirror | None = None,
 ) -> Engine:

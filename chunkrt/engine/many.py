@@ -79,44 +79,6 @@ class _Active(Generic[Result]):
                 yield self.index, end.value
 
 
-class OneByOne:
-    """Computes runs one after the other, each when it is begun."""
-
-    def __init__(self, run: Callable[[Run], RunResult]) -> None:
-        self._run = run
-
-    def ticket(self, run: Run, on_end: Callable[[], object]) -> Ended:
-        """A run that has not been computed."""
-        return Ended(run, on_end)
-
-    def begin(self, pending: Ended) -> None:
-        """Compute it."""
-        try:
-            pending.value = self._run(pending.run)
-        except Exception as error:
-            pending.error = error
-        pending.on_end()
-
-    def abandon(self, pending: Pending) -> None:
-        """It has ended."""
-
-
-class Ended:
-    """A run, and what came of it."""
-
-    value: RunResult
-    error: Exception | None = None
-
-    def __init__(self, run: Run, on_end: Callable[[], object]) -> None:
-        self.run, self.on_end = run, on_end
-
-    def result(self) -> RunResult:
-        """See `Ticket.result`."""
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
 def drive_many(
     num_parts: int, open_part: Callable[[int, bool], Part[Result] | None], runs: Runs, most: int
 ) -> Iterator[tuple[int, Result]]:

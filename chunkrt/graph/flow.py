@@ -31,6 +31,7 @@ class Flow:
 
     def __init__(self, reads: Sequence[Collection[int]], has_state: Sequence[bool], sums: Collection[int] = ()) -> None:
         self.has_state = tuple(has_state)
+        self.sums = frozenset(sums)
         waits_for: list[tuple[int, ...]] = []
         ancestors: list[int] = []
         for sources in reads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkrt.backends.base import Array, Executable, SegmentExecutable, SegmentOperands
+from chunkrt.backends.base import Array, Executable, SegmentExecutable, SegmentOperands, SumExecutable
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Subgraph
 from chunkrt.runtime.buffers import EMPTY, ChunkBuffers
@@ -44,6 +44,7 @@ class BoundSubgraph:
         self.rows = subgraph.rows
         self._compute = executable.run
         self._compute_segments = executable.run_segments if isinstance(executable, SegmentExecutable) else None
+        self._sum = executable.run_sum if isinstance(executable, SumExecutable) else None
         self._fixed_length = executable.fixed_length
         self._slots = slots
         self._chunk_length = chunk_length
@@ -88,13 +89,14 @@ class BoundSubgraph:
         """Whether it computes the plan's output."""
         return self._logits is not None
 
-    def run(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
+    def run(self, slot: int, segments: Sequence[Segment], num_tokens: int, number: int = 0) -> None:
         """Compute one chunk.
 
         Args:
             slot: chunk slot that holds the chunk.
             segments: what lies in its rows; their jobs' states are updated in place.
             num_tokens: rows of the chunk that hold tokens, 1 to C.
+            number: of the chunk, where other ranks compute it too; see `Key.number`.
         """
         if len(segments) > 1 and self.subgraph.state:
             self._run_segments(slot, segments, num_tokens)
@@ -112,7 +114,10 @@ class BoundSubgraph:
                 buffers.clear_padding(self.subgraph.inputs, num_tokens)
         if self.subgraph.state:
             inputs = inputs | self._state_of(segments[0])
-        self._compute(inputs, outputs)
+        if self._sum is not None:
+            self._sum(inputs, outputs, number)
+        else:
+            self._compute(inputs, outputs)
 
     def _run_segments(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
         """In one call, if the executable has one for it; else in one each."""

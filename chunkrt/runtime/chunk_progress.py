@@ -25,6 +25,8 @@ class ChunkProgress:
         self.left = len(route.subgraphs)
         """Tasks that have not ended."""
         self.num_running = 0
+        self.num_sums = len(flow.sums.intersection(route.subgraphs))
+        """Sums over ranks that have not been handed out."""
         self.is_failed = False
         self.next: list[ChunkProgress] = []
         """Those that come after it where state is."""

@@ -11,17 +11,20 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock, Thread, get_ident
 from time import perf_counter_ns
 
 from chunkrt.errors import ClosedError
 from chunkrt.runtime.batcher import Batcher, next_chunk
 from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.followers import Followers, Result
 from chunkrt.runtime.job import Job, Segment
 from chunkrt.runtime.lanes import Lanes
 from chunkrt.runtime.open_stream import OpenStream
 from chunkrt.runtime.record import ChunkRecord, Pipeline, SegmentRecord
 from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.stream import Chunk
 from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.ticket import Ticket
@@ -47,11 +50,17 @@ class Conductor:
     Args:
         lanes: the executors. They are nobody else's.
         batcher: forms the chunks that runs share.
+        followers: other ranks that compute whatever is computed here.
+        takes_turns: where other ranks do the same and nobody leads, each run is computed alone, when it is its turn.
     """
 
-    def __init__(self, lanes: Lanes, batcher: Batcher) -> None:
+    def __init__(
+        self, lanes: Lanes, batcher: Batcher, *, followers: Followers | None = None, takes_turns: bool = False
+    ) -> None:
         self._lanes: Lanes | None = lanes
         self._batcher = batcher
+        self._followers = followers
+        self.takes_turns = takes_turns
         self._step = lanes.parting_step
         self._logit_group = lanes.logit_group
         self._turn = Lock()
@@ -98,17 +107,6 @@ class Conductor:
         finally:
             self._asking.pop(thread, None)
 
-    def run_alone(self, run: Run) -> RunResult:
-        """Compute a run when nobody else's is under way, and share no chunk."""
-        job = self.job(run)
-
-        def compute(job: Job) -> None:
-            with self._turn:
-                self._check_open()
-                self._lane_of(run).compute(job)
-
-        return job.carry_out(compute)
-
     def ticket(self, run: Run, on_end: Callable[[], object]) -> Ticket:
         """What a run is computed with beside others: `begin` begins it, its `result` or `abandon` ends it.
 
@@ -121,7 +119,14 @@ class Conductor:
         """Have a run computed, and do not wait for it."""
         run = ticket.job.run
         run.state.begin(run.token_ids.size)
-        self._send(ticket)
+        if not self.takes_turns:
+            self._send(ticket)
+            return
+        try:
+            self._compute(ticket.job)
+        except BaseException as error:
+            ticket.stop(error)
+        ticket.end()
 
     def abandon(self, ticket: Ticket) -> None:
         """End a run. Its state is what it was as soon as the chunk that holds some of it is through."""
@@ -132,8 +137,10 @@ class Conductor:
 
     def job(self, run: Run) -> Job:
         """A run as one that any lane may compute. Raises ConfigError if something of it does not fit."""
-        lane = self._lane_of(run)
+        lane = self.lanes.of_lone(run)
         run.check(lane.plan, lane.chunk_length)
+        if self._followers is not None:
+            self._followers.check(run)
         return Job(run, lane.plan, self._logit_group)
 
     def close(self) -> None:
@@ -156,20 +163,32 @@ class Conductor:
         if self._turn.acquire(timeout=MOST_SECONDS_AT_END):
             self._turn.release()
 
-    def _lane_of(self, run: Run) -> Executor:
-        return self.lanes.tokens if run.token_ids.size == 1 else self.lanes.prompts
-
     def _compute(self, job: Job) -> None:
         """Alone as long as nobody else is there; then with the others."""
-        if not self._turn.locked() and self._queue.is_quiet and not self._others_ask():
+        if self.takes_turns or not (self._turn.locked() or self._others_ask()):
             with self._turn:
                 self._check_open()
-                start_ns = perf_counter_ns()
-                self._lane_of(job.run).compute(job, gives_way=self._others_ask)
+                start_ns, lane = perf_counter_ns(), self.lanes.of_lone(job.run)
+                self._on_all_ranks(
+                    lane, [job.rest], lambda number: lane.compute(job, partial(self._give_way, number), number=number)
+                )
                 end_ns = perf_counter_ns()
                 self._queue.note_end(end_ns - start_ns, [job])
         if job.num_left:
             self._share(job)
+
+    def _on_all_ranks(self, lane: Executor, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
+        """Do some work, and have the other ranks do it."""
+        if self._followers is None:
+            return work(0)
+        return self._followers.compute(self.lanes.name_of(lane), segments, work)
+
+    def _give_way(self, number: int, schedule: Schedule) -> None:
+        """Have a lone run end with the chunks that have begun, on all ranks, once another comes."""
+        if not self.takes_turns and self._others_ask():
+            before, left = schedule.num_chunks, schedule.withdraw()
+            if left < before and self._followers is not None:
+                self._followers.keep(number, left)
 
     def _others_ask(self) -> bool:
         return self._gives_up or len(self._asking) > 1 or not self._queue.is_quiet
@@ -258,16 +277,8 @@ class Conductor:
         """All, or those that take no single token, where these have an executor of their own."""
         if self.lanes.many is self.lanes.few:
             return list(waiting)
-        is_apart = self._decodes_apart([ticket for ticket in waiting if ticket.waiting.is_decode])
+        is_apart = self.lanes.decode_apart([ticket.job.position for ticket in waiting if ticket.waiting.is_decode])
         return [ticket for ticket in waiting if not (is_apart and ticket.waiting.is_decode)]
-
-    def _decodes_apart(self, decoding: Sequence[Ticket]) -> bool:
-        """Whether single tokens run beside the stream, on the CPU alone, rather than in its chunks."""
-        if self.lanes.decode_on != "auto" or not decoding:
-            return self.lanes.decode_on == "cpu"
-        segments = [(ticket.job.position, 1) for ticket in decoding]
-        few, many = self.lanes.few, self.lanes.many
-        return few.estimate(segments, len(segments)) <= many.estimate(segments, len(segments))
 
     def _form(self, tickets: Sequence[Ticket], lane: Executor) -> tuple[Chunk, list[Ticket]]:
         """The next chunk, as the batcher has it, and whose rows it holds."""
@@ -303,7 +314,7 @@ class Conductor:
         self._last_lane = lane
         start_ns, events, failure = perf_counter_ns(), list[TaskEvent](), None
         try:
-            events = lane.compute_chunk(chunk)
+            events = self._on_all_ranks(lane, chunk.segments, partial(lane.compute_chunk, chunk))
         except Exception as error:
             failure = error
         self._note(chunk, taken, events, failure, lane.pipeline_in_caller, start_ns)

@@ -6,7 +6,7 @@ schedule, the threads and the stream belong to one run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from time import perf_counter_ns
@@ -29,7 +29,7 @@ from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.stream import Chunk, Stream
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
-from chunkrt.runtime.workers import Workers, never, run_in_caller
+from chunkrt.runtime.workers import GivesWay, Workers, never, run_in_caller
 
 
 class Executor:
@@ -138,12 +138,13 @@ class Executor:
             self._end_workers()
         return job.carry_out(self.compute)
 
-    def compute(self, job: Job, gives_way: Callable[[], bool] = never) -> None:
+    def compute(self, job: Job, gives_way: GivesWay = never, *, number: int = 0) -> None:
         """Compute what is left of a job, in chunks of its own; the state is the caller's to advance.
 
         Args:
             job: one of this executor's.
-            gives_way: asked before every task; once it says yes, no further chunk is begun, and the job keeps the rest.
+            gives_way: called before every task; it may withdraw chunks, whose tokens the job keeps.
+            number: of what is left of the job, where other ranks compute it too; see `Key.number`.
 
         Raises:
             As `run`.
@@ -153,7 +154,7 @@ class Executor:
             self._end_workers()
             first, chunks = job.num_taken, list[Chunk]()
             while job.num_left:
-                chunks.append(Chunk([job.take(self.chunk_length)], self.plan.flow))
+                chunks.append(Chunk([job.take(self.chunk_length)], self.plan.flow, number))
             flops = self._flops(chunks)
             schedule = self._schedule(chunks, flops)
             stream = self.stream(dict(enumerate(chunks)))
@@ -171,9 +172,13 @@ class Executor:
             pipeline = self._pipeline_in_caller if flops is None else self._pipeline
             job.record(pipeline, segments, events, start_ns=start_ns, end_ns=perf_counter_ns())
 
-    def compute_chunk(self, chunk: Chunk) -> list[TaskEvent]:
-        """Compute one chunk, whosever rows it holds, in the calling thread. Raises BackendError if a task failed."""
+    def compute_chunk(self, chunk: Chunk, number: int = 0) -> list[TaskEvent]:
+        """Compute one chunk, whosever rows it holds, in the calling thread. Raises BackendError if a task failed.
+
+        `number`: where other ranks compute it too; see `Key.number`.
+        """
         with self._one_run:
+            chunk.number = number
             self._end_workers()
             schedule = self._schedule([chunk], None)
             stream = self.stream({0: chunk})
@@ -249,7 +254,7 @@ class Executor:
         return self.costs.flops_of_segments(segments, [chunk.num_rows for chunk in chunks])
 
     def _drive(
-        self, job: Job, stream: Stream, schedule: Schedule, gives_way: Callable[[], bool], *, starts_threads: bool
+        self, job: Job, stream: Stream, schedule: Schedule, gives_way: GivesWay, *, starts_threads: bool
     ) -> list[TaskEvent]:
         """Drive a run to its end. Raises BackendError if a task failed, ClosedError if it was cancelled."""
         cancel = job.run.cancel

@@ -26,11 +26,12 @@ class Job:
         run: what is asked for; the state does not advance before the job is done.
         plan: the decoder.
         logit_group: rows of logits that are written at once; see `BoundSubgraph.logit_group`.
+        num_before: tokens that the state has been given and does not count yet, of a run whose part the job is.
     """
 
-    def __init__(self, run: Run, plan: Plan, logit_group: int = 1) -> None:
+    def __init__(self, run: Run, plan: Plan, logit_group: int = 1, *, num_before: int = 0) -> None:
         self.run = run
-        self.position = run.state.position
+        self.position = run.state.position + num_before
         """Of its first token."""
         self.rope_offset = run.state.rope_offset
         self.num_taken = 0
@@ -48,6 +49,12 @@ class Job:
     def num_left(self) -> int:
         """Tokens that no chunk has taken."""
         return self.run.token_ids.size - self.num_taken
+
+    @property
+    def rest(self) -> Segment:
+        """The tokens that no chunk has taken."""
+        num_rows = {"all": self.num_left, "last": 1, "none": 0}[self.run.logits]
+        return Segment(self, self.num_taken, self.num_left, num_rows)
 
     def take(self, most: int) -> Segment:
         """The next tokens, at most so many, as a segment of the next chunk."""
@@ -85,14 +92,12 @@ class Job:
         """Have every token computed, and the state advance.
 
         Raises:
-            BaseException: what `compute` or the run's `agree` raises; the state is what it was.
+            BaseException: what `compute` raises; the state is what it was.
         """
         run = self.run
         run.state.begin(run.token_ids.size)
         try:
             compute(self)
-            if run.agree is not None:
-                run.agree()
         except BaseException:
             self.give_up()
             raise

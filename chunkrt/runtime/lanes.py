@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import lcm
 from typing import Literal
 
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP, find_variant
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.job import Job
+from chunkrt.runtime.run import Run
+from chunkrt.runtime.stream import Chunk
+from chunkrt.runtime.workers import GivesWay
 
 DecodeOn = Literal["auto", "cpu", "npu"]
 
@@ -31,6 +36,10 @@ class Lanes:
     few: Executor
     decode_on: DecodeOn = "cpu"
 
+    def of_lone(self, run: Run) -> Executor:
+        """That which computes a run alone."""
+        return self.tokens if run.token_ids.size == 1 else self.prompts
+
     @property
     def logit_group(self) -> int:
         """Rows of logits that suit them all; see `BoundSubgraph.logit_group`."""
@@ -43,8 +52,47 @@ class Lanes:
 
     @property
     def overlaps(self) -> bool:
-        """Whether several chunks at once keep processors busy that one alone would not."""
+        """Whether several chunks at once keep processors busy that one alone would not. With other ranks those that
+        several sequences share are computed one at a time, in the order in which the first has formed them."""
+        if self.many.plan.flow.sums:
+            return False
         return self.many is not self.few and self.many.is_concurrent and len(self.many.processors) > 1
+
+    def decode_apart(self, positions: Sequence[int]) -> bool:
+        """Whether single tokens at some positions run on the CPU alone, rather than in chunks with those of prompts."""
+        if self.decode_on != "auto" or not positions:
+            return self.decode_on == "cpu"
+        segments = [(position, 1) for position in positions]
+        return self.few.estimate(segments, len(segments)) <= self.many.estimate(segments, len(segments))
+
+    def name_of(self, executor: Executor) -> str:
+        """What another rank finds the like of an executor by."""
+        return next(field.name for field in fields(self) if getattr(self, field.name) is executor)
+
+    @property
+    def identity(self) -> Sequence[object]:
+        """What is the same for the lanes of all ranks."""
+        lanes = (self.prompts, self.tokens, self.many, self.few)
+        return [(lane.chunk_length, len(lane.slots), [s.name for s in lane.plan.subgraphs]) for lane in lanes]
+
+    def take_part(self, name: str, runs: Sequence[tuple[Run, int]], number: int, gives_way: GivesWay) -> None:
+        """Compute what another rank computes: all of one run, or a chunk that several share. No state advances.
+
+        Args:
+            name: of the executor.
+            runs: each with how many tokens its state has been given and does not count yet.
+            number: see `Key.number`.
+            gives_way: see `Executor.compute`.
+
+        Raises:
+            BackendError: a task failed, here or elsewhere.
+        """
+        lane: Executor = getattr(self, name)
+        jobs = [Job(run, lane.plan, num_before=num_before) for run, num_before in runs]
+        if len(jobs) == 1:
+            lane.compute(jobs[0], gives_way, number=number)
+        else:
+            lane.compute_chunk(Chunk([job.take(lane.chunk_length) for job in jobs], lane.plan.flow), number)
 
 
 def parting_step(plan: Plan, chunk_length: int) -> int:

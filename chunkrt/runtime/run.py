@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from threading import Event
 from typing import Literal, get_args
@@ -45,7 +45,6 @@ class Run:
     state: of the same decoder; it advances by n.
     logits: which rows of logits to compute.
     cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
-    agree: of several ranks: called when all is computed, before the state advances; if it raises, the run has failed.
     is_for_others: of several ranks: another wants the logits; here only what its sums need is computed, and no logits.
     """
 
@@ -54,7 +53,6 @@ class Run:
     _: KW_ONLY
     logits: Logits = "last"
     cancel: Cancel | Event | None = None
-    agree: Callable[[], object] | None = None
     is_for_others: bool = False
 
     def check(self, plan: Plan, chunk_length: int) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import get_args
 
 from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.graph.flow import Route
@@ -22,7 +21,7 @@ from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.chunk_progress import ChunkProgress
 from chunkrt.runtime.critical_path import upward_ranks
 from chunkrt.runtime.policy import Policy
-from chunkrt.runtime.tasks import Processor, Task
+from chunkrt.runtime.tasks import Processor, Task, task_lists
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 
@@ -74,7 +73,7 @@ class Schedule:
         """By chunk; empty until a policy asks for one."""
         self._makespans: dict[Policy, int] = {}
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
-        self._ready = _queues(self.processors)
+        self._ready = task_lists(self.processors)
         """By device."""
         self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
         self._chunks: dict[int, ChunkProgress] = {}
@@ -135,13 +134,18 @@ class Schedule:
         """No more chunks come."""
         self.is_open = False
 
-    def withdraw(self) -> int:
+    def withdraw(self, most: int | None = None) -> int:
         """Take back the last chunks of a run as far as none of their tasks was handed out; the first stays.
+
+        With sums over ranks those stay as well that another may have begun: it has as many slots, and none of its
+        chunks ends before the last sum of that chunk was handed out here. `most`: how many stay, where another tells.
 
         Returns:
             How many are left.
         """
-        while self.num_chunks > 1:
+        summed = sum(not chunk.num_sums for chunk in self._chunks.values())
+        least = most or (summed + self._chunks_in_flight if self._flow.sums else 1)
+        while self.num_chunks > least:
             number = self.num_chunks - 1
             chunk = self._chunks[number]
             if chunk.num_running or chunk.left < len(chunk.route.subgraphs):
@@ -220,7 +224,9 @@ class Schedule:
             return None
         self._ready[self._devices[task.subgraph]].remove(task)
         self.running.append(task)
-        self._chunks[task.chunk].num_running += 1
+        chunk = self._chunks[task.chunk]
+        chunk.num_running += 1
+        chunk.num_sums -= task.subgraph in self._flow.sums
         return task
 
     def _select(self, ready: Sequence[Task]) -> Task | None:
@@ -335,13 +341,6 @@ class Schedule:
             waits[subgraph] -= 1
             if not waits[subgraph] and not self._chunks[number].is_failed:
                 self._ready[self._devices[subgraph]].append(Task(subgraph, number))
-
-
-def _queues(processors: Sequence[Processor]) -> dict[Device, list[Task]]:
-    """A list for the ready tasks of every device; devices of the same processors share one."""
-    lists: dict[frozenset[str], list[Task]] = {}
-    takers = {d: frozenset(p.name for p in processors if d in p.devices) for d in get_args(Device)}
-    return {device: lists.setdefault(names, []) for device, names in takers.items()}
 
 
 def _distinct(queues: Iterable[list[Task]]) -> list[list[Task]]:

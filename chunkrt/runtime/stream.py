@@ -15,9 +15,13 @@ from chunkrt.runtime.tasks import Task
 
 
 class Chunk:
-    """Rows of one job, or of several: a segment each, one behind the other."""
+    """Rows of one job, or of several: a segment each, one behind the other.
 
-    def __init__(self, segments: Sequence[Segment], flow: Flow) -> None:
+    `number`: where other ranks compute it too; see `Key.number`.
+    """
+
+    def __init__(self, segments: Sequence[Segment], flow: Flow, number: int = 0) -> None:
+        self.number = number
         self.segments = tuple(segments)
         self.num_tokens = sum(segment.num_tokens for segment in self.segments)
         self.num_rows = sum(segment.num_rows for segment in self.segments)
@@ -63,7 +67,7 @@ class Stream:
         if not self._waits_for[index]:
             chunk.load(self._slots[slot])
         if subgraph.rows == "T":
-            subgraph.run(slot, chunk.segments, chunk.num_tokens)
+            subgraph.run(slot, chunk.segments, chunk.num_tokens, chunk.number)
         elif len(chunk.segments) == 1:
             subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, chunk.segments[0].logits)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from chunkrt.graph.plan import Device, Plan
 
@@ -59,3 +59,10 @@ def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int
         return tuple(processors)
     link = Processor(name="link", devices=frozenset(("link",)), workers=chunks_in_flight)
     return (link, *processors)
+
+
+def task_lists(processors: Sequence[Processor]) -> dict[Device, list[Task]]:
+    """An empty list of tasks for every device; devices of the same processors share one."""
+    lists: dict[frozenset[str], list[Task]] = {}
+    takers = {d: frozenset(p.name for p in processors if d in p.devices) for d in get_args(Device)}
+    return {device: lists.setdefault(names, []) for device, names in takers.items()}

@@ -21,9 +21,12 @@ Execute = Callable[[Task], None]
 Changed = TypeVar("Changed")
 
 
-def never() -> bool:
+GivesWay = Callable[[Schedule], object]
+"""Called before every claim; it may withdraw chunks."""
+
+
+def never(schedule: Schedule) -> None:
     """A run that gives way to nobody."""
-    return False
 
 
 def run_in_caller(
@@ -31,7 +34,7 @@ def run_in_caller(
     execute: Execute,
     *,
     cancel: Cancel | Event | None = None,
-    gives_way: Callable[[], bool] = never,
+    gives_way: GivesWay = never,
 ) -> list[TaskEvent]:
     """Drive a schedule to its end in the calling thread, one task at a time.
 
@@ -42,10 +45,9 @@ def run_in_caller(
         if cancel is not None and cancel.is_set():
             schedule.cancel()
             break
-        if gives_way():
-            schedule.withdraw()
-            if schedule.is_finished:
-                break
+        gives_way(schedule)
+        if schedule.is_finished:
+            break
         for processor in schedule.processors:
             if (task := schedule.claim(processor)) is not None:
                 break
@@ -70,7 +72,7 @@ class Workers:
             threads as it has workers.
         execute: runs one task, in a worker's thread.
         cancel: checked before every claim.
-        gives_way: asked before every claim; if it says yes, the run ends with the chunks that have begun.
+        gives_way: called before every claim, under the lock; it may withdraw chunks.
         cpus: those that the threads run on; by default those of the thread that starts them.
         on_chunk_end: of an open schedule: called under the lock when there is one more in `ended`, or all has stopped.
     """
@@ -81,7 +83,7 @@ class Workers:
         execute: Execute,
         *,
         cancel: Cancel | Event | None = None,
-        gives_way: Callable[[], bool] = never,
+        gives_way: GivesWay = never,
         cpus: Collection[int] | None = None,
         on_chunk_end: Callable[[], None] | None = None,
     ) -> None:
@@ -213,8 +215,7 @@ class Workers:
             while True:
                 if self._cancel is not None and self._cancel.is_set() and not schedule.is_finished:
                     schedule.cancel()
-                if self._gives_way():
-                    schedule.withdraw()
+                self._gives_way(schedule)
                 task = schedule.claim(processor)
                 if ended is not None or schedule.is_finished:
                     self._announce()

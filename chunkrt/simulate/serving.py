@@ -134,7 +134,7 @@ def simulate_serving(
         check_chunks_in_flight(chunks_in_flight)
     if any(subgraph.device == "link" for subgraph in plan.subgraphs):
         raise ConfigError(
-            "the plan is one rank's share of a decoder, and ranks share no chunks; serve the whole decoder"
+            "the plan is one rank's share of a decoder; a server of several is not simulated, serve the whole one"
         )
     found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
     check_costs_are_known(plan, found_scheme)

@@ -56,7 +56,7 @@ def test_every_chunk_length_and_policy_has_a_row(command):
         (("--arrivals", "closed"), "--arrivals needs --prompt"),
         (("--arrivals", "closed", "--prompt", 8), "--arrivals needs --generate"),
         ((*ASKED, "-p", 64), "with --arrivals say --prompt"),
-        ((*ASKED, "--ranks", 2, "--link", "1GbE"), "several ranks share no chunks"),
+        ((*ASKED, "--ranks", 2, "--link", "1GbE"), "a server of several ranks is not simulated"),
         ((*ASKED, "--arrivals", "now"), "arrivals are 'now', expected poisson:RATE"),
         ((*ASKED, "--generate", "x"), "generate is 'x', expected a number"),
         ((*ASKED, "--prompt", 10**6), "exceed 32768, the model's context"),

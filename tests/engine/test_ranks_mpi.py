@@ -114,10 +114,19 @@ def test_a_mailbox_keeps_what_comes_early_and_drops_what_comes_late():
     mailbox.abort(1, "too late to matter")
     mailbox.abort(2, "rank 1: no")
     mailbox.abort(2, "rank 0 ended the run")
-    for envelope in (early, Envelope(Channel.COMMIT, 2)):
+    for envelope in (early, Envelope(Channel.DONE, 2)):
         with pytest.raises(BackendError, match=r"^rank 1: no$"):
             mailbox.take(envelope, (1,))
     mailbox.begin(3)
+    mailbox.deliver(early, 1, memoryview(b"2 goes on beside 3"))
+    assert mailbox.look(early, 1) is not None
+    mailbox.end(2)
+    mailbox.deliver(early, 2, memoryview(b"late"))
+    mailbox.abort(2, "too late to matter")
+    assert mailbox.look(early, 1) is mailbox.look(early, 2) is None
+    assert not mailbox.is_aborted(2)
+    with pytest.raises(BackendError, match="is over"):
+        mailbox.take(early, (1,))
     assert mailbox.fail(DeviceLostError("rank 2 was lost"))
     assert not mailbox.fail(DeviceLostError("rank 1 was lost"))
     with pytest.raises(DeviceLostError, match="rank 2"):
@@ -198,6 +207,34 @@ def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
     assert [line.split()[0] for line in lines[::2]] == kinds
     assert all("made to fail" in line for line in lines[:4:2])
     assert lines[8].startswith("ModelError cannot load a state from nowhere.npz")
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("size", "name", "number"), [(2, "lfm2", 1), pytest.param(4, "llama_gqa", 5, marks=pytest.mark.exhaustive)]
+)
+def test_sessions_share_chunks(size, name, number):
+    """Random interleavings in threads, and tasks of an event loop: bit for bit what each gets alone."""
+    num_chunks, num_rows = result(launch(size, "shared", checkpoint(name), number))
+    assert num_rows > num_chunks > 0
+
+
+@needs_mpi
+def test_a_sum_that_fails_on_another_rank_fails_the_sessions_of_its_chunk():
+    wrong, num_told, are_clear = result(launch(2, "failing_together", LLAMA))
+    assert wrong == []
+    assert 5 <= num_told <= 20
+    assert are_clear
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_rank_that_dies_ends_many_sequences_with_one_line(size):
+    options = ("--npu", "native", "--chunk", "8", "-p", "30", "-n", "60", "-r", "1")
+    finished = launch(size, "signalled", "SIGKILL", "bench", LLAMA, "--parallel", "4", *options)
+    assert finished.returncode != 0
+    (line,) = said(finished)
+    assert "rank 1 was lost" in line or line == KILLED
 
 
 @needs_mpi

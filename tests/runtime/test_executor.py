@@ -80,7 +80,7 @@ def test_a_run_gives_way_after_any_task_and_goes_on_later(policy: str) -> None:
         asked = iter(range(most))
 
         def compute(job: Job, asked: Iterator[int] = asked) -> None:
-            executor.compute(job, gives_way=lambda: next(asked, None) is None)
+            executor.compute(job, lambda schedule: next(asked, None) is None and schedule.withdraw())
             assert job.num_left == max(0, 29 - sum(record.num_tokens for record in job.records))
             if job.num_left:
                 executor.compute(job)

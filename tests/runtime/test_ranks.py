@@ -36,6 +36,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.chunk_slots import chunk_slots
 from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.lanes import Lanes
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.ranks.local import local_communicators
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
@@ -299,6 +300,18 @@ def test_a_lost_rank_fails_the_run_and_leaves_the_state_as_it_was() -> None:
         return str(caught.value), state.position, kept["cache.0"]
 
     assert [position for _, position, _ in finish(lambda: on_ranks(NUM_RANKS, work))] == [11, 11]
+
+
+def test_chunks_that_sequences_share_go_one_at_a_time_over_ranks() -> None:
+    """Beside an NPU those of one rank overlap; of several the followers compute one after the other."""
+
+    def overlaps(plan: Plan) -> bool:
+        prompts = make_executor(None, plan, processors=npu_and_cpu(), policy=find_policy("look_ahead"))
+        few = make_executor(None, plan)
+        return Lanes(prompts=prompts, tokens=few, many=prompts, few=few).overlaps
+
+    assert overlaps(make_plan())
+    assert not overlaps(PLAN)
 
 
 def test_the_link_has_workers_of_its_own() -> None:

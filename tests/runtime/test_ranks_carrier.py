@@ -65,15 +65,25 @@ def test_a_mailbox_tells_whether_taking_would_wait():
     assert mailbox.is_settled(Envelope(Channel.REPLY, 2), (1,))
 
 
+def test_a_mailbox_keeps_the_order_of_what_is_about_the_same_thing():
+    """Ranks that nobody leads: one may have come to the next sum while another still has to take the last."""
+    mailbox, envelope = Mailbox(), Envelope(Channel.SUM)
+    for source, payload in ((1, b"a"), (2, b"c"), (1, b"b"), (2, b"d")):
+        mailbox.deliver(envelope, source, memoryview(payload))
+    taken = [{source: bytes(data) for source, data in mailbox.take(envelope, (1, 2)).items()} for _ in range(2)]
+    assert taken == [{1: b"a", 2: b"c"}, {1: b"b", 2: b"d"}]
+    assert not mailbox.is_settled(envelope, (1,))
+
+
 class Slow:
-    """A request that has ended when it is asked for the second time, and the message that it is of."""
+    """A request that has ended when it is asked for the second time, or later the longer its message is."""
 
     def __init__(self, data):
-        self.data, self.num_asked = data, 0
+        self.num_left = data.size // 8 + 1
 
     def Test(self):  # noqa: N802
-        self.num_asked += 1
-        return self.num_asked > 1
+        self.num_left -= 1
+        return self.num_left < 0
 
 
 class Loop:
@@ -115,3 +125,16 @@ def test_messages_are_carried_by_whoever_asks_and_one_at_a_time():
     assert came == [(0, b"one")]
     assert deeper == [False]
     assert carrier.is_done
+
+
+def test_messages_of_a_rank_come_in_the_order_in_which_it_sent_them():
+    """What withdraws chunks has to be there before the sums that come after it."""
+    came = []
+    carrier = Carrier(lambda source, data: came.append(bytes(data)))
+    carrier.open(SimpleNamespace(BYTE=None, Status=SimpleNamespace), Loop())
+    messages = [b"long" * 16, b"short", b"longer" * 16, b"x"]
+    for message in messages:
+        carrier.post(np.frombuffer(message, np.uint8), [0])
+    while len(came) < len(messages):
+        carrier.carry()
+    assert came == messages

@@ -56,21 +56,37 @@ class Call:
     has_reply: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakePart:
-    """Take part in a run; `position` is where the leader's state stands."""
+class Part(NamedTuple):
+    """Tokens of a run, which has `run_tokens`; `start` of them came before. `position`: of the first here."""
 
-    engine: int
     state: int
     position: int
+    start: int
+    run_tokens: int
     token_ids: NDArray[np.int64]
     logits: Logits
 
 
-class Message(NamedTuple):
-    """A command, and the objects that nobody needs any more."""
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Compute what is left of one run, or a chunk that several share; `lane`: the name of the executor for it."""
 
-    command: Open | Call | TakePart
+    engine: int
+    lane: str
+    parts: tuple[Part, ...]
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether nothing else is computed while a sum is waited for."""
+        return len(self.parts) > 1 or self.parts[0].token_ids.size == 1
+
+
+class Message(NamedTuple):
+    """A command. `before`: calls that came earlier and could wait for it. `forgotten`: objects that nobody needs any
+    more."""
+
+    command: Open | Call | Compute
+    before: tuple[Call, ...]
     forgotten: tuple[int, ...]
 
 

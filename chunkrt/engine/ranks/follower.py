@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.ranks.commands import Call, Message, Open, RankPath, Reference, TakePart, reply
+from chunkrt.engine.ranks.commands import Call, Compute, Message, Open, RankPath, Reference, reply
 from chunkrt.errors import BackendError, ClosedError, DeviceLostError
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
-from chunkrt.runtime.ranks.mpi import MpiCommunicator
+from chunkrt.runtime.ranks.messages import MessageCommunicator
 from chunkrt.runtime.run import Run
+from chunkrt.runtime.schedule import Schedule
 
 
 class RankEngine(Protocol):
@@ -32,7 +34,7 @@ class Follower:
     """
 
     def __init__(
-        self, communicator: MpiCommunicator, load: Callable[[str, EngineOptions, MpiCommunicator], RankEngine]
+        self, communicator: MessageCommunicator, load: Callable[[str, EngineOptions, MessageCommunicator], RankEngine]
     ) -> None:
         self._communicator = communicator
         self._load = load
@@ -45,10 +47,12 @@ class Follower:
             while True:
                 number += 1
                 payload = self._communicator.take(Envelope(Channel.COMMAND, number), [0])[0]
-                command, forgotten = Message._make(pickle.loads(payload))
-                for old in forgotten:
+                message = Message._make(pickle.loads(payload))
+                for call in message.before:
+                    self._call(call)
+                for old in message.forgotten:
                     self._objects.pop(old, None)
-                self._obey(number, command)
+                self._obey(number, message.command)
         except ClosedError:
             return 0
         except DeviceLostError:
@@ -57,9 +61,9 @@ class Follower:
             self._communicator.leave(f"rank {self._communicator.rank} failed: {type(error).__name__}: {error}")
             return 1
 
-    def _obey(self, number: int, command: Open | Call | TakePart) -> None:
-        if isinstance(command, TakePart):
-            self._run(number, command)
+    def _obey(self, number: int, command: Open | Call | Compute) -> None:
+        if isinstance(command, Compute):
+            self._compute(number, command)
         elif isinstance(command, Open):
             self._reply(number, lambda: self._open(command))
         elif command.has_reply:
@@ -91,29 +95,35 @@ class Follower:
             return self._objects[argument.number]
         return argument.of(self._communicator.rank) if isinstance(argument, RankPath) else argument
 
-    def _run(self, number: int, command: TakePart) -> None:
-        """Compute this rank's part; the state advances if the leader says so."""
-        communicator, state = self._communicator, self._objects[command.state]
-        communicator.begin(number, num_tokens=command.token_ids.size)
-        if state.position != command.position:
-            raise BackendError(f"its state is at position {state.position}, that of rank 0 at {command.position}")
+    def _compute(self, number: int, command: Compute) -> None:
+        """Compute this rank's part. The states advance when the leader says that its own have."""
+        communicator = self._communicator
+        states = [self._objects[part.state] for part in command.parts]
+        for part, state in zip(command.parts, states, strict=True):
+            if state.position + part.start != part.position:
+                at, wanted = state.position + part.start, part.position
+                raise BackendError(f"its state is at {at}, that of rank 0 at {wanted}")
+        communicator.begin(number, is_urgent=command.is_urgent)
         try:
-            self._objects[command.engine].run(
-                Run(
-                    command.token_ids,
-                    state,
-                    logits=command.logits,
-                    agree=lambda: self._agree(number),
-                    is_for_others=True,
-                )
-            )
+            for part, state in zip(command.parts, states, strict=True):
+                if not part.start:
+                    state.begin(part.run_tokens)
+            runs = [
+                (Run(part.token_ids, state, logits=part.logits, is_for_others=True), part.start)
+                for part, state in zip(command.parts, states, strict=True)
+            ]
+            self._objects[command.engine].take_part(command.lane, runs, number, partial(self._give_way, number))
+            communicator.send(Envelope(Channel.DONE, number), to=[0])
         except DeviceLostError:
             raise
         except Exception as error:
             if not communicator.is_aborted(number):
                 communicator.abort(number, f"rank {communicator.rank}: {error}")
+        finally:
+            communicator.end(number)
 
-    def _agree(self, number: int) -> None:
-        """Tell that all is computed, and wait until the leader's state has advanced."""
-        self._communicator.send(Envelope(Channel.DONE, number), to=[0])
-        self._communicator.take(Envelope(Channel.COMMIT, number), [0])
+    def _give_way(self, number: int, schedule: Schedule) -> None:
+        """Withdraw the chunks that the leader has withdrawn."""
+        told = self._communicator.look(Envelope(Channel.KEEP, number), 0)
+        if told is not None and schedule.withdraw(int(bytes(told))) > int(bytes(told)):
+            raise BackendError(f"it has begun a chunk beyond the {int(bytes(told))} that rank 0 has not withdrawn")

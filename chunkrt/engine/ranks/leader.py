@@ -8,32 +8,36 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.ranks.commands import Call, Message, Open, RankPath, Reference, TakePart, read_reply
+from chunkrt.engine.ranks.commands import Call, Compute, Message, Open, Part, RankPath, Reference, read_reply
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
+from chunkrt.runtime.followers import Result
+from chunkrt.runtime.job import Segment
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
-from chunkrt.runtime.ranks.mpi import MpiCommunicator
-from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.ranks.messages import MessageCommunicator
+from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import Snapshot, State
 from chunkrt.runtime.state_tensors import CacheDtype
+
+Item = TypeVar("Item")
 
 
 class Leader:
     """Sends commands. There is one a process; it numbers the commands and the objects of the followers."""
 
-    def __init__(self, communicator: MpiCommunicator) -> None:
+    def __init__(self, communicator: MessageCommunicator) -> None:
         self.communicator = communicator
-        self.one_run = Lock()
-        """Held while a run is under way: sums are of one run at a time, whichever engine's."""
         self._lock = Lock()
         self._num_commands = 0
         self._num_objects = 0
+        self._waiting: deque[Call] = deque()
         self._forgotten: deque[int] = deque()
 
     def open(self, model: str, options: EngineOptions) -> EngineMirror:
@@ -47,15 +51,21 @@ class Leader:
             self._num_objects += 1
             return self._num_objects
 
-    def tell(self, command: Open | Call | TakePart) -> int:
+    def tell(self, command: Open | Call | Compute) -> int:
         """Send a command to all followers, without waiting for anything. Returns its number."""
         with self.communicator.interrupts, self._lock:
-            forgotten = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
+            forgotten = _emptied(self._forgotten)  # what waits may be about one of them, and is done before
+            message = Message(command, _emptied(self._waiting), forgotten)
             self._num_commands += 1
-            self.communicator.send(
-                Envelope(Channel.COMMAND, self._num_commands), pickle.dumps(Message(command, forgotten))
-            )
-            return self._num_commands
+            number = self._num_commands
+            if isinstance(command, Compute):
+                self.communicator.begin(number, is_urgent=command.is_urgent)
+            self.communicator.send(Envelope(Channel.COMMAND, number), pickle.dumps(message))
+            return number
+
+    def tell_later(self, call: Call) -> None:
+        """Send a call with the next command, before that."""
+        self._waiting.append(call)
 
     def call(self, target: int, method: str, *arguments: object, result: int | None = None) -> None:
         """Have every follower call a method that cannot fail where it has not failed here."""
@@ -75,30 +85,40 @@ class Leader:
         weakref.finalize(owner, self._forgotten.append, number)
 
 
+def _emptied(queue: deque[Item]) -> tuple[Item, ...]:
+    return tuple(queue.popleft() for _ in range(len(queue)))
+
+
 @cache
-def leader(communicator: MpiCommunicator) -> Leader:
+def leader(communicator: MessageCommunicator) -> Leader:
     """The process's one leader."""
     return Leader(communicator)
 
 
 class EngineMirror:
-    """An engine here, and its like on every follower."""
+    """The likes of an engine here on every follower; its conductor's `Followers`."""
 
     def __init__(self, leader: Leader, number: int, opening: int) -> None:
         self._leader, self._number, self._opening = leader, number, opening
         leader.forget_with(self, number)
 
-    def check(self, identity: Mapping[str, object]) -> None:
+    def check_loaded(self, identity: Mapping[str, object]) -> None:
         """Wait until all followers have loaded the model.
 
         Raises:
-            ConfigError: one has another than this process, or other plug-ins.
+            ConfigError: one has another than this process, other plug-ins, or other executors.
             ChunkrtError: one could not load it.
         """
         for rank, theirs in self._leader.replies(self._opening).items():
             assert isinstance(theirs, Mapping)
             _check_plugins(rank, identity["plug-ins"], theirs["plug-ins"])
-            if odd := [name for name, value in identity.items() if theirs.get(name) != value]:
+            odd = [name for name, value in identity.items() if theirs.get(name) != value]
+            if odd == ["executors"]:
+                raise ConfigError(
+                    f"rank {rank} does not compute as rank 0 does: it has another NPU, or other chunks in flight; "
+                    "choose what all machines have (--npu, --chunks-in-flight)"
+                )
+            if odd:
                 raise ConfigError(
                     f"rank {rank} has loaded another model than rank 0: its {' and '.join(odd)} differ; put the same "
                     "checkpoint on every machine"
@@ -110,33 +130,50 @@ class EngineMirror:
         self._leader.call(self._number, "make_state", result=number)
         return MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
 
-    def run(self, execute: Callable[[Run], RunResult], run: Run) -> RunResult:
-        """Have the followers do a run while `execute` does it here; on all ranks the state advances, or on none."""
-        state, token_ids = run.state, run.token_ids
-        if not isinstance(state, MirroredState):
+    def check(self, run: Run) -> None:
+        """See `Followers.check`."""
+        if not isinstance(run.state, MirroredState):
             raise ConfigError("the state is this rank's alone; take that of a session")
-        communicator, number = self._leader.communicator, 0
-        with self._leader.one_run:
-            position = state.position
-            command = TakePart(
-                engine=self._number, state=state.number, position=position, token_ids=token_ids, logits=run.logits
-            )
-            try:
-                with communicator.interrupts:
-                    number = self._leader.tell(command)
-                    communicator.begin(number, num_tokens=token_ids.size)
-                all_done = partial(communicator.take, Envelope(Channel.DONE, number), communicator.others)
-                return execute(replace(run, agree=all_done))
-            finally:
-                with communicator.interrupts:
-                    if state.position != position:
-                        communicator.send(Envelope(Channel.COMMIT, number))
-                    elif number:
-                        communicator.abort(number, "rank 0 ended the run")
+
+    def compute(self, lane: str, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
+        """See `Followers.compute`."""
+        command = Compute(engine=self._number, lane=lane, parts=tuple(map(_part, segments)))
+        communicator, number, is_done = self._leader.communicator, 0, False
+        try:
+            with communicator.interrupts:
+                number = self._leader.tell(command)
+            result = work(number)
+            communicator.take(Envelope(Channel.DONE, number), communicator.others)
+            is_done = True
+            return result
+        finally:
+            with communicator.interrupts:
+                if number and not is_done:
+                    communicator.abort(number, "rank 0 ended the run")
+                communicator.end(number)
+
+    def keep(self, number: int, num_chunks: int) -> None:
+        """See `Followers.keep`."""
+        with self._leader.communicator.interrupts:
+            self._leader.communicator.send(Envelope(Channel.KEEP, number), str(num_chunks).encode())
 
     def close(self) -> None:
         """Close the followers' engines."""
         self._leader.call(self._number, "close")
+
+
+def _part(segment: Segment) -> Part:
+    """What followers are told of a segment."""
+    run = segment.job.run
+    assert isinstance(run.state, MirroredState)
+    return Part(
+        state=run.state.number,
+        position=segment.position,
+        start=segment.start,
+        run_tokens=run.token_ids.size,
+        token_ids=segment.token_ids,
+        logits=run.logits if segment.num_rows else "none",
+    )
 
 
 def _check_plugins(rank: int, ours: object, theirs: object) -> None:
@@ -169,6 +206,13 @@ class MirroredState(State):
         self._leader = leader
         self._is_changing = False
         leader.forget_with(self, number)
+
+    def advance(self, num_tokens: int) -> None:
+        """See `State.advance`. The others do with the next command: nothing is sent for it. Where nothing tells them
+        to, a run has failed, which they undo when they use the state next."""
+        with self._leader.communicator.interrupts:
+            super().advance(num_tokens)
+            self._leader.tell_later(Call(target=self.number, method="advance", arguments=(num_tokens,)))
 
     def rewind(self, position: int) -> int:
         """See `State.rewind`."""
@@ -207,9 +251,9 @@ class MirroredState(State):
     def fork(self) -> MirroredState:
         """See `State.fork`."""
         number = self._leader.new_number()
-        self._leader.call(self.number, "fork", result=number)
         copy = MirroredState(self._leader, number, self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
-        self._copy_to(copy)
+        self._copy_to(copy)  # which waits for what a run that was left still computes, here and on the others
+        self._leader.call(self.number, "fork", result=number)
         return copy
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -79,9 +79,11 @@ class Carrier:
             data = np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
             self._receiving.append((found.Irecv([data, self._mpi.BYTE]), self._status.Get_source(), data))
         under_way, self._receiving = self._receiving, []
+        late: set[int] = set()  # a rank's messages are delivered in the order in which it sent them
         for request, source, data in under_way:
-            if request.Test():
+            if source not in late and request.Test():
                 self._deliver(source, data)
             else:
+                late.add(source)
                 self._receiving.append((request, source, data))
         return len(self._receiving) < len(under_way)

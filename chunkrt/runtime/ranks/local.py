@@ -2,100 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from threading import Condition
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 
-import numpy as np
-
-from chunkrt.backends.communicator import Float32, Key
-from chunkrt.errors import BackendError, DeviceLostError
+from chunkrt.backends.communicator import Float32
+from chunkrt.errors import DeviceLostError
 from chunkrt.graph.ranks import Ranks
+from chunkrt.runtime.ranks.mailbox import Envelope, Mailbox
+from chunkrt.runtime.ranks.messages import MessageCommunicator, as_bytes
 
 
 def local_communicators(size: int) -> list[LocalCommunicator]:
     """One for each of `size` ranks that reach each other. Raises ConfigError as `Ranks` does."""
-    group = _Group(size)
-    return [LocalCommunicator(Ranks(rank, size), group) for rank in range(size)]
+    mailboxes = [Mailbox() for _ in range(size)]
+    return [LocalCommunicator(Ranks(rank, size), mailboxes) for rank in range(size)]
 
 
-@dataclass
-class _Sum:
-    """One sum under way: what ranks have given, and how many have taken the result."""
+class LocalCommunicator(MessageCommunicator):
+    """One rank's end; see `Communicator`. Its messages are put into the other ranks' mailboxes."""
 
-    partials: dict[int, Float32] = field(default_factory=dict)
-    total: Float32 | None = None
-    num_taken: int = 0
+    interrupts = nullcontext()
 
+    def __init__(self, ranks: Ranks, mailboxes: Sequence[Mailbox]) -> None:
+        super().__init__(ranks, mailboxes[ranks.rank])
+        self._mailboxes = mailboxes
 
-class _Group:
-    """What the ranks share."""
+    def share_of(self, cpus: Collection[int]) -> int:
+        """See `MessageCommunicator.share_of`."""
+        return max(1, len(cpus) // self.size)
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.changed = Condition()
-        self.sums: dict[Key, _Sum] = {}
-        self.lost: int | None = None
-        """The rank that left first."""
+    def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
+        """See `MessageCommunicator.send`."""
+        data = as_bytes(payload).copy().data
+        for rank in self.others if to is None else to:
+            self._mailboxes[rank].deliver(envelope, self.rank, data)
 
-
-class LocalCommunicator:
-    """One rank's end; see `Communicator`."""
-
-    def __init__(self, ranks: Ranks, group: _Group) -> None:
-        self.rank, self.size = ranks.rank, ranks.size
-        self._group = group
-
-    def all_reduce(self, partial: Float32, out: Float32, *, key: Key) -> None:
-        """See `Communicator.all_reduce`."""
-        group = self._group
-        with group.changed:
-            self._check_whole()
-            # the sum before it may have the same key, and others still take their results from it
-            self._wait_for(lambda: key not in group.sums or self.rank not in group.sums[key].partials)
-            current = group.sums.setdefault(key, _Sum())
-            current.partials[self.rank] = partial
-            if len(current.partials) == self.size:
-                try:
-                    current.total = self._add(current)
-                except BackendError:
-                    self._leave()
-                    raise
-                group.changed.notify_all()
-            self._wait_for(lambda: current.total is not None)
-            assert current.total is not None
-            out[...] = current.total
-            current.num_taken += 1
-            if current.num_taken == self.size:
-                del group.sums[key]
-                group.changed.notify_all()
+    def leave(self, why: str) -> None:
+        """See `MessageCommunicator.leave`."""
+        for mailbox in self._mailboxes:
+            mailbox.fail(DeviceLostError(why))
 
     def close(self) -> None:
         """See `Communicator.close`."""
-        with self._group.changed:
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._group.lost is None:
-            self._group.lost = self.rank
-            self._group.changed.notify_all()
-
-    def _wait_for(self, happens: Callable[[], bool]) -> None:
-        """Wait, with the group's lock. Raises DeviceLostError if a rank leaves before."""
-        group = self._group
-        group.changed.wait_for(lambda: group.lost is not None or happens())
-        if not happens():
-            self._check_whole()
-
-    def _check_whole(self) -> None:
-        if self._group.lost is not None:
-            raise DeviceLostError(f"rank {self._group.lost} left; {Ranks(self.rank, self.size)} cannot go on")
-
-    def _add(self, current: _Sum) -> Float32:
-        partials = [current.partials[rank] for rank in range(self.size)]
-        if len(shapes := {partial.shape for partial in partials}) > 1:
-            raise BackendError(f"ranks give sums of different shapes: {sorted(shapes)}; they run different prompts")
-        total = partials[0].copy()
-        for partial in partials[1:]:
-            np.add(total, partial, out=total)
-        return total
+        for rank, mailbox in enumerate(self._mailboxes):
+            mailbox.fail(DeviceLostError(f"rank {self.rank} left; {Ranks(rank, self.size)} cannot go on"))

@@ -270,8 +270,6 @@ class MpiTransport:
             self._lose(bytes(payload).decode())
             if source == 0:  # the leader knows
                 self._fail()
-        elif envelope.channel == Channel.ABORT:
-            self._mailbox.abort(envelope.number, bytes(payload).decode())
         elif envelope.channel != Channel.BEAT:
             self._mailbox.deliver(envelope, source, payload)
 

@@ -1,0 +1,388 @@
+"""Sessions that share chunks on several ranks: everyone's bits are those of running alone on the same ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from fixture_checkpoints import NAMES, checkpoint, input_ids
+from interleavings import LENGTHS, check_interleaving
+from led_ranks import led
+from ranks_in_threads import on_ranks
+
+import chunkrt
+from chunkrt.errors import BackendError, BusyError, ConfigError, DeviceLostError
+from chunkrt.runtime.ranks.mailbox import Channel
+from chunkrt.runtime.run import Run
+from chunkrt.runtime.state import State
+
+NAME = "llama_biased_gguf"
+IDS = input_ids(NAME)
+PROMPTS = [IDS[i : i + 3 + 5 * i] for i in range(9)]
+STATES = (NAME, "gemma3_window_5", "lfm2", "qwen3_next")
+"""Caches, rings, and two kinds of recurrent state."""
+HANGS = 60.0
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    with led(NAME, request.param, chunk_length=8) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def sent(ranks, monkeypatch):
+    """How many messages of each kind the ranks send."""
+    counted = Counter()
+    for communicator in ranks.communicators:
+
+        def count(envelope, payload=b"", *, to=None, send=communicator.send, others=communicator.others):
+            counted[envelope.channel] += len(others if to is None else to)
+            send(envelope, payload, to=to)
+
+        monkeypatch.setattr(communicator, "send", count)
+    return counted
+
+
+def in_threads(*calls):
+    """What calls return that are made at once, or raise."""
+    found, together = [None] * len(calls), threading.Barrier(len(calls), timeout=HANGS)
+
+    def target(index):
+        try:
+            together.wait()
+            found[index] = calls[index]()
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=target, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANGS)
+        assert not thread.is_alive(), "deadlock"
+    return found
+
+
+def answer(engine, prompt, num_tokens=9):
+    with engine.session() as session:
+        session.prefill(prompt)
+        return "".join(piece.text for piece in session.generate(max_new_tokens=num_tokens))
+
+
+@pytest.mark.sampled(every=11)
+@pytest.mark.parametrize(
+    ("name", "size", "slots"), [(name, size, 2 if size == 2 else None) for name in NAMES for size in (2, 4)]
+)
+def test_random_interleavings(name, size, slots):
+    """`python tests/led_ranks.py 1000` tries that many."""
+    length = LENGTHS[len(name) % 3]
+    with led(name, size, chunk_length=length, chunks_in_flight=slots) as ranks:
+        for seed in range(2):
+            check_interleaving(ranks.engine, seed, input_ids(name))
+        stats = ranks.engine.stats()
+        assert stats.waiting_runs == 0
+        assert stats.shared_rows > stats.shared_chunks > 0
+
+
+def test_threads_share_chunks_on_all_ranks(ranks, sent, monkeypatch):
+    engine, follower = ranks.engine, ranks.of_followers[1]
+    expected = [answer(engine, prompt) for prompt in PROMPTS]
+    before, run_lengths, take_part = engine.stats(), [], follower.take_part
+
+    def note(lane, runs, number, gives_way):
+        run_lengths.append([run.token_ids.size for run, _ in runs])
+        take_part(lane, runs, number, gives_way)
+
+    monkeypatch.setattr(follower, "take_part", note)
+    sent.clear()
+    assert in_threads(*(lambda p=p: answer(engine, p) for p in PROMPTS)) == expected
+    assert max(map(len, run_lengths)) > 2, "sequences share chunks, and the follower computes the same"
+    assert sum(map(sum, run_lengths)) == sum(map(len, PROMPTS)) + len(PROMPTS) * 8
+    assert engine.stats().shared_chunks > before.shared_chunks
+    assert sent[Channel.DONE] == len(run_lengths) * (len(ranks.communicators) - 1)
+
+
+def test_a_token_takes_two_messages_of_every_other_rank_beside_the_sums(ranks, sent):
+    """One says what to compute, and that the states before have advanced; the other that it is done."""
+    others = len(ranks.communicators) - 1
+    session = ranks.engine.session()
+    session.prefill(PROMPTS[2])
+    pieces = session.generate(max_new_tokens=6)
+    next(pieces)  # its logits are the prompt's
+    for _ in range(5):
+        sent.clear()
+        next(pieces)
+        del sent[Channel.SUM]
+        assert sent == {Channel.COMMAND: others, Channel.DONE: others}
+
+
+def test_a_lone_prompt_takes_as_few_messages_however_long_it_is(ranks, sent):
+    session = ranks.engine.session()
+    sent.clear()
+    session.prefill(IDS[:60])
+    others = len(ranks.communicators) - 1
+    assert (sent[Channel.DONE], sent[Channel.KEEP], sent[Channel.ABORT]) == (others, 0, 0)
+    assert sent[Channel.COMMAND] <= 3 * others
+
+
+def test_many_prompts_are_answered_and_scored_as_each_alone(ranks):
+    engine = ranks.engine
+    expected = [answer(engine, prompt) for prompt in PROMPTS]
+    assert engine.generate(PROMPTS, max_new_tokens=9) == expected
+    pieces = list(engine.stream(PROMPTS, max_new_tokens=9, max_sessions=3))
+    assert ["".join(piece.text for i, piece in pieces if i == index) for index in range(len(PROMPTS))] == expected
+    pairs = [(IDS[:n], IDS[n : n + k]) for n, k in [(1, 1), (5, 3), (20, 1), (40, 9), (2, 30)]]
+    assert engine.score(pairs) == [engine.session().score(*pair) for pair in pairs]
+
+
+def test_tasks_of_an_event_loop_share_chunks_and_are_cancelled(ranks):
+    engine = ranks.engine
+    long = (IDS * 3)[:100]
+
+    async def use(prompt):
+        async with await engine.asession() as session:
+            await session.aprefill(prompt)
+            return "".join([piece.text async for piece in session.agenerate(max_new_tokens=9)])
+
+    async def cancelled(number):
+        async with await engine.asession() as session:
+            await session.aprefill(PROMPTS[3])
+            task = asyncio.create_task(session.aprefill(long))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            await asyncio.sleep(number * 1e-3)
+            task.cancel()
+            with suppress(asyncio.CancelledError):  # it may come too late
+                await task
+            session.rewind(len(PROMPTS[3]))
+            return (await session.aprefill(PROMPTS[4])).logits
+
+    async def main():
+        return await asyncio.gather(*map(use, PROMPTS), *map(cancelled, range(6)))
+
+    found = asyncio.run(main())
+    assert found[: len(PROMPTS)] == [answer(engine, prompt) for prompt in PROMPTS]
+    session = engine.session()
+    session.prefill(PROMPTS[3])
+    expected = session.prefill(PROMPTS[4]).logits
+    for logits in found[len(PROMPTS) :]:
+        np.testing.assert_array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_lone_prompt_gives_way_on_all_ranks(name):
+    """Its first sum of the third chunk waits until another has come: what no rank has begun by then is shared."""
+    ids = (input_ids(name) * 4)[:100]
+    with led(name, 2, chunk_length=8, chunks_in_flight=2) as ranks:
+        engine, is_there, has_come, kept = ranks.engine, threading.Event(), threading.Event(), []
+        expected = [engine.session().prefill(prompt, logits="all").logits for prompt in (ids, ids[:5])]
+        leader = ranks.communicators[0]
+        sums, keep = leader.all_reduce, engine._mirror.keep
+
+        def all_reduce(partial, out, *, key):
+            if key.position == 16:
+                is_there.set()
+                assert has_come.wait(HANGS)
+            sums(partial, out, key=key)
+
+        def note(number, num_chunks):
+            kept.append(num_chunks)
+            keep(number, num_chunks)
+
+        leader.all_reduce, engine._mirror.keep = all_reduce, note
+
+        def second():
+            assert is_there.wait(HANGS)
+            threading.Timer(0.05, has_come.set).start()
+            return engine.session().prefill(ids[:5], logits="all").logits
+
+        found = in_threads(lambda: engine.session().prefill(ids, logits="all").logits, second)
+        for here, there in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(here, there)
+        assert len(kept) == 1
+        assert 3 <= kept[0] < 8
+        np.testing.assert_array_equal(engine.session().prefill(ids, logits="all").logits, expected[0])
+
+
+def fail_at(engine, poison):
+    """Have an engine's last task with state fail, once it has written, on chunks that hold a token."""
+    lanes = engine._conductor.lanes
+    for lane in {id(lane): lane for lane in (lanes.prompts, lanes.tokens, lanes.many, lanes.few)}.values():
+        last = [subgraph for subgraph in lane.subgraphs if subgraph.subgraph.state][-1]
+
+        def fail(slot, segments, num_tokens, number=0, run=last.run):
+            run(slot, segments, num_tokens, number)
+            if any(poison in segment.token_ids for segment in segments):
+                raise ValueError("made to fail")
+
+        last.run = fail
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("name", STATES)
+def test_a_task_that_fails_on_a_rank_fails_the_sequences_of_its_chunk(name, failing):
+    ids = [token for token in input_ids(name) if token != input_ids(name)[-1]] * 3
+    poison = input_ids(name)[-1]
+    with led(name, 2, chunk_length=16) as ranks:
+        engine = ranks.engine
+        starts = [ids[i : i + 2 + 3 * i] for i in range(6)]
+        expected = []
+        for start in starts:
+            session = engine.session()
+            session.prefill(start)
+            expected.append([session.prefill(ids[:n], logits="all").logits for n in (1, 9, 30, 1)])
+        fail_at(engine if failing == 0 else ranks.of_followers[1], poison)
+        num_failed, told = Counter(), set()
+
+        def work(index):
+            session = engine.session()
+            while True:
+                try:
+                    session.prefill(starts[index])
+                    break
+                except BackendError:
+                    assert session.position == 0
+            for number, n in enumerate((1, 9, 30, 1)):
+                position = session.position
+                for attempt in range(1000):
+                    tokens = [*ids[: n - 1], poison] if index < 2 and attempt < 2 else ids[:n]
+                    try:
+                        found = session.prefill(tokens, logits="all").logits
+                        break
+                    except BackendError as error:
+                        told.add(str(error))
+                        assert session.position == session._sequence.state.position == position
+                        num_failed[index] += 1
+                np.testing.assert_array_equal(found, expected[index][number])
+
+        assert in_threads(*(lambda i=i: work(i) for i in range(6))) == [None] * 6
+        assert min(num_failed[0], num_failed[1]) >= 8
+        assert all("made to fail" in message for message in told)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_lost_rank_ends_everybody(size):
+    with led(NAME, size, chunk_length=8) as ranks:
+        engine, has_begun = ranks.engine, threading.Barrier(5, timeout=HANGS)
+        lost = ranks.communicators[-1]
+
+        def lose():
+            has_begun.wait()
+            lost.leave(f"rank {size - 1} was lost: made to; start all ranks again")
+
+        def work():
+            session = engine.session()
+            has_begun.wait()
+            while True:
+                session.prefill(PROMPTS[4])
+                session.rewind(0)
+
+        async def in_loop():
+            session = await engine.asession()
+            has_begun.wait()
+            while True:
+                await session.aprefill(PROMPTS[4])
+                session.rewind(0)
+
+        *errors, nothing = in_threads(work, work, work, lambda: asyncio.run(in_loop()), lose)
+        assert nothing is None
+        for error in errors:
+            assert isinstance(error, DeviceLostError)
+            assert str(error).endswith(f"rank {size - 1} was lost: made to; start all ranks again")
+        with pytest.raises(DeviceLostError):
+            engine.session().prefill(PROMPTS[0])
+
+
+def test_a_follower_that_is_out_of_step_ends_all():
+    with led(NAME, 2, chunk_length=8) as ranks:
+        session = ranks.engine.session()
+        session.prefill(PROMPTS[1])
+        ranks.of_followers[1].take_part = lambda *_: pytest.fail("nothing is computed")
+        session._sequence.state._present = type(session._sequence.state._present)(position=2)
+        with pytest.raises(DeviceLostError, match=r"rank 1 failed: BackendError: its state is at 8, .* at 2"):
+            ranks.engine.run(Run(np.array([5]), session._sequence.state))
+
+
+def test_options_of_many_sequences(caplog):
+    with led(NAME, 2, chunk_length=8, batcher="sequential") as ranks:
+        engine, one = ranks.engine, ranks.engine.session()._sequence.state.num_bytes
+        expected = [answer(engine, prompt) for prompt in PROMPTS]
+        assert in_threads(*(lambda p=p: answer(engine, p) for p in PROMPTS)) == expected
+        stats = engine.stats()
+        assert stats.shared_rows >= stats.shared_chunks > 0
+    with led(NAME, 2, chunk_length=8, cache_memory=2 * one, queue=1) as ranks:
+        engine = ranks.engine
+        first, second = engine.session(), engine.session()
+        with pytest.raises(BusyError, match="the caches of 2 sessions take all"):
+            engine.session()
+
+        async def main():
+            waiting = asyncio.create_task(engine.asession())
+            await asyncio.sleep(0)
+            with pytest.raises(BusyError, match="1 sequences wait for room in the caches already"):
+                await engine.asession()
+            second.close()
+            (await waiting).close()
+
+        asyncio.run(main())
+        first.close()
+        assert engine.generate(PROMPTS, max_new_tokens=9) == expected
+    with (
+        pytest.raises(ConfigError, match=rf"cache_memory is {one - 1} bytes, but .* take {one}"),
+        led(NAME, 2, chunk_length=8, cache_memory=one - 1),
+    ):
+        pass
+    for decode_on in ("cpu", "npu", "auto"):
+        with led(NAME, 2, chunk_length=8, decode_on=decode_on) as ranks:
+            assert in_threads(*(lambda p=p: answer(ranks.engine, p) for p in PROMPTS[:3])) == expected[:3]
+
+
+@pytest.mark.parametrize(
+    ("of_others", "message"),
+    [
+        (
+            {"chunks_in_flight": 3},
+            "rank 1 does not compute as rank 0 does: it has another NPU, or other chunks in flight;",
+        ),
+        ({"context_length": 64}, "rank 1 has loaded another model than rank 0: its context length differ;"),
+    ],
+)
+def test_ranks_that_would_compute_otherwise_are_refused(of_others, message):
+    """What a lone prompt withdraws is known without asking, since all have as many chunks in flight."""
+    with (
+        pytest.raises(ConfigError, match=message),
+        led(NAME, 2, of_others=of_others, chunk_length=8, chunks_in_flight=2),
+    ):
+        pass
+
+
+def test_a_state_of_the_first_rank_alone_is_refused(ranks):
+    engine = ranks.engine
+    state = State(engine.plan, engine.context_length, engine._cache_dtype, chunk_length=engine.chunk_length)
+    with pytest.raises(ConfigError, match="the state is this rank's alone; take that of a session"):
+        engine.run(Run(np.array([5]), state))
+
+
+def test_ranks_that_nobody_leads_take_one_run_at_a_time():
+    """Each has a caller of its own; they compute the same as long as all callers do the same, in one order."""
+
+    def work(communicator):
+        options = {"npu": "native", "chunk_length": 8, "threads": 1}
+        with chunkrt.load(checkpoint(NAME), communicator=communicator, **options) as engine:
+            with pytest.raises(ConfigError, match="ranks that nobody leads take one run at a time"):
+                asyncio.run(engine.session().aprefill(PROMPTS[1]))
+            with pytest.raises(ConfigError, match="outside the vocabulary"):
+                engine.generate([*PROMPTS[:2], [10**9]], max_new_tokens=2)
+            expected = [answer(engine, prompt) for prompt in PROMPTS]
+            assert engine.generate(PROMPTS, max_new_tokens=9) == expected
+            assert engine.stats().shared_chunks == 0
+            return expected
+
+    first, second = on_ranks(2, work)
+    assert first == second
