@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,9 +22,11 @@ from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.many import OneByOne, Runs
 from chunkrt.engine.many_prompts import ManyPrompts
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.engine.roles import open_backends
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
+from chunkrt.engine.stats import EngineStats
 from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
@@ -44,24 +46,6 @@ if TYPE_CHECKING:
     from asyncio import Future
 
     from chunkrt.engine.ranks.leader import EngineMirror
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """What an engine does and holds.
-
-    sessions: that are open. cache_bytes: reserved for their caches. waiting_sessions: that wait for room in them.
-    waiting_runs: prompts and tokens that share chunks now, or wait to. shared_chunks, shared_rows: the chunks that have
-    been computed for those that could share them, and the tokens in them; chunk_length: the most that one holds.
-    """
-
-    sessions: int
-    cache_bytes: int
-    waiting_sessions: int
-    waiting_runs: int
-    shared_chunks: int
-    shared_rows: int
-    chunk_length: int
 
 
 class Engine(ManyPrompts):
@@ -135,6 +119,13 @@ class Engine(ManyPrompts):
         ).build()
         self.npu_backend = executors.npu_backend
         self._has_ranks = communicator is not None
+        self.prefix_cache = open_cache(
+            options,
+            executors.exactness,
+            self.chunk_length,
+            has_ranks=self._has_ranks,
+            is_npu_lost=executors.is_npu_lost,
+        )
         self._conductor = Conductor(executors.lanes, find_batcher(options.batcher))
 
     @property
@@ -187,6 +178,8 @@ class Engine(ManyPrompts):
             sessions=memory.num_states,
             cache_bytes=memory.num_bytes,
             waiting_sessions=memory.num_waiting,
+            prefix_bytes=0 if self.prefix_cache is None else self.prefix_cache.num_bytes,
+            cached_tokens=0 if self.prefix_cache is None else self.prefix_cache.num_cached,
             waiting_runs=conductor.num_waiting,
             shared_chunks=conductor.num_chunks,
             shared_rows=conductor.num_rows,
@@ -279,6 +272,8 @@ class Engine(ManyPrompts):
                 self.is_closed = True
                 self._cache_memory.look_again()  # each that is told so goes, and tells the next
                 self._conductor.close()
+                if self.prefix_cache is not None:
+                    self.prefix_cache.close()
                 self._verification.stop()
                 if self._mirror is not None:
                     self._mirror.close()

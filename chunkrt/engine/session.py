@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol, get_args
 
 from chunkrt.engine.driving import OneUser, drive, drive_async
@@ -17,7 +18,7 @@ from chunkrt.engine.sequence import (
     as_token_ids,
     require_whole,
 )
-from chunkrt.errors import ClosedError, ConfigError
+from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Logits, Run, RunResult
 from chunkrt.runtime.state import State
@@ -211,7 +212,14 @@ class Session:
 
     def close(self) -> None:
         """End the session: every later use is refused, and its caches go. Closing twice is allowed."""
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        try:
+            with suppress(ChunkrtError):  # the engine is closed, or another thread still runs here
+                self._check_open()
+                with self._one_user():
+                    self._sequence.keep_prefix()
+        finally:
             self._is_closed = True
             self._sequence.release()
 

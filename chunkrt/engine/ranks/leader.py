@@ -20,7 +20,8 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
 from chunkrt.runtime.run import Run, RunResult
-from chunkrt.runtime.state import Snapshot, State
+from chunkrt.runtime.snapshot import Snapshot
+from chunkrt.runtime.state import State
 from chunkrt.runtime.state_tensors import CacheDtype
 
 
