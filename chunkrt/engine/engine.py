@@ -120,11 +120,7 @@ class Engine(ManyPrompts):
         self.npu_backend = executors.npu_backend
         self._has_ranks = communicator is not None
         self.prefix_cache = open_cache(
-            options,
-            executors.exactness,
-            self.chunk_length,
-            has_ranks=self._has_ranks,
-            is_npu_lost=executors.is_npu_lost,
+            self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
         )
         self._conductor = Conductor(executors.lanes, find_batcher(options.batcher))
 

@@ -9,14 +9,14 @@ copies it lives until that is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 from typing import Protocol
 
-from chunkrt.engine.prefix_cache.tree import Addition, PrefixTree, evict
-from chunkrt.runtime.prefix import Prefix
+from chunkrt.engine.prefix_cache.tree import NODE_BYTES, STEP, Addition, Node, PrefixTree, evict
+from chunkrt.runtime.prefix import Prefix, StateForms
 from chunkrt.runtime.state import State
 
 LEAST_BETWEEN_CUTS = 512
@@ -38,12 +38,12 @@ class Exactness:
 class Store(Protocol):
     """What keeps prefixes beyond memory."""
 
-    def load(self, tree: PrefixTree, tokens: Sequence[int], rope_offset: int, lock: Lock, clock: int) -> None:
-        """Put into a tree what there is beyond it."""
+    def load(self, forms: StateForms, tokens: Sequence[int], rope_offset: int, known: int) -> Iterator[Addition]:
+        """What there is of some tokens beyond the first that are known, part by part."""
         ...
 
-    def save(self, tree: PrefixTree, tokens: Sequence[int], rope_offset: int) -> None:
-        """Have written what a tree holds of these tokens, some time."""
+    def save(self, forms: StateForms, rope_offset: int, nodes: Sequence[Node]) -> None:
+        """Have nodes written that follow one another from the first token on, some time."""
         ...
 
     def close(self) -> None:
@@ -100,11 +100,9 @@ class PrefixCache:
             found = tree.find(tokens, state.position, limit, clock)
         if self._store is None or (found is not None and found.position + self.exactness.step > limit):
             return found
-        self._store.load(tree, tokens[:limit], state.rope_offset, self._lock, clock)
+        self._load(self._store, tree, tokens, state.rope_offset, clock)
         with self._lock:
-            found = tree.find(tokens, state.position, limit, clock)
-            evict(list(self._trees.values()), self.limit)
-        return found
+            return tree.find(tokens, state.position, limit, clock)
 
     def add(self, tokens: Sequence[int], state: State) -> None:
         """Keep what a state holds of its first tokens; at its position it is exact if they are all."""
@@ -120,7 +118,7 @@ class PrefixCache:
             for one in wanted:
                 part, start, is_new = one
                 has_rings = bool(forms.rings) and state.first_in_rings <= start
-                room -= len(part) * (is_new * forms.cache_bytes + has_rings * forms.ring_bytes)
+                room -= len(part) * (is_new * forms.cache_bytes + has_rings * forms.ring_bytes) + is_new * NODE_BYTES
                 if room < 0:
                     break
                 kept.append(one)
@@ -135,8 +133,10 @@ class PrefixCache:
             recurrent = {len(tokens): state.recurrent()} if takes_recurrent else {}
             with self._lock:
                 tree.add(tokens, Addition(pieces=pieces, recurrent=recurrent), clock)
-        if self._store is not None:
-            self._store.save(tree, tokens, state.rope_offset)
+            if self._store is not None:
+                with self._lock:
+                    nodes = tree.path(tokens)
+                self._store.save(forms, state.rope_offset, nodes)
 
     def part_lengths(self, tokens: Sequence[int], state: State) -> list[int]:
         """The run of the tokens that a state has not seen, parted where rings and recurrent tensors shall be kept.
@@ -173,6 +173,17 @@ class PrefixCache:
         self.clear()
         if self._store is not None:
             self._store.close()
+
+    def _load(self, store: Store, tree: PrefixTree, tokens: Sequence[int], rope_offset: int, clock: int) -> None:
+        """Put into a tree what the store has of some tokens, as long as all of that fits."""
+        with self._lock:
+            known = tree.matched(tokens) // STEP * STEP
+        for addition in store.load(tree.forms, tokens, rope_offset, known):
+            end = addition.pieces[-1].end
+            with self._adding, self._lock:
+                tree.add(tokens[:end], addition, clock)
+                if evict(list(self._trees.values()), self.limit) and tree.matched(tokens) < end:
+                    return
 
     def _is_off(self) -> bool:
         return self._is_closed or self._is_lost()

@@ -20,6 +20,9 @@ from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms
 STEP = 32
 """Tokens of a node."""
 
+NODE_BYTES = 1024
+"""What a node takes beside its arrays, about."""
+
 Tokens = tuple[int, ...]
 
 
@@ -40,7 +43,7 @@ class Node:
     def num_bytes(self) -> int:
         """That it holds, its children not counted."""
         arrays = (*self.piece.caches, *(self.piece.rings or ()), *(a for kept in self.recurrent.values() for a in kept))
-        return sum(array.nbytes for array in arrays)
+        return NODE_BYTES + sum(array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
