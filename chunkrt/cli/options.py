@@ -188,6 +188,11 @@ def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
         write_trace(path, records, f"chunkrt {model}")
 
 
+def measured(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings to measure with: everything is computed, unless the prefix cache is asked for by name."""
+    return {**settings, "prefix_cache": settings.get("prefix_cache") or "off"}
+
+
 @contextmanager
 def open_engine(model: str, options: dict[str, Any]) -> Iterator[Engine]:
     """Load a model, showing a progress bar on stderr while it is pulled or compiled."""

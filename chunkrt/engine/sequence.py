@@ -8,9 +8,8 @@ run, so that an interrupt leaves a sequence whose state is at most behind.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.cache import PrefixCache
 from chunkrt.engine.prefix_cache.reuse import Reuse
+from chunkrt.engine.session_file import Conversation
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
@@ -32,24 +32,6 @@ Result = TypeVar("Result")
 Steps = Generator[Run, RunResult, Result]
 """What a sequence does, run by run: it yields each, is sent what came of it, and returns in the end. Who drives it
 computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`)."""
-
-
-def require_whole(name: str, value: object) -> int:
-    """An argument that has to be a whole number, NumPy's too. Raises ConfigError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ConfigError(f"{name} is {value!r}, expected a whole number")
-    return int(value)
-
-
-def as_token_ids(prompt: object) -> list[int]:
-    """A prompt that is no text. Raises ConfigError if it does not consist of whole numbers: nothing is rounded."""
-    expected = "expected text, or the ids of tokens, which are whole numbers"
-    if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(prompt, Iterable):
-        raise ConfigError(f"the prompt is of type {type(prompt).__name__}; {expected}")
-    ids = list(prompt)
-    if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, Integral)]:
-        raise ConfigError(f"the prompt holds {wrong[0]!r}; {expected}")
-    return [int(token) for token in ids]
 
 
 class SequenceEngine(Protocol):
@@ -198,6 +180,21 @@ class TokenSequence:
         copy._reuse = self._reuse.copy()
         return copy
 
+    @property
+    def conversation(self) -> Conversation:
+        """What there is beside the state."""
+        return Conversation(
+            tokens=np.array(self.tokens, np.int64),
+            dropped=np.array(self._dropped, np.int64),
+            logits=self.logits,
+            follows_text=self.follows_text,
+        )
+
+    def go_on(self, said: Conversation) -> None:
+        """Have said this; the state has been loaded."""
+        self.tokens, self._dropped = said.tokens.tolist(), said.dropped.tolist()
+        self.logits, self.follows_text = said.logits, said.follows_text
+
     def keep_prefix(self) -> None:
         """Give the prefix cache what it lacks of the state."""
         self._reuse.keep(self.tokens, self.state)
@@ -285,13 +282,14 @@ class TokenSequence:
             parts = [num_left - num_cached] if logits == "all" else reuse.part_lengths(self.tokens, state)
             if len(parts) > 1 and before is None:
                 before = state.mark()
-            results = []
+            results = list[PrefillResult]()
             for length in parts:
                 position = state.position
                 is_last = position + length == len(self.tokens)
                 reuse.before_run(position)
                 part = self.tokens[position : position + length]
-                results.append((yield from self._run(part, logits if is_last else "none")))
+                cached_before = 0 if results else num_cached
+                results.append((yield from self._run(part, logits if is_last else "none", cached_before)))
                 reuse.after_run(position, length)
                 if num_new:
                     reuse.keep(self.tokens, state)
@@ -309,13 +307,14 @@ class TokenSequence:
             self.state.reset(rope_offset)
         return self.tokens[self.state.position :]
 
-    def _run(self, token_ids: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
+    def _run(self, token_ids: Sequence[int], logits: Logits, num_cached: int) -> Steps[PrefillResult]:
         start = time.perf_counter()
         run = yield Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel)
         seconds = time.perf_counter() - start
         self.logits = run.logits[-1].copy() if run.logits is not None else None
         if self.on_run is not None:  # it may use the session itself
-            for record in run.records:
+            first, *others = run.records
+            for record in (replace(first, num_cached=num_cached), *others):
                 self.on_run(record)
         wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         return PrefillResult(

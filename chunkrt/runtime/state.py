@@ -21,7 +21,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms, copied, writes_of
 from chunkrt.runtime.snapshot import Present, Snapshot
-from chunkrt.runtime.state_file import StateFile
+from chunkrt.runtime.state_file import StateFile, state_file
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors
 
 _serials = count()
@@ -274,17 +274,17 @@ class State:
         self._settle()
         return position
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what later tokens see as a NumPy .npz file, beside `path` first and then renamed.
+    def save(self, path: str | os.PathLike[str] | StateFile) -> None:
+        """Write what later tokens see as a NumPy .npz file, aside first and then renamed.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         self._settle()
         numbers = {"position": self.position, "rope_offset": self.rope_offset, "raw_keys": int(self.plan.has_raw_keys)}
-        StateFile(path).write(numbers, self._tensors.seen(self.position))
+        state_file(path).write(numbers, self._tensors.seen(self.position))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str] | StateFile) -> None:
         """Replace the contents by what `save` wrote for the same decoder and dtype.
 
         The capacity and the chunk length may differ.
@@ -294,7 +294,7 @@ class State:
                 capacity. The state is then unchanged.
         """
         self._settle()
-        arrays, numbers = StateFile(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
+        arrays, numbers = state_file(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
         position = numbers["position"]
         self._present = Present(
             position=position,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from threading import Lock
 
 from chunkrt.engine.options import EngineOptions
@@ -22,6 +21,7 @@ from chunkrt.runtime.ranks.mpi import MpiCommunicator
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.snapshot import Snapshot
 from chunkrt.runtime.state import State
+from chunkrt.runtime.state_file import StateFile, state_file
 from chunkrt.runtime.state_tensors import CacheDtype
 
 
@@ -213,18 +213,18 @@ class MirroredState(State):
         self._copy_to(copy)
         return copy
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str] | StateFile) -> None:
         """See `State.save`. Each other rank writes its own file, with ".rank1" and so on at its name's end."""
         super().save(path)
-        self._leader.ask(self.number, "save", RankPath(Path(path)))
+        self._leader.ask(self.number, "save", RankPath(state_file(path).path))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str] | StateFile) -> None:
         """See `State.load`; the files are those that `save` wrote, with as many ranks."""
         before = self.snapshot()
         try:
             with self._mirrored(None):
                 super().load(path)
-            self._leader.ask(self.number, "load", RankPath(Path(path)))
+            self._leader.ask(self.number, "load", RankPath(state_file(path).path))
         except BaseException:
             self.restore(before)
             raise
