@@ -20,7 +20,7 @@ import numpy as np
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
 from chunkrt.backends.base import SegmentExecutable, SegmentOperands
 from chunkrt.backends.native.backend import NativeBackend
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import linear_nodes
@@ -37,7 +37,7 @@ CONTEXT, FIRST = 256, 40
 @engine_options
 def few_rows(model: str, rounds: int, **settings: Any) -> None:
     """Print what 1 to 32 rows of MODEL's linears cost, and what its layers and its head do."""
-    with open_engine(model, {**settings, "npu": "native", "threads": 1}) as engine:
+    with open_engine(model, {**measured(settings), "npu": "native", "threads": 1}) as engine:
         plan = engine.plan
         shapes = sorted({tuple(int(d) for d in plan.tensors[name].shape) for name in linear_nodes(plan)})
         _print_head("linear", "weights")

@@ -18,7 +18,7 @@ from typing import Any
 import click
 import numpy as np
 
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 
@@ -50,7 +50,7 @@ class Decoding:
 @engine_options
 def packed(model: str, rounds: int, num_tokens: int, num_prompt: int, **settings: Any) -> None:
     """Print what sequences of MODEL decode together, and what a long prompt and they cost each other."""
-    with open_engine(model, settings) as engine:
+    with open_engine(model, measured(settings)) as engine:
         decoded: dict[int, list[float]] = {number: [] for number in SEQUENCES}
         alone, beside, gaps, chunks = [], [], list[float](), list[float]()
         for _ in range(rounds):

@@ -104,7 +104,13 @@ class Launch:
 
 def serve(model: str, threads: int, chunk: int) -> None:
     """Prefill what is asked for on stdin, and answer on stdout. On all ranks but the first `load` does not return."""
-    options = {"scheme": DEFAULT_SCHEME, "npu": "native", "threads": threads, "chunk_length": chunk}
+    options = {
+        "scheme": DEFAULT_SCHEME,
+        "npu": "native",
+        "threads": threads,
+        "chunk_length": chunk,
+        "prefix_cache": "off",
+    }
     with chunkrt.load(model, **options) as engine, engine.session() as session:
         records: list[RunRecord] = []
         session.on_run = records.append

@@ -46,7 +46,7 @@ class Prefills:
     ) -> None:
         self._stack = ExitStack()
         self._engines = {
-            threads: self._stack.enter_context(chunkrt.load(model, threads=threads, **options))
+            threads: self._stack.enter_context(chunkrt.load(model, threads=threads, prefix_cache="off", **options))
             for threads in thread_counts
         }
         engine = self.engine
@@ -178,7 +178,7 @@ def _fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[str, An
     """Seconds from `load` to the first token, and bytes: before, at the peak after a longer prompt, weights, cache."""
     before = _peak_bytes()
     start = perf_counter()
-    with chunkrt.load(model, threads=threads, **options) as engine, engine.session() as session:
+    with chunkrt.load(model, threads=threads, prefix_cache="off", **options) as engine, engine.session() as session:
         session.prefill(PROMPT)
         next(session.generate(max_new_tokens=1))
         seconds = perf_counter() - start

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import write_trace
@@ -32,7 +32,7 @@ def trace_cost(model: str, prompt_length: int, rounds: int, **settings: Any) -> 
     random = np.random.default_rng(0)
     records: list[RunRecord] = []
     ratios = []
-    with open_engine(model, settings) as engine:
+    with open_engine(model, measured(settings)) as engine:
         for number in range(rounds + 1):
             tokens = random.integers(0, engine.plan.vocab_size, prompt_length).tolist()
             order = (None, records) if number % 2 else (records, None)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from chunkrt.cli import main
+from chunkrt.engine import options
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
 if hasattr(signal, "SIGHUP"):
@@ -38,6 +39,14 @@ def home(tmp_path_factory):
         patch.setenv("CHUNKRT_HOME", str(folder))
         patch.delenv("CHUNKRT_MODELS", raising=False)
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_prefix_cache():
+    """What tests compute is computed, even if another test computed the same before; those of the cache ask for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "DEFAULT_PREFIX_CACHE", "off")
+        yield
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def test_backends_conform(python):
 ROLES = """
 import sys
 import chunkrt, numpy as np
-from chunkrt.engine.engine import default_cache_dtype
+from chunkrt.engine.checks import default_cache_dtype
 from chunkrt.errors import ConfigError
 with chunkrt.load(sys.argv[1], npu="tiny", chunk_length=8) as engine:
     assert engine.npu_backend is engine.cpu_backend and engine.npu_backend.name == "tiny"

@@ -41,6 +41,7 @@ COMMANDS = {
     "export": "Write a decoder as ONNX, for other tools.",
     "models": "List the catalogue.",
     "pull": "Download a model of the catalogue.",
+    "cache": "Tell what is kept on this machine, and clear it.",
     "doctor": "Tell what this machine can run, and what is missing.",
 }
 

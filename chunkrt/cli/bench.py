@@ -16,7 +16,7 @@ import numpy as np
 
 from chunkrt.cli.bench_parallel import measure_parallel
 from chunkrt.cli.bench_rows import FORMATS, Setup, deviation, repeat, setup_of
-from chunkrt.cli.options import engine_options, open_engine, progress_bar, trace_option, written_trace
+from chunkrt.cli.options import engine_options, measured, open_engine, progress_bar, trace_option, written_trace
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
@@ -72,7 +72,8 @@ def bench(
     trace: Path | None,
     **settings: Any,
 ) -> None:
-    """Measure how fast MODEL prefills and decodes. Tokens are random; every test is run once before it counts.
+    """Measure how fast MODEL prefills and decodes. Tokens are random; every test is run once before it counts, and the
+    prefix cache is off unless it is asked for.
 
     A trace holds the last repetition of every test.
     """
@@ -81,7 +82,7 @@ def bench(
     tests = _tests(_numbers("-p", prompt_lengths), _numbers("-n", new_tokens), parallel)
     if not tests:
         raise ConfigError("nothing to measure: both -p and -n are 0")
-    with written_trace(trace, model) as records, open_engine(model, settings) as engine:
+    with written_trace(trace, model) as records, open_engine(model, measured(settings)) as engine:
         too_long = [test.num_tokens for test in tests if test.num_tokens > engine.context_length]
         if too_long:
             raise ConfigError(f"{too_long[0]} tokens do not fit the context of {engine.context_length}")

@@ -34,11 +34,13 @@ _SAMPLING = tuple(SamplingOptions.__dataclass_fields__)
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer and its figures. Times in seconds; rates in tokens per second."""
+    """An answer and its figures. Times in seconds; rates in tokens per second. `prompt_tokens`: that were run;
+    `cached_tokens`: that were not, since the prefix cache had them."""
 
     text: str
     finish_reason: FinishReason
     prompt_tokens: int
+    cached_tokens: int
     new_tokens: int
     prefill_tokens_per_second: float
     time_to_first_token_s: float
@@ -46,9 +48,10 @@ class Answer:
 
     def figures(self) -> str:
         """One line for a person."""
+        cached = f" and {self.cached_tokens} cached" if self.cached_tokens else ""
         decode = f"{self.decode_tokens_per_second:.1f}" if self.decode_tokens_per_second else "-"
         return (
-            f"prompt {self.prompt_tokens} tokens, prefill {self.prefill_tokens_per_second:.1f} tokens/s, "
+            f"prompt {self.prompt_tokens} tokens{cached}, prefill {self.prefill_tokens_per_second:.1f} tokens/s, "
             f"time to first token {self.time_to_first_token_s:.3f} s, "
             f"decode {self.new_tokens} tokens at {decode} tokens/s ({self.finish_reason})"
         )
@@ -106,6 +109,7 @@ def stream_answer(
         text="".join(piece.text for piece in pieces),
         finish_reason=pieces[-1].finish_reason or "stop",
         prompt_tokens=prefill.num_tokens,
+        cached_tokens=prefill.num_cached,
         new_tokens=len(pieces),
         prefill_tokens_per_second=prefill.num_tokens / prefill.seconds,
         time_to_first_token_s=first - begin,

@@ -65,6 +65,11 @@ def read_size(flag: str, text: str) -> int:
     return num_bytes
 
 
+def _size(flag: str) -> Callable[[str | None], int | None]:
+    """Reads a size, if one is given."""
+    return lambda text: None if text is None else read_size(flag, text)
+
+
 QUANTISATION_FIELDS = ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation")
 CONTEXT_FIELDS = ("context_shift", "context_keep")
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -72,7 +77,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "equalisation": _number("--equalise", "0 to 1, or off", word="off"),
     "ops": lambda given: given or None,
     "htp": HtpOptions.parse,
-    "cache_memory": lambda text: None if text is None else read_size("--cache-memory", text),
+    "cache_memory": _size("--cache-memory"),
+    "prefix_cache_memory": _size("--prefix-cache-memory"),
+    "prefix_cache_disk": _size("--prefix-cache-disk"),
 }
 _TYPES: dict[str, Any] = {"int": int, "bool": bool, "Path": click.Path(path_type=Path)}
 
@@ -179,6 +186,11 @@ def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
     yield records
     if path is not None:
         write_trace(path, records, f"chunkrt {model}")
+
+
+def measured(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings to measure with: everything is computed, unless the prefix cache is asked for by name."""
+    return {**settings, "prefix_cache": settings.get("prefix_cache") or "off"}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from chunkrt.backends.qnn import QnnBackend
-from chunkrt.cli.options import engine_options, open_engine, progress_bar
+from chunkrt.cli.options import engine_options, measured, open_engine, progress_bar
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
@@ -75,7 +75,7 @@ def measure_profile(
     with ExitStack() as stack:
         engines = {
             (threads, policy): stack.enter_context(
-                open_engine(model, {**settings, "threads": threads, "policy": policy})
+                open_engine(model, {**measured(settings), "threads": threads, "policy": policy})
             )
             for threads in budgets
             for policy in dict.fromkeys(("sequential", settings["policy"]))

@@ -46,12 +46,18 @@ class Group:
         """Tokens of all runs; those of sequences whose runs are not in the trace too, where they shared chunks."""
         return sum(record.num_tokens for record in joined(self.records))
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens before them that were not run, since the prefix cache had them."""
+        return sum(record.num_cached for record in self.records)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: nanoseconds, and shares of each processor's time in percent."""
         return {
             "name": self.name,
             "runs": len(self.records),
             "tokens": self.num_tokens,
+            "cached": self.num_cached,
             "policy": self.records[0].pipeline.policy,
             "wall_ns": self.wall_ns,
             "processors": [asdict(time) | {"percent": shares(time)} for time in self.processors],
@@ -115,9 +121,11 @@ def _text(group: Group) -> str:
     speed = group.num_tokens / (group.wall_ns / 1e9) if group.wall_ns else 0.0
     shared = group.packing
     num_chunks = shared.chunks if shared else record.num_chunks
+    cached = f"{group.num_cached} tokens cached, " if group.num_cached else ""
     lines = [
-        f"{group.name}: {runs}, {group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, policy {record.pipeline.policy}, "
-        f"{num_chunks} chunk{'s' if num_chunks > 1 else ''}, {record.pipeline.num_slots} chunk slots"
+        f"{group.name}: {runs}, {cached}{group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, "
+        f"policy {record.pipeline.policy}, {num_chunks} chunk{'s' if num_chunks > 1 else ''}, "
+        f"{record.pipeline.num_slots} chunk slots"
     ]
     if shared:
         padding = "" if shared.padding is None else f", {shared.padding:.1%} of the NPU's rows were padding"

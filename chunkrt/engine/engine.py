@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from chunkrt.backends import Backend
 from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.cache_memory import CacheMemory
+from chunkrt.engine.checks import check_cache, check_shift, default_cache_dtype
 from chunkrt.engine.executors import ExecutorBuilder
-from chunkrt.engine.lengths import check_shift, choose_chunk_length, choose_context_length
+from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.many import Runs
 from chunkrt.engine.many_prompts import ManyPrompts
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.engine.roles import open_backends
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
+from chunkrt.engine.session_file import Conversation, SessionFile
+from chunkrt.engine.stats import EngineStats
 from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
@@ -45,24 +49,6 @@ if TYPE_CHECKING:
     from asyncio import Future
 
     from chunkrt.engine.ranks.leader import EngineMirror
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """What an engine does and holds.
-
-    sessions: that are open. cache_bytes: reserved for their caches. waiting_sessions: that wait for room in them.
-    waiting_runs: prompts and tokens that share chunks now, or wait to. shared_chunks, shared_rows: the chunks that have
-    been computed for those that could share them, and the tokens in them; chunk_length: the most that one holds.
-    """
-
-    sessions: int
-    cache_bytes: int
-    waiting_sessions: int
-    waiting_runs: int
-    shared_chunks: int
-    shared_rows: int
-    chunk_length: int
 
 
 class Engine(ManyPrompts):
@@ -114,7 +100,7 @@ class Engine(ManyPrompts):
             Switches.parse(options.ops),
             default=default_base(options.npu),
         )
-        self._check_cache()
+        check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
         self._cache_memory = CacheMemory(options.cache_memory, options.queue)
         self._check_cache_memory()
         sampler = self.dispatcher.sampler()
@@ -135,6 +121,10 @@ class Engine(ManyPrompts):
             progress=progress,
         ).build()
         self.npu_backend = executors.npu_backend
+        self._has_ranks = communicator is not None
+        self.prefix_cache = open_cache(
+            self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
+        )
         self._conductor = Conductor(
             executors.lanes,
             find_batcher(options.batcher),
@@ -180,6 +170,35 @@ class Engine(ManyPrompts):
         self._check_open()
         return Session(self, await self._cache_memory.await_room(self.make_state))
 
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """A session that goes on where the one was that `Session.save` wrote.
+
+        Raises:
+            ClosedError, BusyError: as `session`.
+            ConfigError: the engine has ranks.
+            ModelError: the file is missing, damaged, or does not fit; see `Session.load`.
+        """
+        session = self.session()
+        try:
+            session.load(path)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
+        """A file that holds, or is to hold, a session. Raises ConfigError with ranks."""
+        if self._has_ranks:
+            raise ConfigError("each rank holds a share of a session, which is not saved; load the model without ranks")
+        model = f"{self.manifest.checkpoint or self.manifest.model}; {sorted(asdict(self.scheme).items())}"
+        return SessionFile(
+            path,
+            model=hashlib.sha256(model.encode()).digest(),
+            vocab_size=self.plan.vocab_size,
+            context_length=self.context_length,
+            conversation=conversation,
+        )
+
     def fork_state(self, state: State) -> State:
         """A copy of a state; `Session.fork` calls it. Raises BusyError if there is no room for it in the caches."""
         self._check_open()
@@ -193,6 +212,8 @@ class Engine(ManyPrompts):
             sessions=memory.num_states,
             cache_bytes=memory.num_bytes,
             waiting_sessions=memory.num_waiting,
+            prefix_bytes=0 if self.prefix_cache is None else self.prefix_cache.num_bytes,
+            cached_tokens=0 if self.prefix_cache is None else self.prefix_cache.num_cached,
             waiting_runs=conductor.num_waiting,
             shared_chunks=conductor.num_chunks,
             shared_rows=conductor.num_rows,
@@ -291,6 +312,8 @@ class Engine(ManyPrompts):
                 self.is_closed = True
                 self._cache_memory.look_again()  # each that is told so goes, and tells the next
                 self._conductor.close()
+                if self.prefix_cache is not None:
+                    self.prefix_cache.close()
                 self._verification.stop()
                 if self._mirror is not None:
                     self._mirror.close()
@@ -310,18 +333,6 @@ class Engine(ManyPrompts):
                 f"take {needed}; let them have more (--cache-memory), or take a shorter context (--context)"
             )
 
-    def _check_cache(self) -> None:
-        """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
-        if self.options.cache_dtype != "int8":
-            return
-        for subgraph in (s for s in self.plan.subgraphs if s.state):
-            for _, runner in self.dispatcher.runners(subgraph, self.cpu_backend.name):
-                if runner.operator == "cached_attention" and runner.runs_on != "native":
-                    raise ConfigError(
-                        f"caches of int8 are the native attention's alone, and {runner.runs_on} runs cached_attention "
-                        f"({runner.reason}); choose float32 or float16"
-                    )
-
     def check_process(self) -> None:
         """Raises ClosedError in a process that was forked from the engine's: it has neither its threads nor its NPU."""
         if os.getpid() != self._process_id:
@@ -340,8 +351,3 @@ def _settle(done: Future[None]) -> None:
     """A future that a task may have cancelled."""
     if not done.done():
         done.set_result(None)
-
-
-def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
-    """What the backend that attends takes first; float32 under "float"."""
-    return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from chunkrt.backends import Backend, Executable
+from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.backends.registry import NATIVE
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.prefix_cache.cache import Exactness
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, DeviceLostError, PartitionError
 from chunkrt.files import Progress
@@ -20,6 +22,9 @@ from chunkrt.runtime.lanes import Lanes
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.tasks import processors_for
 
+BY_ROWS = {NATIVE, QNN}
+"""Backends that compute every row by itself; see `parting_step` for what they do not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Executors:
@@ -29,10 +34,13 @@ class Executors:
     would pad, run on the CPU alone; native runs as few subgraphs for them as there can be, since each costs time. So it
     does for chunks that several sequences share, where there is no NPU.
     npu_backend: what plays the NPU's role; the CPU's, if the NPU failed already when it was compiled for.
+    exactness: what the bits depend on. is_npu_lost: whether the CPU has taken over since.
     """
 
     lanes: Lanes
     npu_backend: Backend
+    exactness: Exactness
+    is_npu_lost: Callable[[], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +64,8 @@ class ExecutorBuilder:
     def build(self) -> Executors:
         """Raises as `Engine`."""
         on_cpu = {s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs}
-        on_npu = self._compile_for_npu(on_cpu) if self.npu_backend is not self.cpu_backend else {}
+        health = NpuHealth()
+        on_npu = self._compile_for_npu(on_cpu, health) if self.npu_backend is not self.cpu_backend else {}
         npu_backend = self.npu_backend if on_npu else self.cpu_backend
         prompts = self._make(
             self.plan,
@@ -84,7 +93,29 @@ class ExecutorBuilder:
         if decode_on == "npu":
             tokens = prompts
         lanes = Lanes(prompts=prompts, tokens=tokens, many=many, few=few, decode_on=decode_on)
-        return Executors(lanes=lanes, npu_backend=npu_backend)
+        return Executors(
+            lanes=lanes,
+            npu_backend=npu_backend,
+            exactness=self._exactness(lanes, has_npu=bool(on_npu)),
+            is_npu_lost=lambda: bool(on_npu) and health.is_lost,
+        )
+
+    def _exactness(self, lanes: Lanes, *, has_npu: bool) -> Exactness:
+        """Native and the HTP compute rows one by one, whatever chunk they lie in; of others that is not known."""
+        backends = {self.cpu_backend.name, self.npu_backend.name if has_npu else self.cpu_backend.name}
+        is_by_rows = backends <= BY_ROWS and all(
+            runner.function is None
+            for s in self.plan.subgraphs
+            if s.device != "link"
+            for _, runner in self.dispatcher.runners(s, self._backend_of(s, has_npu=has_npu).name)
+        )
+        return Exactness(
+            step=lanes.parting_step if is_by_rows else self.chunk_length,
+            tokens_differ=has_npu and self.options.decode_on != "npu",
+        )
+
+    def _backend_of(self, subgraph: Subgraph, *, has_npu: bool) -> Backend:
+        return self.npu_backend if has_npu and subgraph.device == "npu" else self.cpu_backend
 
     def _link_or_cpu(self, subgraph: Subgraph) -> Backend:
         return self.link if self.link is not None and subgraph.device == "link" else self.cpu_backend
@@ -111,10 +142,9 @@ class ExecutorBuilder:
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
         return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
 
-    def _compile_for_npu(self, on_cpu: Mapping[str, Executable]) -> dict[str, Executable]:
+    def _compile_for_npu(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> dict[str, Executable]:
         """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
         subgraphs = [s for s in self.plan.subgraphs if s.device == "npu"]
-        health = NpuHealth()
         on_npu: dict[str, Executable] = {}
         for done, subgraph in enumerate(subgraphs):
             self.progress("compiling for the NPU", done, len(subgraphs))

@@ -46,12 +46,3 @@ def compiled_chunk_length(manifest: Manifest) -> int:
     """
     lengths = {target.chunk_length for target in manifest.npu}
     return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)
-
-
-def check_shift(context_length: int, options: EngineOptions) -> None:
-    """Raises ConfigError if a context that shifts has nothing to move."""
-    if options.context_shift and options.context_keep > context_length - 2:
-        raise ConfigError(
-            f"context_keep is {options.context_keep}, but of a context of {context_length} two tokens at least have to "
-            "move; keep fewer"
-        )

@@ -9,11 +9,11 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from chunkrt.engine.arguments import as_token_ids, require_whole
 from chunkrt.engine.generation import Piece
 from chunkrt.engine.many import MOST_AT_ONCE, Part, Runs, drive_many
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.engine.scoring import Score, encode_pair
-from chunkrt.engine.sequence import as_token_ids, require_whole
 from chunkrt.engine.session import Session
 from chunkrt.errors import BusyError, ConfigError
 from chunkrt.tokenizer import Tokenizer

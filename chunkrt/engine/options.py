@@ -29,6 +29,9 @@ CPU_CHUNK_LENGTH = 128
 """Without one: a processor reads weights once for all rows of a chunk, and pads none."""
 MOST_THREADS = 256
 
+DEFAULT_PREFIX_CACHE = "memory"
+"""Without ranks."""
+
 Outputs = Literal["grid", "float"]
 OnNpuFailure = Literal["fallback", "fail"]
 
@@ -110,6 +113,8 @@ class EngineOptions:
         an NPU that does not have those.
     shadow: "mixed" chooses by itself. A list is patterns of weight names with commas between.
     cache_memory: bytes; a session counts with all that is reserved for it.
+    prefix_cache: several processes may share a folder. With ranks only "off" is possible.
+    prefix_cache_memory, prefix_cache_disk: bytes.
     chunk_length: of several lengths that an engine directory was compiled for 32, or else the longest.
     chunks_in_flight: 1 to 256, each with buffers of its own; as many as help, and fit into 64 MiB.
     threads: for workers and kernel threads together.
@@ -194,6 +199,22 @@ class EngineOptions:
     )
     queue: int = _option(
         "--queue", "Sequences that may wait for room in --cache-memory before further ones are refused.", default=64
+    )
+    prefix_cache: str | Path | None = _option(
+        "--prefix-cache memory|disk|off|FOLDER",
+        "Where to keep what was computed of prompts, for those that begin alike; disk: a folder in chunkrt's own, with "
+        "memory before it.  [default: memory; off with ranks]",
+        must=(
+            lambda value: isinstance(value, str | Path) and bool(str(value).strip()),
+            "memory, disk, off or a folder",
+        ),
+    )
+    prefix_cache_memory: int | None = _option(
+        "--prefix-cache-memory SIZE",
+        "What it may take in memory.  [default: an eighth of what is free, at most 2GiB]",
+    )
+    prefix_cache_disk: int | None = _option(
+        "--prefix-cache-disk SIZE", "What its folder may take, files of all models together.  [default: 8GiB]"
     )
     chunks_in_flight: int | None = _option(
         "--in-flight", "Chunks under way at once.  [default: as many as help]", check=check_chunks_in_flight

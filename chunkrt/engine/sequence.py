@@ -8,15 +8,17 @@ run, so that an interrupt leaves a sequence whose state is at most behind.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.prefix_cache.cache import PrefixCache
+from chunkrt.engine.prefix_cache.reuse import Reuse
+from chunkrt.engine.session_file import Conversation
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
@@ -32,24 +34,6 @@ Steps = Generator[Run, RunResult, Result]
 computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`)."""
 
 
-def require_whole(name: str, value: object) -> int:
-    """An argument that has to be a whole number, NumPy's too. Raises ConfigError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ConfigError(f"{name} is {value!r}, expected a whole number")
-    return int(value)
-
-
-def as_token_ids(prompt: object) -> list[int]:
-    """A prompt that is no text. Raises ConfigError if it does not consist of whole numbers: nothing is rounded."""
-    expected = "expected text, or the ids of tokens, which are whole numbers"
-    if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(prompt, Iterable):
-        raise ConfigError(f"the prompt is of type {type(prompt).__name__}; {expected}")
-    ids = list(prompt)
-    if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, Integral)]:
-        raise ConfigError(f"the prompt holds {wrong[0]!r}; {expected}")
-    return [int(token) for token in ids]
-
-
 class SequenceEngine(Protocol):
     """What a sequence takes of an engine."""
 
@@ -57,6 +41,7 @@ class SequenceEngine(Protocol):
     options: EngineOptions
     context_length: int
     chunk_length: int
+    prefix_cache: PrefixCache | None
 
     def fork_state(self, state: State) -> State:
         """A copy of a state. Raises BusyError if there is no room for it."""
@@ -68,12 +53,13 @@ class PrefillResult:
     """What a prefill gave.
 
     `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `num_tokens`: that
-    were run, earlier ones that the state had lost among them. `seconds`: wall time. `events`: one record a task, for
-    figures and traces.
+    were run, earlier ones that the state had lost among them. `num_cached`: that were not, since the prefix cache had
+    them. `seconds`: wall time. `events`: one record a task, for figures and traces.
     """
 
     logits: Float32 | None
     num_tokens: int
+    num_cached: int = 0
     num_chunks: int
     seconds: float
     events: Sequence[TaskEvent]
@@ -101,6 +87,7 @@ class TokenSequence:
         self.on_run: Callable[[RunRecord], None] | None = None
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
+        self._reuse = Reuse(engine.prefix_cache)
         self._after_prompt: tuple[int, Float32] | None = None
         """Where the last prompt ended, and the logits there: a state that cannot go back by a token need not."""
 
@@ -166,12 +153,13 @@ class TokenSequence:
         if self.logits is None:
             if self.state.position == len(self.tokens):
                 self.state.rewind(self.state.position - 1)
-            yield from self._run(self._pending(), "last")
+            yield from self._catch_up(0, "last")
         assert self.logits is not None
         return self.logits
 
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on; see `Session.rewind`."""
+        self.keep_prefix()
         self.state.rewind(min(position, self.state.position))
         kept = self._after_prompt
         if kept is not None and position < kept[0]:
@@ -189,7 +177,27 @@ class TokenSequence:
         copy._dropped = self._dropped.copy()
         copy.logits, copy._after_prompt = self.logits, self._after_prompt
         copy.follows_text = self.follows_text
+        copy._reuse = self._reuse.copy()
         return copy
+
+    @property
+    def conversation(self) -> Conversation:
+        """What there is beside the state."""
+        return Conversation(
+            tokens=np.array(self.tokens, np.int64),
+            dropped=np.array(self._dropped, np.int64),
+            logits=self.logits,
+            follows_text=self.follows_text,
+        )
+
+    def go_on(self, said: Conversation) -> None:
+        """Have said this; the state has been loaded."""
+        self.tokens, self._dropped = said.tokens.tolist(), said.dropped.tolist()
+        self.logits, self.follows_text = said.logits, said.follows_text
+
+    def keep_prefix(self) -> None:
+        """Give the prefix cache what it lacks of the state."""
+        self._reuse.keep(self.tokens, self.state)
 
     def release(self) -> None:
         """Let the state go, and the memory of its caches; nothing can be run any more."""
@@ -201,6 +209,7 @@ class TokenSequence:
         keep, tokens = self._num_kept, self.tokens
         dropped = slice(keep, keep + (len(tokens) - keep) // 2)
         self.logits = self._after_prompt = None
+        self._reuse.shifted(keep)
         try:
             self.state.shift(keep, dropped.stop - keep)
             self.tokens = tokens[: dropped.start] + tokens[dropped.stop :]
@@ -225,17 +234,17 @@ class TokenSequence:
     def _extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
         """Take and run tokens for which there is room."""
         num_before, before = len(self.tokens), self.logits
+        self.keep_prefix()
         self.logits = None
         self.tokens += new
         try:
-            pending = self._pending()
-            result = yield from self._run(pending, logits)
+            result = yield from self._catch_up(len(new), logits)
         except BaseException:
             if self.state.position <= num_before:  # else the state has seen them
                 del self.tokens[num_before:]
                 self.logits = before
             raise
-        if logits == "all" and result.logits is not None and len(pending) > len(new):
+        if logits == "all" and result.logits is not None:
             return replace(result, logits=result.logits[-len(new) :])
         return result
 
@@ -255,13 +264,41 @@ class TokenSequence:
             self.state.restore(state)
             raise
         rows = [result.logits for result in results if result.logits is not None]
-        return PrefillResult(
-            logits=np.concatenate(rows) if logits == "all" else results[-1].logits,
-            num_tokens=sum(result.num_tokens for result in results),
-            num_chunks=sum(result.num_chunks for result in results),
-            seconds=sum(result.seconds for result in results),
-            events=[event for result in results for event in result.events],
-        )
+        return replace(_joined(results), logits=np.concatenate(rows) if logits == "all" else results[-1].logits)
+
+    def _catch_up(self, num_new: int, logits: Logits) -> Steps[PrefillResult]:
+        """Run the tokens that the state has not seen, of which the last `num_new` are new ones, but for those that the
+        prefix cache has. Whatever is raised, the state is as it was, or has seen them all."""
+        start, state, reuse = time.perf_counter(), self.state, self._reuse
+        num_left = len(self._pending())
+        limit = len(self.tokens) - (num_new if logits == "all" else 0)
+        prefix = reuse.find(self.tokens, state, limit)
+        before = None
+        try:
+            num_cached = 0
+            if prefix is not None:
+                before = state.mark()
+                num_cached = reuse.take(prefix, state)
+            parts = [num_left - num_cached] if logits == "all" else reuse.part_lengths(self.tokens, state)
+            if len(parts) > 1 and before is None:
+                before = state.mark()
+            results = list[PrefillResult]()
+            for length in parts:
+                position = state.position
+                is_last = position + length == len(self.tokens)
+                reuse.before_run(position)
+                part = self.tokens[position : position + length]
+                cached_before = 0 if results else num_cached
+                results.append((yield from self._run(part, logits if is_last else "none", cached_before)))
+                reuse.after_run(position, length)
+                if num_new:
+                    reuse.keep(self.tokens, state)
+        except BaseException:
+            if before is not None and state.position < len(self.tokens):
+                state.return_to(before)
+            raise
+        seconds = time.perf_counter() - start
+        return replace(results[0] if len(results) == 1 else _joined(results), num_cached=num_cached, seconds=seconds)
 
     def _pending(self) -> list[int]:
         """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
@@ -270,13 +307,14 @@ class TokenSequence:
             self.state.reset(rope_offset)
         return self.tokens[self.state.position :]
 
-    def _run(self, token_ids: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
+    def _run(self, token_ids: Sequence[int], logits: Logits, num_cached: int) -> Steps[PrefillResult]:
         start = time.perf_counter()
         run = yield Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel)
         seconds = time.perf_counter() - start
         self.logits = run.logits[-1].copy() if run.logits is not None else None
         if self.on_run is not None:  # it may use the session itself
-            for record in run.records:
+            first, *others = run.records
+            for record in (replace(first, num_cached=num_cached), *others):
                 self.on_run(record)
         wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         return PrefillResult(
@@ -286,3 +324,15 @@ class TokenSequence:
             seconds=seconds,
             events=[event for record in run.records for event in record.events],
         )
+
+
+def _joined(results: Sequence[PrefillResult]) -> PrefillResult:
+    """The figures of several, and the logits of the last."""
+    return PrefillResult(
+        logits=results[-1].logits,
+        num_tokens=sum(result.num_tokens for result in results),
+        num_cached=sum(result.num_cached for result in results),
+        num_chunks=sum(result.num_chunks for result in results),
+        seconds=sum(result.seconds for result in results),
+        events=[event for result in results for event in result.events],
+    )

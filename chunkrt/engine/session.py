@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol, get_args
 
+from chunkrt.engine.arguments import as_token_ids, require_whole
 from chunkrt.engine.driving import OneUser, drive, drive_async
 from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
@@ -14,10 +17,9 @@ from chunkrt.engine.sequence import (
     SequenceEngine,
     Steps,
     TokenSequence,
-    as_token_ids,
-    require_whole,
 )
-from chunkrt.errors import ClosedError, ConfigError
+from chunkrt.engine.session_file import Conversation, SessionFile
+from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Logits, Run, RunResult
 from chunkrt.runtime.state import State
@@ -37,6 +39,10 @@ class SessionEngine(SequenceEngine, Protocol):
 
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder."""
+        ...
+
+    def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
+        """A file that holds, or is to hold, a session. Raises ConfigError with ranks."""
         ...
 
     async def arun(self, run: Run) -> RunResult:
@@ -217,13 +223,46 @@ class Session:
         copy._sequence = sequence
         return copy
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the conversation to a file, aside first and then renamed; `Engine.load_session` goes on with it, in
+        another process too, with any chunk length.
+
+        Raises:
+            ConfigError: the file cannot be written, or the engine has ranks.
+        """
+        self._check_open()
+        with self._one_user():
+            self._sequence.state.save(self._engine.session_file(path, self._sequence.conversation))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Be as the session was that `save` wrote. `Engine.load_session` opens one and calls this.
+
+        Raises:
+            ConfigError: the engine has ranks.
+            ModelError: the file is missing, damaged, of another model, scheme or type of caches, or longer than the
+                context. The session is as it was.
+        """
+        self._check_open()
+        with self._one_user():
+            file = self._engine.session_file(path)
+            self._sequence.state.load(file)
+            assert file.conversation is not None
+            self._sequence.go_on(file.conversation)
+
     def cancel(self) -> None:
         """Stop the prefill or generation that another thread runs in this session; it raises ClosedError there."""
         self._sequence.cancel.set()
 
     def close(self) -> None:
         """End the session: every later use is refused, and its caches go. Closing twice is allowed."""
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        try:
+            with suppress(ChunkrtError):  # the engine is closed, or another thread still runs here
+                self._check_open()
+                with self._one_user():
+                    self._sequence.keep_prefix()
+        finally:
             self._is_closed = True
             self._sequence.release()
 

@@ -84,6 +84,7 @@ class RunRecord:
     position: of the first token. position_bytes: what the caches hold for each position.
     start_ns, end_ns: of the whole run; no event lies outside.
     events: every task, once.
+    num_cached: tokens before it that were not run, since the prefix cache had them.
     sequence: whose run it is; the number that segments have for it. Of a simulated prompt it is 0.
     chunks: of a run that shared its chunks with others, one each; none of a run whose chunks were its own.
     copies: what was copied from one processor's memory to another's before a task could start: an event each, with the
@@ -100,6 +101,7 @@ class RunRecord:
     copies: Sequence[TaskEvent] = ()
     chunks: Sequence[ChunkRecord] = ()
     sequence: int = 0
+    num_cached: int = 0
 
     @property
     def is_decode(self) -> bool:

@@ -11,44 +11,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
+
+import numpy as np
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import Array
-from chunkrt.runtime.state_file import StateFile
-from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors, Write
+from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms, copied, writes_of
+from chunkrt.runtime.snapshot import Present, Snapshot
+from chunkrt.runtime.state_file import StateFile, state_file
+from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors
 
 _serials = count()
 
 MOST_KEPT = 2
 """Snapshots that a state keeps to rewind to: the last of them are those that a conversation comes back to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """What a state held at a position. `tensors`: copies by name, of caches the filled part.
-
-    `first`: the first position that rings hold. `kept`: what the state could be rewound to.
-    """
-
-    position: int
-    first: int
-    rope_offset: int
-    tensors: Mapping[str, Array]
-    kept: tuple[Snapshot, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Present:
-    """What a state is, once `writes` have been made. Those of a run in progress undo it."""
-
-    position: int = 0
-    first: int = 0
-    rope_offset: int = 0
-    kept: tuple[Snapshot, ...] = ()
-    writes: tuple[Write, ...] = ()
 
 
 class State:
@@ -86,7 +65,7 @@ class State:
         self.capacity = capacity
         self.dtype: CacheDtype = dtype
         self.chunk_length = chunk_length or capacity
-        self._present = _Present()
+        self._present = Present()
         self._tensors = StateTensors(plan, capacity, dtype, self.chunk_length)
         self._wait: Callable[[], None] | None = None
 
@@ -106,13 +85,9 @@ class State:
         return self._present.rope_offset
 
     @property
-    def _first(self) -> int:
+    def first_in_rings(self) -> int:
         """The first position that rings hold; they hold all from there to the present one."""
         return self._present.first
-
-    @property
-    def _kept(self) -> tuple[Snapshot, ...]:
-        return self._present.kept
 
     @property
     def num_bytes(self) -> int:
@@ -127,7 +102,7 @@ class State:
     def begin(self, num_tokens: int) -> None:
         """Keep what a run of so many tokens will overwrite, until `advance` or `roll_back`; the executor calls it."""
         self._settle()
-        changed = self._tensors.overwritten(self._first, self.position, num_tokens)
+        changed = self._tensors.overwritten(self.first_in_rings, self.position, num_tokens)
         undo = tuple((array, ..., array.copy()) for array in changed)
         self._present = replace(self._present, writes=undo)
 
@@ -143,7 +118,7 @@ class State:
                 f"{self.capacity} positions; rewind it, or make it larger"
             )
         position = self.position + num_tokens
-        first = max(self._first, position - self._tensors.ring_slots)
+        first = max(self.first_in_rings, position - self._tensors.ring_slots)
         self._present = replace(self._present, position=position, first=first, writes=())
 
     def roll_back(self, wait: Callable[[], None] | None = None) -> None:
@@ -170,8 +145,8 @@ class State:
         if not 0 <= position <= self.position:
             raise ConfigError(f"cannot rewind to position {position}; the state holds positions 0 to {self.position}")
         self._settle()
-        kept = tuple(snapshot for snapshot in self._kept if snapshot.position <= position)
-        if position == self.position or self._tensors.can_rewind(self._first, position):
+        kept = tuple(snapshot for snapshot in self._present.kept if snapshot.position <= position)
+        if position == self.position or self._tensors.can_rewind(self.first_in_rings, position):
             self._present = replace(self._present, position=position, kept=kept)
         elif kept:
             self._become(kept[-1], kept)
@@ -182,7 +157,7 @@ class State:
     def reset(self, rope_offset: int = 0) -> None:
         """Forget everything, and take the rotary tables' rows from `rope_offset` on."""
         self._settle()
-        self._present = _Present(rope_offset=rope_offset, writes=self._tensors.to_be_empty())
+        self._present = Present(rope_offset=rope_offset, writes=self._tensors.to_be_empty())
         self._settle()
 
     def keep_snapshot(self) -> None:
@@ -191,15 +166,64 @@ class State:
         Costs a copy of the rings and recurrent tensors; without such there is nothing to keep. The last few are kept.
         """
         if fixed := self._tensors.rings | self._tensors.recurrent:
-            before = [kept for kept in self._kept if kept.position < self.position]
+            before = [kept for kept in self._present.kept if kept.position < self.position]
             copies = {name: array.copy() for name, array in fixed.items()}
             self._present = replace(self._present, kept=(*before, self._snapshot(copies))[-MOST_KEPT:])
+
+    def mark(self) -> Snapshot:
+        """What `return_to` takes to come back here after later tokens. Caches keep what is here and are not copied."""
+        self._settle()
+        fixed = self._tensors.rings | self._tensors.recurrent if self.position else {}
+        return self._snapshot({name: array.copy() for name, array in fixed.items()}, self._present.kept)
+
+    def return_to(self, mark: Snapshot) -> None:
+        """Go back to where `mark` was called; nothing before that has been forgotten since."""
+        self._settle()
+        if mark.position:
+            self._become(mark, mark.kept)
+        else:
+            self.reset(mark.rope_offset)
+
+    @property
+    def forms(self) -> StateForms:
+        """How its tensors lie in the pieces of a prefix."""
+        return StateForms(self._tensors)
+
+    def piece(self, forms: StateForms, start: int, end: int, *, caches: bool = True) -> PrefixPiece:
+        """A copy of what caches and rings hold at some positions; rings may have lost them."""
+        self._settle()
+        tensors, size = self._tensors, self._tensors.ring_slots
+        in_rings = np.arange(start, end) % size
+        has_rings = self.first_in_rings <= start
+        return PrefixPiece(
+            start,
+            end,
+            copied(tensors.caches, forms.caches, slice(start, end)) if caches else (),
+            copied(tensors.rings, forms.rings, in_rings) if has_rings else None,
+        )
+
+    def recurrent(self) -> tuple[Array, ...]:
+        """A copy of the recurrent tensors."""
+        self._settle()
+        return tuple(array.copy() for array in self._tensors.recurrent.values())
+
+    def take(self, prefix: Prefix) -> None:
+        """Hold a prefix whose first tokens are those that the state has seen, if any. Its pieces are copied."""
+        self._settle()
+        self._present = Present(
+            position=prefix.position,
+            first=prefix.rings_from,
+            rope_offset=self.rope_offset,
+            kept=self._present.kept,
+            writes=writes_of(prefix, self._tensors),
+        )
+        self._settle()
 
     def snapshot(self) -> Snapshot:
         """A copy of everything that the state holds."""
         self._settle()
         copies = {name: array.copy() for name, array in self._tensors.held(self.position).items()}
-        return self._snapshot(copies, self._kept)
+        return self._snapshot(copies, self._present.kept)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Be as at the time of a snapshot, bit for bit.
@@ -242,25 +266,25 @@ class State:
             raise ConfigError(f"cannot keep {keep} positions and drop {drop}; both are counts")
         self._settle()
         position = self.position - drop
-        first = max(self._first - drop, keep) if self._first else 0
+        first = max(self.first_in_rings - drop, keep) if self.first_in_rings else 0
         if position < keep or (first and first > self._tensors.first_seen(position)):
             return self.rewind(min(keep, self.position))
-        writes = self._tensors.to_be_shifted(self._first, self.position, keep, drop)
-        self._present = _Present(position=position, first=first, rope_offset=self.rope_offset, writes=writes)
+        writes = self._tensors.to_be_shifted(self.first_in_rings, self.position, keep, drop)
+        self._present = Present(position=position, first=first, rope_offset=self.rope_offset, writes=writes)
         self._settle()
         return position
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what later tokens see as a NumPy .npz file, beside `path` first and then renamed.
+    def save(self, path: str | os.PathLike[str] | StateFile) -> None:
+        """Write what later tokens see as a NumPy .npz file, aside first and then renamed.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         self._settle()
         numbers = {"position": self.position, "rope_offset": self.rope_offset, "raw_keys": int(self.plan.has_raw_keys)}
-        StateFile(path).write(numbers, self._tensors.seen(self.position))
+        state_file(path).write(numbers, self._tensors.seen(self.position))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str] | StateFile) -> None:
         """Replace the contents by what `save` wrote for the same decoder and dtype.
 
         The capacity and the chunk length may differ.
@@ -270,9 +294,9 @@ class State:
                 capacity. The state is then unchanged.
         """
         self._settle()
-        arrays, numbers = StateFile(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
+        arrays, numbers = state_file(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
         position = numbers["position"]
-        self._present = _Present(
+        self._present = Present(
             position=position,
             first=self._tensors.first_seen(position),
             rope_offset=numbers["rope_offset"],
@@ -295,15 +319,15 @@ class State:
 
     def _copy_to(self, other: State) -> None:
         self._settle()
-        State.restore(other, self._snapshot(self._tensors.held(self.position), self._kept))
+        State.restore(other, self._snapshot(self._tensors.held(self.position), self._present.kept))
 
     def _snapshot(self, tensors: Mapping[str, Array], kept: tuple[Snapshot, ...] = ()) -> Snapshot:
         return Snapshot(
-            position=self.position, first=self._first, rope_offset=self.rope_offset, tensors=tensors, kept=kept
+            position=self.position, first=self.first_in_rings, rope_offset=self.rope_offset, tensors=tensors, kept=kept
         )
 
     def _become(self, snapshot: Snapshot, kept: tuple[Snapshot, ...]) -> None:
-        self._present = _Present(
+        self._present = Present(
             position=snapshot.position,
             first=snapshot.first,
             rope_offset=snapshot.rope_offset,

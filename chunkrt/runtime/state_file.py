@@ -72,6 +72,11 @@ class StateFile:
             ) from error
 
 
+def state_file(path: str | os.PathLike[str] | StateFile) -> StateFile:
+    """The file at a path, unless it is one already."""
+    return path if isinstance(path, StateFile) else StateFile(path)
+
+
 def _write(file: IO[bytes], arrays: Mapping[str, Array]) -> None:
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():

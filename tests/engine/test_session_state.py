@@ -38,6 +38,7 @@ class ToyEngine(SimpleNamespace):
             context_length=CONTEXT,
             chunk_length=CHUNK,
             options=EngineOptions(),
+            prefix_cache=None,
             tokenizer=None,
             make_sampler=Sampler,
             is_closed=False,

@@ -19,7 +19,7 @@ class Runner:
     def __init__(self, model: Path, threads: int, context_length: int, options: Mapping[str, Any]) -> None:
         import chunkrt
 
-        self.engine = engine = chunkrt.load(model, threads=threads, **options)
+        self.engine = engine = chunkrt.load(model, threads=threads, prefix_cache="off", **options)
         self.session = engine.session()
         self.settings = (
             f"backend {engine.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "

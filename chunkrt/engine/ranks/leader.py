@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
@@ -23,7 +22,9 @@ from chunkrt.runtime.job import Segment
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
 from chunkrt.runtime.ranks.messages import MessageCommunicator
 from chunkrt.runtime.run import Run
-from chunkrt.runtime.state import Snapshot, State
+from chunkrt.runtime.snapshot import Snapshot
+from chunkrt.runtime.state import State
+from chunkrt.runtime.state_file import StateFile, state_file
 from chunkrt.runtime.state_tensors import CacheDtype
 
 Item = TypeVar("Item")
@@ -256,18 +257,18 @@ class MirroredState(State):
         self._leader.call(self.number, "fork", result=number)
         return copy
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str] | StateFile) -> None:
         """See `State.save`. Each other rank writes its own file, with ".rank1" and so on at its name's end."""
         super().save(path)
-        self._leader.ask(self.number, "save", RankPath(Path(path)))
+        self._leader.ask(self.number, "save", RankPath(state_file(path).path))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str] | StateFile) -> None:
         """See `State.load`; the files are those that `save` wrote, with as many ranks."""
         before = self.snapshot()
         try:
             with self._mirrored(None):
                 super().load(path)
-            self._leader.ask(self.number, "load", RankPath(Path(path)))
+            self._leader.ask(self.number, "load", RankPath(state_file(path).path))
         except BaseException:
             self.restore(before)
             raise

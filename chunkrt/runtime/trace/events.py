@@ -134,6 +134,8 @@ class _Drawn:
         """The run as a whole."""
         record = self._record
         args = self._source | {"tokens": record.num_tokens, "position": record.position}
+        if record.num_cached:
+            args |= {"cached": record.num_cached}
         if record.chunks:
             args |= {"sequence": record.sequence, "chunks": self._numbers}
         return self._slice(track, record.name, "run", record.start_ns, record.end_ns, args)

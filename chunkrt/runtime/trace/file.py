@@ -100,7 +100,8 @@ def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
         kept = {name: getattr(record, name) for name in ("num_tokens", "position", "position_bytes", "sequence")}
         times = {"start_ns": record.start_ns - zero_ns, "end_ns": record.end_ns - zero_ns}
         chunks: dict[str, Any] = {"chunks": record.chunks} if record.chunks else {}
-        runs.append({"pipeline": numbers[id(record.pipeline)], **kept, **times, **chunks})
+        cached = {"num_cached": record.num_cached} if record.num_cached else {}
+        runs.append({"pipeline": numbers[id(record.pipeline)], **kept, **times, **chunks, **cached})
     tracks = [key[:2] for key in tracks_of(records)]
     about = {"format": FORMAT, "title": title, "pipelines": pipelines, "runs": runs, "tracks": tracks}
     separator = '{"traceEvents":[\n'
@@ -152,6 +153,7 @@ def _run(index: int, data: dict[str, Any], pipelines: Sequence[Pipeline]) -> Run
         events=(),
         chunks=chunks,
         sequence=_whole(data.get("sequence", 0)),
+        num_cached=_whole(data.get("num_cached", 0)),
     )
     if not run.num_tokens:
         raise ValueError(f"run {index} has no tokens")

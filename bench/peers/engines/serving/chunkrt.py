@@ -17,7 +17,8 @@ class Runner:
     def __init__(self, model: Path, threads: int, context_length: int, options: Mapping[str, Any]) -> None:
         import chunkrt
 
-        self.engine = engine = chunkrt.load(model, threads=threads, context_length=context_length, **options)
+        settings = {"threads": threads, "context_length": context_length, "prefix_cache": "off", **options}
+        self.engine = engine = chunkrt.load(model, **settings)
         self.settings = (
             f"backend {engine.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "
             f"batcher {engine.options.batcher}; asession() and aprefill(), the most likely token by NumPy"

@@ -1,0 +1,191 @@
+"""`chunkrt cache`: what chunkrt keeps on this machine, and how to be rid of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import msgspec
+
+from chunkrt.checkpoints import catalogue
+from chunkrt.cli.options import verbose_option
+from chunkrt.engine.prefix_cache.block_file import read_header
+from chunkrt.engine.prefix_cache.folder import clear as clear_prefixes
+from chunkrt.engine.prefix_cache.folder import entries
+from chunkrt.engine.prefix_cache.opening import own_folder
+from chunkrt.errors import ConfigError
+from chunkrt.files import only_writer, remove
+
+KINDS = {
+    "prefixes": "what was computed of prompts (--prefix-cache disk)",
+    "engines": "compiled models",
+    "contexts": "what was compiled for NPUs",
+    "calibrations": "activation ranges, and schemes that were searched",
+    "digests": "hashes of files",
+    "logits": "of the float model, for eval",
+    "models": "what was pulled; `chunkrt pull` fetches it again",
+}
+REBUILT = ("prefixes", "engines", "contexts", "calibrations", "digests", "logits")
+"""Kinds that `clear --all` removes: what is missing of them is made again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """One kind of what is kept: how many entries, and their bytes."""
+
+    kind: str
+    what: str
+    folder: str
+    entries: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefixes:
+    """What a folder of the prefix cache has of one model under one scheme. `tokens`: in all its files."""
+
+    model: str
+    scheme: str
+    files: int
+    tokens: int
+    bytes: int
+
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_folder = click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Another folder of the prefix cache, as it was given to --prefix-cache.",
+)
+
+
+@click.group()
+def cache() -> None:
+    """What chunkrt keeps on this machine: models, compiled engines, computed prompts."""
+
+
+@cache.command("list")
+@_as_json
+@verbose_option
+def list_kept(as_json: bool) -> None:
+    """List what is kept, and how much room it takes. CHUNKRT_HOME moves it."""
+    kept = [_kept(kind) for kind in KINDS]
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in kept], indent=1))
+        return
+    for one in kept:
+        click.echo(f"{one.kind:<13}{one.entries:>6}{one.bytes / 1e6:>10.1f} MB  {one.what}")
+    click.echo(f"in {catalogue.home()}")
+
+
+@cache.command()
+@_folder
+@_as_json
+@verbose_option
+def show(folder: Path | None, as_json: bool) -> None:
+    """Show what the prefix cache has on disk, by model."""
+    folder = folder or own_folder()
+    found, damaged = _prefixes(folder)
+    if as_json:
+        facts = {"folder": str(folder), "models": [asdict(one) for one in found], "damaged": damaged}
+        click.echo(json.dumps(facts, indent=1))
+        return
+    for one in found:
+        click.echo(f"{one.model} {one.scheme}: {one.tokens} tokens in {one.files} files, {one.bytes / 1e6:.1f} MB")
+    if damaged:
+        click.echo(f"{damaged} damaged or half-written files; whoever meets them removes them")
+    click.echo(f"{folder}: {sum(entry.num_bytes for entry in entries(folder)) / 1e6:.1f} MB")
+
+
+@cache.command()
+@click.argument("kinds", nargs=-1, type=click.Choice(REBUILT), metavar=f"[{'|'.join(REBUILT)}]...")
+@click.option("--all", "everything", is_flag=True, help="All that is made again when it is needed; models stay.")
+@_folder
+@_as_json
+@verbose_option
+def clear(kinds: tuple[str, ...], everything: bool, folder: Path | None, as_json: bool) -> None:
+    """Remove what is kept; by default what was computed of prompts.
+
+    Pulled models stay; delete their folder to be rid of one. Engines that are in use go on.
+    """
+    if folder is not None and (kinds or everything):
+        raise click.UsageError("--folder is of the prefix cache; give it alone")
+    wanted = REBUILT if everything else kinds or ("prefixes",)
+    freed = sum(_clear_one(kind, folder) for kind in wanted)
+    if as_json:
+        click.echo(json.dumps({"cleared": list(wanted), "bytes": freed}))
+    else:
+        click.echo(f"{freed / 1e6:.1f} MB freed: {', '.join(wanted)}")
+
+
+def _kept(kind: str) -> Kept:
+    folder = catalogue.home() / kind
+    if kind == "prefixes":
+        sizes = [entry.num_bytes for entry in entries(folder)]
+    else:
+        sizes = [_size(path) for path in _listed(folder)]
+    return Kept(kind=kind, what=KINDS[kind], folder=str(folder), entries=len(sizes), bytes=sum(sizes))
+
+
+def _prefixes(folder: Path) -> tuple[list[Prefixes], int]:
+    """What there is, and how many files say nothing."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    damaged = 0
+    for entry in entries(folder):
+        try:
+            if entry.is_part:
+                raise ValueError("half-written")
+            header = read_header(entry.path)
+        except (OSError, ValueError, msgspec.MsgspecError):
+            damaged += 1
+            continue
+        found.setdefault((header.model, header.scheme), []).append((len(header.tokens), entry.num_bytes))
+    prefixes = [
+        Prefixes(
+            model=model,
+            scheme=scheme,
+            files=len(files),
+            tokens=sum(tokens for tokens, _ in files),
+            bytes=sum(num_bytes for _, num_bytes in files),
+        )
+        for (model, scheme), files in sorted(found.items())
+    ]
+    return prefixes, damaged
+
+
+def _clear_one(kind: str, folder: Path | None) -> int:
+    """Remove one kind; its bytes."""
+    folder = folder or catalogue.home() / kind
+    if not folder.is_dir():
+        return 0
+    work: Callable[[], int] = (lambda: clear_prefixes(folder)) if kind == "prefixes" else (lambda: _remove_all(folder))
+    try:
+        return work()
+    except OSError as error:
+        raise ConfigError(f"cannot clear {folder}: {error.strerror or error}") from error
+
+
+def _remove_all(folder: Path) -> int:
+    with only_writer(folder, "writing there"):
+        sizes = [(path, _size(path)) for path in _listed(folder)]
+        for path, _ in sizes:
+            remove(path)
+    return sum(size for path, size in sizes if not path.exists())
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
+
+
+def _size(path: Path) -> int:
+    """Of a file, or of all in a folder; what is gone meanwhile counts nothing."""
+    total = 0
+    for file in [path] if path.is_file() else path.rglob("*"):
+        try:
+            total += file.lstat().st_size if file.is_file() else 0
+        except OSError:
+            continue
+    return total

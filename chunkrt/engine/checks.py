@@ -1,0 +1,40 @@
+"""What an engine's caches are made of, and what does not go together with them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from chunkrt.backends import Backend
+from chunkrt.backends.dispatch import Dispatcher
+from chunkrt.engine.options import EngineOptions
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import Scheme
+from chunkrt.runtime.state_tensors import CacheDtype
+
+
+def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
+    """What the backend that attends takes first; float32 under "float"."""
+    return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
+
+
+def check_cache(options: EngineOptions, plan: Plan, dispatcher: Dispatcher, backend: Backend) -> None:
+    """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
+    if options.cache_dtype != "int8":
+        return
+    for subgraph in (s for s in plan.subgraphs if s.state):
+        for _, runner in dispatcher.runners(subgraph, backend.name):
+            if runner.operator == "cached_attention" and runner.runs_on != "native":
+                raise ConfigError(
+                    f"caches of int8 are the native attention's alone, and {runner.runs_on} runs cached_attention "
+                    f"({runner.reason}); choose float32 or float16"
+                )
+
+
+def check_shift(context_length: int, options: EngineOptions) -> None:
+    """Raises ConfigError if a context that shifts has nothing to move."""
+    if options.context_shift and options.context_keep > context_length - 2:
+        raise ConfigError(
+            f"context_keep is {options.context_keep}, but of a context of {context_length} two tokens at least have to "
+            "move; keep fewer"
+        )

@@ -1,0 +1,171 @@
+"""A file of the prefix cache: up to 256 tokens, what states held of them, and what tells whether that is whole.
+
+    8 bytes   CHKRTPFX
+    4 + 4     the format, and the bytes of the header; little-endian
+    header    JSON: what it is of (`Header`)
+    arrays    of each 32 tokens caches and rings, then recurrent tensors by position, as they lie in memory
+    16 bytes  xxh3_128 of all before
+
+What a reader does not find as it expects it makes the file a damaged one; nothing is allocated before sizes agree.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import xxhash
+
+from chunkrt.engine.prefix_cache.tree import STEP, Addition
+from chunkrt.files import check_regular, parse_json
+from chunkrt.runtime.buffers import Array
+from chunkrt.runtime.prefix import Form, PrefixPiece, StateForms
+
+MAGIC, FORMAT = b"CHKRTPFX", 1
+_START = struct.Struct("<8sII")
+_DIGEST_BYTES = 16
+_MOST_HEADER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a file is of.
+
+    model, scheme: for people. engine: a digest of all that its bits depend on. parent: the name of the file of the
+    tokens before. start: the position of the first of `tokens`. rings: of each 32 tokens, whether rings are there.
+    recurrent: the positions of recurrent tensors.
+    """
+
+    model: str
+    scheme: str
+    engine: str
+    parent: str
+    start: int
+    tokens: tuple[int, ...]
+    rings: tuple[bool, ...]
+    recurrent: tuple[int, ...]
+
+
+def write_block(file: BinaryIO, header: Header, addition: Addition) -> None:
+    """Write a file. Raises OSError if there is no room, or whatever else happens to disks."""
+    digest = xxhash.xxh3_128()
+    parts: Iterator[bytes | memoryview] = chain([_start(header)], map(_bytes, _arrays(addition)))
+    for part in parts:
+        digest.update(part)
+        file.write(part)
+    file.write(digest.digest())
+
+
+def block_bytes(header: Header, addition: Addition) -> int:
+    """What a file takes."""
+    return len(_start(header)) + sum(array.nbytes for array in _arrays(addition)) + _DIGEST_BYTES
+
+
+def read_header(path: Path) -> Header:
+    """What a file says that it is of. Raises OSError if it cannot be read, ValueError if it is damaged."""
+    check_regular(path)
+    with path.open("rb") as file:
+        return _read_header(file)[0]
+
+
+def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
+    """What a file holds of the tokens that are expected, whatever rings and recurrent tensors there are.
+
+    Raises:
+        OSError: it cannot be read, or is not there.
+        ValueError: it is damaged, or of something else.
+    """
+    check_regular(path)
+    with path.open("rb", buffering=0) as file:
+        header, start = _read_header(file)
+        for name in ("engine", "parent", "start", "tokens"):
+            if getattr(header, name) != getattr(expected, name):
+                raise ValueError(f"its {name} is another")
+        within = range(header.start + 1, header.start + len(header.tokens) + 1)
+        positions = set(header.recurrent)
+        if len(header.rings) * STEP != len(header.tokens) or len(positions) < len(header.recurrent):
+            raise ValueError("its header contradicts itself")
+        if not all(position in within for position in positions):
+            raise ValueError("its header contradicts itself")
+        size = len(header.tokens) * forms.cache_bytes + sum(header.rings) * STEP * forms.ring_bytes
+        size += len(positions) * forms.recurrent_bytes + len(start) + _DIGEST_BYTES
+        if (found := path.stat().st_size) != size:
+            raise ValueError(f"it has {found} bytes, not {size}")
+        arrays = _empty(header, forms)
+        digest = xxhash.xxh3_128(start)
+        for array in _arrays(arrays):
+            part = _bytes(array)
+            _read_into(file, part)
+            digest.update(part)
+        if _read(file, _DIGEST_BYTES) != digest.digest():
+            raise ValueError("its checksum is not that of its content")
+    return arrays
+
+
+def _start(header: Header) -> bytes:
+    text = json.dumps(asdict(header)).encode()
+    return _START.pack(MAGIC, FORMAT, len(text)) + text
+
+
+def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
+    start = _read(file, _START.size)
+    magic, version, length = _START.unpack(start)
+    if magic != MAGIC:
+        raise ValueError("it is no file of the prefix cache")
+    if version != FORMAT:
+        raise ValueError(f"it has format {version}, not {FORMAT}")
+    if length > _MOST_HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes")
+    text = _read(file, length)
+    return msgspec.convert(parse_json(text), Header), start + text
+
+
+def _empty(header: Header, forms: StateForms) -> Addition:
+    """Arrays for all that a file holds."""
+
+    def empty(form: Form) -> Array:
+        return form.empty(STEP)
+
+    pieces = []
+    for index, has_rings in enumerate(header.rings):
+        start = header.start + index * STEP
+        rings = tuple(map(empty, forms.rings)) if has_rings else None
+        pieces.append(PrefixPiece(start, start + STEP, tuple(map(empty, forms.caches)), rings))
+    recurrent = {
+        position: tuple(np.empty(shape, np.float32) for shape in forms.recurrent.values())
+        for position in header.recurrent
+    }
+    return Addition(pieces=tuple(pieces), recurrent=recurrent)
+
+
+def _arrays(addition: Addition) -> Iterator[Array]:
+    for piece in addition.pieces:
+        yield from piece.caches
+        yield from piece.rings or ()
+    for arrays in addition.recurrent.values():
+        yield from arrays
+
+
+def _bytes(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B")
+
+
+def _read(file: BinaryIO, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    _read_into(file, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(file: BinaryIO, into: memoryview) -> None:
+    while into:
+        length = file.readinto(into)  # type: ignore[attr-defined]
+        if not length:
+            raise ValueError("it is cut off")
+        into = into[length:]

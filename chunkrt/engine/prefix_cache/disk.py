@@ -1,0 +1,198 @@
+"""What the prefix cache keeps on disk: files of up to 256 tokens, named by what they are of.
+
+A name is the SHA-256 of the name before it and of the tokens, and the first of what an engine's bits depend on: who
+finds a file under a name has found what another computed of the same tokens, by the same model, in the same way.
+Files are written in a thread of their own. A damaged one is a miss, told in one line, and removed; where nothing can be
+written the cache goes on in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from chunkrt.engine.prefix_cache.block_file import Header, block_bytes, read_block, write_block
+from chunkrt.engine.prefix_cache.folder import CacheFolder
+from chunkrt.engine.prefix_cache.tree import STEP, Addition, Node
+from chunkrt.runtime.buffers import Array
+from chunkrt.runtime.prefix import PrefixPiece, StateForms
+
+log = logging.getLogger(__name__)
+
+BLOCK = 8 * STEP
+"""Tokens of a file at most."""
+MOST_WAITING = 64
+"""Prompts whose files wait to be written; of more none are."""
+
+
+class _Step(NamedTuple):
+    """What a node held when it was to be written."""
+
+    tokens: tuple[int, ...]
+    piece: PrefixPiece
+    recurrent: dict[int, tuple[Array, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Whose files they are. `identity`: all that its bits depend on, for JSON."""
+
+    model: str
+    scheme: str
+    identity: Mapping[str, object]
+
+    def digest(self, forms: StateForms, rope_offset: int) -> str:
+        """Hexadecimal, of everything."""
+        key = json.dumps([self.identity, forms.describe(), rope_offset], sort_keys=True, default=list)
+        return hashlib.sha256(key.encode()).hexdigest()
+
+
+class DiskStore:
+    """Files in a folder that other processes use as well.
+
+    Args:
+        folder: where they lie; made when the first is written.
+        owner: whose they are.
+    """
+
+    def __init__(self, folder: CacheFolder, owner: Owner) -> None:
+        self._folder, self._owner = folder, owner
+        self._written: dict[str, frozenset[object]] = {}
+        """By name, what was written or read: recurrent tensors and rings may come later than the rest."""
+        self._queue: SimpleQueue[tuple[StateForms, int, list[_Step]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._starting = Lock()
+        self._is_writable = True
+
+    def load(self, forms: StateForms, tokens: Sequence[int], rope_offset: int, known: int) -> Iterator[Addition]:
+        """What there is of some tokens beyond those that are known, a file at a time."""
+        engine = parent = self._owner.digest(forms, rope_offset)
+        for start in range(0, len(tokens), BLOCK):
+            whole = tuple(tokens[start : start + BLOCK])
+            if start + BLOCK > known:
+                for length in range(len(whole) // STEP * STEP, 0, -STEP):
+                    part = whole[:length]
+                    if start + length > known and (found := self._read(forms, engine, parent, start, part)):
+                        yield found
+                        break
+                else:
+                    return
+                if length < BLOCK:
+                    return
+            parent = chained(parent, whole)
+
+    def save(self, forms: StateForms, rope_offset: int, nodes: Sequence[Node]) -> None:
+        """Have nodes written that follow one another from the first token on, some time."""
+        if self._is_writable and self._queue.qsize() < MOST_WAITING:
+            steps = [_Step(n.tokens, n.piece, dict(n.recurrent)) for n in nodes if len(n.tokens) == STEP]
+            self._queue.put((forms, rope_offset, steps))
+            with self._starting:
+                if self._thread is None:
+                    self._thread = Thread(target=self._write_all, name="chunkrt prefix cache", daemon=True)
+                    self._thread.start()
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _read(
+        self, forms: StateForms, engine: str, parent: str, start: int, tokens: tuple[int, ...]
+    ) -> Addition | None:
+        name = chained(parent, tokens)
+        path = self._folder.file(name)
+        expected = self._header(engine, parent, start, tokens, (), ())
+        try:
+            found = read_block(path, forms, expected)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, msgspec.ValidationError) as error:
+            what = str(error) or type(error).__name__
+            log.warning("%s is of no use to the prefix cache (%s); it is removed", path, " ".join(what.split()))
+            self._written.pop(name, None)
+            _remove(path)
+            return None
+        self._folder.touch(name)
+        self._written[name] = _parts(found)
+        return found
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._write(*item)
+            except OSError as error:
+                if self._is_writable:
+                    self._is_writable = False
+                    what = error.strerror or error
+                    log.warning(
+                        "the prefix cache cannot write to %s (%s); it goes on in memory", self._folder.path, what
+                    )
+
+    def _write(self, forms: StateForms, rope_offset: int, steps: Sequence[_Step]) -> None:
+        engine = parent = self._owner.digest(forms, rope_offset)
+        for first in range(0, len(steps), BLOCK // STEP):
+            several = steps[first : first + BLOCK // STEP]
+            if not self._is_writable:
+                return
+            tokens = tuple(token for step in several for token in step.tokens)
+            recurrent = {position: kept for step in several for position, kept in sorted(step.recurrent.items())}
+            found = Addition(pieces=tuple(step.piece for step in several), recurrent=recurrent)
+            name = chained(parent, tokens)
+            if not _parts(found) <= self._written.get(name, frozenset({None})) or not self._folder.file(name).exists():
+                rings = tuple(piece.rings is not None for piece in found.pieces)
+                header = self._header(engine, parent, first * STEP, tokens, rings, tuple(recurrent))
+                size = block_bytes(header, found)
+                self._folder.write(name, size, partial(write_block, header=header, addition=found))
+                self._written[name] = _parts(found)
+            parent = name
+
+    def _header(
+        self,
+        engine: str,
+        parent: str,
+        start: int,
+        tokens: tuple[int, ...],
+        rings: tuple[bool, ...],
+        recurrent: tuple[int, ...],
+    ) -> Header:
+        return Header(
+            model=self._owner.model,
+            scheme=self._owner.scheme,
+            engine=engine,
+            parent=parent,
+            start=start,
+            tokens=tokens,
+            rings=rings,
+            recurrent=recurrent,
+        )
+
+
+def chained(parent: str, tokens: Sequence[int]) -> str:
+    """The name of a file of some tokens behind another's."""
+    return hashlib.sha256(parent.encode() + np.array(tokens, np.int64).tobytes()).hexdigest()
+
+
+def _parts(addition: Addition) -> frozenset[object]:
+    """What comes to a file later than the rest."""
+    rings = [("rings", piece.start) for piece in addition.pieces if piece.rings is not None]
+    return frozenset({None, *rings, *addition.recurrent})
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        log.debug("%s cannot be removed", path, exc_info=True)

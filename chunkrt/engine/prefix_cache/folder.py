@@ -1,0 +1,112 @@
+"""The prefix cache's folder: which files there are, how large they may be together, and who may write.
+
+Any number of processes read at the same time. One at a time writes, and removes what was used longest ago, so that all
+files together never take more than the budget; what one that died has left half-written goes first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock, Timeout
+
+SUFFIX = ".prefix"
+_NAME = re.compile(r"(\.?)([0-9a-f]{64})\.prefix(\.part)?")
+_LOCK = ".prefix.lock"
+SECONDS_TO_WAIT = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A file, its bytes, and when it was used last."""
+
+    path: Path
+    num_bytes: int
+    used: float
+    is_part: bool
+
+
+def entries(folder: Path) -> list[Entry]:
+    """The files of a prefix cache in a folder, whatever else is there; none if it is not there."""
+    found = []
+    with suppress(OSError), os.scandir(folder) as listed:
+        for item in listed:
+            if match := _NAME.fullmatch(item.name):
+                with suppress(OSError):  # removed by another process
+                    stat = item.stat(follow_symlinks=False)
+                    is_part = bool(match[1] or match[3])
+                    path = folder / item.name
+                    found.append(Entry(path=path, num_bytes=stat.st_size, used=stat.st_mtime, is_part=is_part))
+    return found
+
+
+def clear(folder: Path) -> int:
+    """Remove the files of a prefix cache. Returns their bytes. Raises OSError if one cannot be removed."""
+    freed = 0
+    with _writer(folder):
+        for entry in entries(folder):
+            entry.path.unlink(missing_ok=True)
+            freed += entry.num_bytes
+    return freed
+
+
+class CacheFolder:
+    """A folder that holds so many bytes at most."""
+
+    def __init__(self, path: Path, budget: int) -> None:
+        self.path, self.budget = path, budget
+
+    def file(self, name: str) -> Path:
+        """Where a file lies, if it is there."""
+        return self.path / f"{name}{SUFFIX}"
+
+    def touch(self, name: str) -> None:
+        """Note that a file was used."""
+        with suppress(OSError):
+            os.utime(self.file(name))
+
+    def write(self, name: str, num_bytes: int, write: Callable[[BinaryIO], object]) -> bool:
+        """Write a file of about so many bytes, aside first; whether there is room for it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if num_bytes > self.budget:
+            return False
+        self.path.mkdir(parents=True, exist_ok=True)
+        with _writer(self.path):
+            self._make_room(num_bytes)
+            aside = self.path / f".{name}{SUFFIX}.part"
+            try:
+                with aside.open("wb") as file:
+                    write(file)
+                aside.replace(self.file(name))
+            finally:
+                with suppress(OSError):
+                    aside.unlink(missing_ok=True)
+        return True
+
+    def _make_room(self, num_bytes: int) -> None:
+        found = entries(self.path)
+        total = sum(entry.num_bytes for entry in found)
+        for entry in sorted(found, key=lambda entry: (not entry.is_part, entry.used)):
+            if not entry.is_part and total + num_bytes <= self.budget:
+                return
+            entry.path.unlink(missing_ok=True)
+            total -= entry.num_bytes
+
+
+@contextmanager
+def _writer(folder: Path) -> Iterator[None]:
+    """Be the only one that writes. The system releases the lock of a process that dies. Raises OSError."""
+    try:
+        with FileLock(folder / _LOCK).acquire(timeout=SECONDS_TO_WAIT):
+            yield
+    except Timeout as error:
+        raise OSError(f"another process has written for {SECONDS_TO_WAIT:.0f} s") from error

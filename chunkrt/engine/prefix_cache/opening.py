@@ -1,0 +1,99 @@
+"""From an engine's options to its prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from chunkrt.backends import Backend
+from chunkrt.backends.coverage import QNN
+from chunkrt.backends.native.cpu import selected_kernels
+from chunkrt.backends.registry import NATIVE
+from chunkrt.checkpoints import catalogue
+from chunkrt.engine import options as engine_options
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.prefix_cache.cache import Exactness, PrefixCache
+from chunkrt.engine.prefix_cache.disk import DiskStore, Owner
+from chunkrt.engine.prefix_cache.folder import CacheFolder
+from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, Manifest
+from chunkrt.errors import ConfigError
+
+MOST_BYTES = 2 * 2**30
+SHARE_OF_FREE = 8
+DISK_BYTES = 8 * 2**30
+
+
+_UNIMPORTANT = ("context length", "chunk length", "tokenizer")
+"""Of an engine's identity: no bit of a state depends on it."""
+
+
+def own_folder() -> Path:
+    """Where files lie unless another folder is named."""
+    return catalogue.home() / "prefixes"
+
+
+class CachedEngine(Protocol):
+    """What a cache takes of an engine."""
+
+    options: EngineOptions
+    manifest: Manifest
+    chunk_length: int
+    npu_backend: Backend
+    cpu_backend: Backend
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """What is the same for the engines of all ranks."""
+        ...
+
+
+def open_cache(
+    engine: CachedEngine, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
+) -> PrefixCache | None:
+    """The cache that an engine's options ask for; None if they ask for none.
+
+    Raises:
+        ConfigError: one is asked for with ranks, or its folder is none.
+    """
+    options = engine.options
+    place = options.prefix_cache
+    if has_ranks and place not in (None, "off"):
+        raise ConfigError(f"ranks have no prefix cache, and prefix_cache is {str(place)!r}; leave it away, or 'off'")
+    place = place or ("off" if has_ranks else engine_options.DEFAULT_PREFIX_CACHE)
+    if place == "off":
+        return None
+    store = None
+    if place != "memory":
+        folder = own_folder() if place == "disk" else Path(place).expanduser()
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"prefix_cache is {str(place)!r}, which is no folder; give memory, disk, off or a folder")
+        store = DiskStore(CacheFolder(folder, options.prefix_cache_disk or DISK_BYTES), _owner(engine, exactness))
+    limit = options.prefix_cache_memory or default_bytes()
+    return PrefixCache(exactness, engine.chunk_length, limit, store=store, is_lost=is_npu_lost)
+
+
+def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
+    """Whose the files are: all that the bits of a state depend on."""
+    options, manifest = engine.options, engine.manifest
+    backends = engine.npu_backend.name, engine.cpu_backend.name
+    has_htp = backends[0] == QNN
+    identity = {
+        **{name: value for name, value in engine.identity.items() if name not in _UNIMPORTANT},
+        "files": [(name, digest) for name, (_, digest) in sorted(manifest.files.items()) if name in (PLAN, WEIGHTS)],
+        "backends": backends,
+        "kernels": selected_kernels() if NATIVE in backends else {},
+        "NPU": [str(getattr(engine.npu_backend, "soc", "")), repr(options.htp), options.decode_on] if has_htp else [],
+        "chunks": [exactness.step, exactness.tokens_differ, engine.chunk_length if exactness.step > 1 else 0],
+        "operators": repr(options.ops),
+        "outputs": options.outputs,
+        "raw keys": options.context_shift,
+    }
+    return Owner(model=manifest.model, scheme=manifest.scheme.name, identity=identity)
+
+
+def default_bytes() -> int:
+    """An eighth of what is free, within bounds."""
+    import psutil
+
+    return min(psutil.virtual_memory().available // SHARE_OF_FREE, MOST_BYTES)

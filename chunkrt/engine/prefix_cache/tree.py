@@ -1,0 +1,231 @@
+"""A radix tree over tokens, in steps of 32: what states held of them, position by position.
+
+A node holds 32 tokens, or fewer where a prompt ended and nothing longer is known. Caches and rings can be cut anywhere,
+so a hit may end within a node; recurrent tensors are kept at some positions, and where a decoder has such a hit ends at
+one of these.
+
+Every change is one assignment, after which the tree is whole: an interrupt may fall anywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from chunkrt.runtime.buffers import Array
+from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms
+
+STEP = 32
+"""Tokens of a node."""
+
+NODE_BYTES = 1024
+"""What a node takes beside its arrays, about."""
+
+Tokens = tuple[int, ...]
+
+
+class Node:
+    """Some tokens after those of `parent`, and what a state holds of them.
+
+    recurrent: by the position that they were taken at. used: when last, on the tree's clock.
+    """
+
+    __slots__ = ("children", "parent", "piece", "recurrent", "tokens", "used")
+
+    def __init__(self, parent: Node | None, tokens: Tokens, piece: PrefixPiece, used: int) -> None:
+        self.parent, self.tokens, self.piece, self.used = parent, tokens, piece, used
+        self.children: dict[Tokens, Node] = {}
+        self.recurrent: dict[int, tuple[Array, ...]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """That it holds, its children not counted."""
+        arrays = (*self.piece.caches, *(self.piece.rings or ()), *(a for kept in self.recurrent.values() for a in kept))
+        return NODE_BYTES + sum(array.nbytes for array in arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addition:
+    """Nodes that a tree lacks, in the order of their positions, or rings or recurrent tensors that it lacks of them.
+
+    pieces: one without caches adds rings to a node that is there. recurrent: by position.
+    """
+
+    pieces: tuple[PrefixPiece, ...]
+    recurrent: dict[int, tuple[Array, ...]]
+
+
+class PrefixTree:
+    """Of states that are alike, with rotary tables from one row on. Not for several threads at once."""
+
+    def __init__(self, forms: StateForms, step: int) -> None:
+        self.forms = forms
+        self._step = step
+        """Hits end at multiples of it."""
+        self._root = Node(None, (), PrefixPiece(0, 0, (), None), 0)
+
+    def path(self, tokens: Sequence[int]) -> list[Node]:
+        """The nodes that hold the first of some tokens; of the last perhaps only some."""
+        found, node, position = list[Node](), self._root, 0
+        while child := node.children.get(tuple(tokens[position : position + STEP])):
+            found.append(child)
+            if len(child.tokens) < STEP:
+                return found
+            node, position = child, position + STEP
+        rest = tuple(tokens[position : position + STEP])
+        alike = max(node.children.values(), key=lambda child: shared(child.tokens, rest), default=None)
+        if alike is not None and shared(alike.tokens, rest):
+            found.append(alike)
+        return found
+
+    def find(self, tokens: Sequence[int], after: int, limit: int, clock: int) -> Prefix | None:
+        """The longest prefix of some tokens that ends beyond `after`, and at most at `limit`."""
+        path = self.path(tokens)
+        for node in path:
+            node.used = clock
+        for index in reversed(range(len(path))):
+            node = path[index]
+            start = node.piece.start
+            limit = min(limit, start + shared(node.tokens, tokens[start : start + STEP]))
+            for position in self._ends(node, limit):
+                if position <= after:
+                    return None
+                if (rings_from := self._rings_from(path[: index + 1], position)) is not None:
+                    first = min(after, rings_from) if self.forms.rings else after
+                    pieces = tuple(one.piece for one in path[: index + 1] if one.piece.end > first)
+                    kept = node.recurrent[position] if self.forms.recurrent else ()
+                    return Prefix(
+                        forms=self.forms, position=position, rings_from=rings_from, pieces=pieces, recurrent=kept
+                    )
+        return None
+
+    def missing(self, tokens: Sequence[int], rings_first: int, clock: int) -> list[tuple[Tokens, int, bool]]:
+        """What a state of these tokens could add: of each step its tokens, its start, and whether caches are lacking.
+
+        Args:
+            rings_first: the first position that its rings hold.
+        """
+        found: list[tuple[Tokens, int, bool]] = []
+        path = self.path(tokens)
+        for node in path:
+            node.used = clock
+        for start in range(0, len(tokens), STEP):
+            part = tuple(tokens[start : start + STEP])
+            known = path[start // STEP] if start // STEP < len(path) else None
+            if known is None or known.tokens[: len(part)] != part:
+                found.append((part, start, True))
+            elif self.forms.rings and known.piece.rings is None and rings_first <= start and known.tokens == part:
+                found.append((part, start, False))
+        return found
+
+    def matched(self, tokens: Sequence[int]) -> int:
+        """How many of the first of these tokens are known, whether a hit may end there or not."""
+        path = self.path(tokens)
+        if not path:
+            return 0
+        start = path[-1].piece.start
+        return start + shared(path[-1].tokens, tokens[start : start + STEP])
+
+    def lacks_recurrent(self, tokens: Sequence[int]) -> bool:
+        """Whether recurrent tensors after these tokens would be new."""
+        path = self.path(tokens)
+        return bool(self.forms.recurrent) and not any(len(tokens) in node.recurrent for node in path[-1:])
+
+    def add(self, tokens: Sequence[int], addition: Addition, clock: int) -> None:
+        """Add what is not there by now; nothing behind a node that is gone."""
+        pieces = {piece.start: piece for piece in addition.pieces}
+        node: Node = self._root
+        for start in range(0, len(tokens), STEP):
+            part = tuple(tokens[start : start + STEP])
+            child = _beginning_with(node, part)
+            piece = pieces.get(start)
+            if child is None:
+                if piece is None or len(piece.caches) < len(self.forms.caches):
+                    return
+                child = self._grown(node, part, piece, clock)
+            elif piece is not None and child.piece.rings is None and child.tokens == part:
+                child.piece = child.piece._replace(rings=piece.rings)
+            child.used = clock
+            for position, kept in addition.recurrent.items():
+                if start < position <= start + len(part):
+                    child.recurrent[position] = kept
+            node = child
+
+    def nodes(self) -> Iterator[Node]:
+        """All of them, a parent before its children."""
+        waiting = [*self._root.children.values()]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
+    def _grown(self, parent: Node, tokens: Tokens, piece: PrefixPiece, clock: int) -> Node:
+        """A new child, in place of those that hold only the first of its tokens."""
+        node = Node(parent, tokens, piece, clock)
+        shorter = [child for child in parent.children.values() if child.tokens == tokens[: len(child.tokens)]]
+        for child in shorter:
+            node.recurrent |= child.recurrent
+        if shorter:
+            left = {key: child for key, child in parent.children.items() if child not in shorter}
+            parent.children = {**left, tokens: node}
+        else:
+            parent.children[tokens] = node
+        return node
+
+    def _ends(self, node: Node, limit: int) -> list[int]:
+        """Where in a node a hit may end, the last first."""
+        if self.forms.recurrent:
+            return sorted((p for p in node.recurrent if p <= limit and not p % self._step), reverse=True)
+        last = limit - limit % self._step
+        return [last] if last > node.piece.start else []
+
+    def _rings_from(self, path: Sequence[Node], position: int) -> int | None:
+        """From where on nodes hold all rings up to a position; None if a row there would see more."""
+        if not self.forms.rings:
+            return 0
+        first = position
+        for node in reversed(path):
+            if node.piece.rings is None:
+                break
+            first = node.piece.start
+        first = max(first, position - self.forms.ring_slots)
+        return first if first <= self.forms.first_seen(position) else None
+
+
+def _beginning_with(node: Node, tokens: Tokens) -> Node | None:
+    """The child whose first tokens these are."""
+    if found := node.children.get(tokens):
+        return found
+    if len(tokens) == STEP:
+        return None
+    return next((child for child in node.children.values() if child.tokens[: len(tokens)] == tokens), None)
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    if one == other:
+        return len(one)
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def evict(trees: Sequence[PrefixTree], limit: int) -> int:
+    """Remove leaves, the least recently used first, until all take no more than a limit. Returns what is left."""
+    nodes = [node for tree in trees for node in tree.nodes()]
+    num_bytes = sum(node.num_bytes for node in nodes)
+    if num_bytes <= limit:
+        return num_bytes
+    order = count()
+    leaves = [(node.used, next(order), node) for node in nodes if not node.children]
+    heapq.heapify(leaves)
+    while leaves and num_bytes > limit:
+        _, _, leaf = heapq.heappop(leaves)
+        parent = leaf.parent
+        assert parent is not None
+        num_bytes -= leaf.num_bytes
+        parent.children.pop(leaf.tokens, None)
+        if not parent.children and parent.parent is not None:
+            heapq.heappush(leaves, (parent.used, next(order), parent))
+    return num_bytes

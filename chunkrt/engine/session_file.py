@@ -1,0 +1,102 @@
+"""A session's file: its state, and with it tokens and what else makes a conversation go on where it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from chunkrt.errors import ModelError
+from chunkrt.runtime.buffers import Array
+from chunkrt.runtime.state_file import Numbers, StateFile
+
+_NUMBERS = ("num_tokens", "num_dropped", "num_logits", "follows_text")
+_ARRAYS = ("session.tokens", "session.dropped", "session.logits", "session.model")
+_MODEL_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a session knows beside its state.
+
+    tokens: int64, in the context. dropped: int64, by shifts of the context. logits: float32 [V] after the last token,
+    or None if that has not been run.
+    """
+
+    tokens: Array
+    dropped: Array
+    logits: Array | None
+    follows_text: bool
+
+
+class SessionFile(StateFile):
+    """The file at a path.
+
+    Args:
+        model: 32 bytes that tell models and schemes apart.
+        vocab_size, context_length: of the engine.
+        conversation: what is to be written; after `read`, what was.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: bytes,
+        vocab_size: int,
+        context_length: int,
+        conversation: Conversation | None = None,
+    ) -> None:
+        super().__init__(path)
+        self._model = np.frombuffer(model, np.uint8)
+        self._vocab_size, self._context_length = vocab_size, context_length
+        self.conversation = conversation
+
+    def write(self, numbers: Numbers, arrays: Mapping[str, Array]) -> None:
+        """See `StateFile.write`."""
+        said = self.conversation
+        assert said is not None
+        logits = np.empty(0, np.float32) if said.logits is None else said.logits
+        own = (said.tokens, said.dropped, logits, self._model)
+        lengths = (len(said.tokens), len(said.dropped), len(logits), int(said.follows_text))
+        super().write(
+            {**numbers, **dict(zip(_NUMBERS, lengths, strict=True))}, {**arrays, **dict(zip(_ARRAYS, own, strict=True))}
+        )
+
+    def read(
+        self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]
+    ) -> tuple[Mapping[str, Array], Numbers]:
+        """See `StateFile.read`. Raises ModelError, too, if the conversation is none that the engine could have had."""
+
+        def expect_all(found: Numbers) -> Mapping[str, Array]:
+            return {**expect(found), **self._forms(found)}
+
+        read, found = super().read(expect_all, (*numbers, *_NUMBERS), (*arrays, *_ARRAYS))
+        tokens, dropped, logits, model = (read[name] for name in _ARRAYS)
+        if (model != self._model).any():
+            raise ModelError(f"{self.path} is a session with another model or scheme; load that one")
+        if any(((ids < 0) | (ids >= self._vocab_size)).any() for ids in (tokens, dropped)):
+            raise ModelError(f"{self.path} holds tokens outside the vocabulary of {self._vocab_size}; prefill again")
+        self.conversation = Conversation(
+            tokens=tokens,
+            dropped=dropped,
+            logits=logits.copy() if len(logits) else None,
+            follows_text=bool(found["follows_text"]),
+        )
+        return {name: read[name] for name in arrays}, found
+
+    def _forms(self, numbers: Numbers) -> dict[str, Array]:
+        num_tokens, num_dropped, num_logits = (numbers[name] for name in _NUMBERS[:3])
+        if not numbers["position"] <= num_tokens <= self._context_length:
+            raise ValueError(f"it holds {num_tokens} tokens; the context has room for {self._context_length}")
+        is_run = numbers["position"] == num_tokens > 0
+        if num_dropped < 0 or num_logits not in (0, self._vocab_size if is_run else 0):
+            raise ValueError(f"it holds {num_dropped} dropped tokens and {num_logits} logits")
+        shapes = zip(_ARRAYS, (num_tokens, num_dropped, num_logits, _MODEL_BYTES), strict=True)
+        dtypes = (np.int64, np.int64, np.float32, np.uint8)
+        return {
+            name: np.broadcast_to(np.zeros((), dtype), (length,))
+            for (name, length), dtype in zip(shapes, dtypes, strict=True)
+        }

@@ -1,0 +1,86 @@
+"""`chunkrt cache` and `--prefix-cache`: what is kept, told and removed."""
+
+import json
+
+import pytest
+from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
+
+GGUF = checkpoint("llama_biased_gguf")
+PROMPT = "hello " * 12
+
+
+@pytest.fixture
+def own_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def answer(command, *options):
+    finished = command("run", GGUF, "-p", PROMPT, "--raw", "-n", 2, "--json", *options)
+    assert (finished.status, finished.err) == (0, "")
+    return json.loads(finished.out)
+
+
+def sizes(command):
+    return {one["kind"]: one for one in json.loads(command("cache", "list", "--json").out)}
+
+
+def test_a_second_process_goes_on_where_the_first_was(command, own_home):
+    first, second = (answer(command, "--prefix-cache", "disk") for _ in range(2))
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] == first["prompt_tokens"] // 32 * 32
+    assert second["cached_tokens"] + second["prompt_tokens"] == first["prompt_tokens"]
+    assert second["text"] == first["text"]
+    figures = command("run", GGUF, "-p", PROMPT, "--raw", "-n", 2, "--prefix-cache", "disk").err
+    assert f"prompt {second['prompt_tokens']} tokens and {second['cached_tokens']} cached, prefill" in figures
+
+
+def test_what_is_kept_is_listed_shown_and_cleared(command, own_home):
+    assert sizes(command)["prefixes"]["entries"] == 0
+    tokens = answer(command, "--prefix-cache", "disk")["prompt_tokens"]
+    kept = sizes(command)
+    assert (kept["prefixes"]["entries"], kept["engines"]["entries"]) == (1, 1)
+    shown = json.loads(command("cache", "show", "--json").out)
+    (model,) = shown["models"]
+    assert (model["tokens"], model["bytes"]) == (tokens // 32 * 32, kept["prefixes"]["bytes"])
+    assert f"{model['tokens']} tokens in 1 files" in command("cache", "show").out
+    assert command("cache", "list").out.splitlines()[0].startswith("prefixes          1")
+    cleared = json.loads(command("cache", "clear", "--json").out)
+    assert cleared == {"cleared": ["prefixes"], "bytes": kept["prefixes"]["bytes"]}
+    assert sizes(command)["prefixes"]["bytes"] == 0
+    assert sizes(command)["engines"]["entries"] == 1
+    assert command("cache", "clear", "--all").status == 0
+    assert sizes(command)["engines"]["entries"] == 0
+
+
+def test_another_folder(command, own_home, tmp_path):
+    folder = tmp_path / "mine"
+    answer(command, "--prefix-cache", folder)
+    (folder / "thesis.txt").write_text("")
+    assert len(json.loads(command("cache", "show", "--folder", folder, "--json").out)["models"]) == 1
+    assert command("cache", "clear", "--folder", folder).status == 0
+    assert json.loads(command("cache", "show", "--folder", folder, "--json").out)["models"] == []
+    assert (folder / "thesis.txt").exists()
+    expect_one_line(command("cache", "clear", "engines", "--folder", folder), "give it alone")
+
+
+def test_a_trace_tells_what_was_cached(command, own_home, tmp_path):
+    answer(command, "--prefix-cache", "disk")
+    second = answer(command, "--prefix-cache", "disk", "--trace", tmp_path / "trace")
+    groups = json.loads(command("trace", tmp_path / "trace", "--json").out)["groups"]
+    assert sum(group["cached"] for group in groups) == second["cached_tokens"] > 0
+    assert f"{second['cached_tokens']} tokens cached" in command("trace", tmp_path / "trace").out
+
+
+@pytest.mark.parametrize("options", [("--prefix-cache", ""), ("--prefix-cache-memory", "0"), ("--prefix-cache", GGUF)])
+def test_what_makes_no_sense_is_one_line(command, options):
+    expect_one_line(command("run", GGUF, "-p", "hello", *options), "prefix")
+
+
+@pytest.mark.parametrize(("options", "num_tokens"), [((), 64), (("--prefix-cache", "memory"), 1)])
+def test_bench_computes_everything_unless_told_otherwise(command, tmp_path, options, num_tokens):
+    arguments = ("-p", 64, "-n", 0, "-r", 1, "--trace", tmp_path / "trace", *options)
+    assert command("bench", GGUF, *arguments).status == 0
+    groups = json.loads(command("trace", tmp_path / "trace", "--json").out)["groups"]
+    assert sum(group["tokens"] for group in groups) == num_tokens

@@ -1,0 +1,243 @@
+"""The prefix cache: whatever was prefilled before, a session gets the bits that it gets from nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from random import Random
+
+import numpy as np
+import pytest
+from fixture_checkpoints import NAMES, checkpoint
+
+import chunkrt
+from chunkrt.engine.engine import Engine
+from chunkrt.errors import ConfigError
+from chunkrt.runtime.run import Run, RunResult
+
+CONTEXT = 120
+LENGTHS = (8, 32, 40)
+"""Of chunks."""
+SMALL, LARGE = 200_000, 10**8
+"""Bytes: of the first, most is evicted before it is asked for."""
+CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE = "llama_gqa", "mistral_window_5", "lfm2", "qwen3_next"
+
+
+def load(name: str, chunk_length: int, **options: object) -> Engine:
+    options = {"npu": "native", "scheme": "w8a8-dynamic", "context_length": CONTEXT, "threads": 1, **options}
+    return chunkrt.load(checkpoint(name), chunk_length=chunk_length, **options)
+
+
+class Prompts:
+    """A random tree of prompts: most begin as an earlier one does."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.random, self._vocab_size = Random(seed), vocab_size
+        self.known: list[list[int]] = [self._tokens(100)]
+
+    def next(self) -> list[int]:
+        begin = self.random.choice(self.known)
+        prompt = begin[: self.random.randint(0, len(begin))] + self._tokens(self.random.randint(1, 50))
+        self.known.append(prompt[: CONTEXT - 20])
+        return self.known[-1]
+
+    def _tokens(self, number: int) -> list[int]:
+        return [self.random.randrange(self._vocab_size) for _ in range(number)]
+
+
+def follow_story(seed: int, cached: Engine, plain: Engine, prompts: list[list[int]]) -> int:
+    """The same calls on two engines, and the same bits; how many tokens the first took from its cache."""
+    random, num_cached = Random(seed), 0
+    for prompt in prompts:
+        with cached.session() as session, plain.session() as expected:
+            parted = random.choice([0, 0, random.randrange(len(prompt))])
+            for part in filter(None, (prompt[:parted], prompt[parted:])):
+                logits = random.choice(["last", "last", "all", "none"]) if part == prompt[parted:] else "last"
+                found, truth = session.prefill(part, logits=logits), expected.prefill(part, logits=logits)
+                num_cached += found.num_cached
+                if logits != "none":
+                    np.testing.assert_array_equal(found.logits, truth.logits, err_msg=f"{found.num_cached} cached")
+            if random.random() < 0.5:
+                new = random.randint(1, 8)
+                answers = [
+                    [piece.token_id for piece in one.generate(max_new_tokens=new)] for one in (session, expected)
+                ]
+                assert answers[0] == answers[1]
+            if random.random() < 0.3:
+                back = random.randrange(session.position)
+                for one in (session, expected):
+                    one.rewind(back)
+                again = prompt[back : back + 20] or [1]
+                np.testing.assert_array_equal(session.prefill(again).logits, expected.prefill(again).logits)
+    return num_cached
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("limit", [SMALL, LARGE])
+@pytest.mark.parametrize("name", NAMES)
+def test_random_trees_of_prompts(name: str, limit: int) -> None:
+    chunk_length = LENGTHS[NAMES.index(name) % 3]
+    with (
+        load(name, chunk_length, prefix_cache="memory", prefix_cache_memory=limit) as cached,
+        load(name, chunk_length) as plain,
+    ):
+        prompts = Prompts(1, plain.plan.vocab_size)
+        for seed in range(4):
+            follow_story(seed, cached, plain, [prompts.next() for _ in range(6)])
+            assert cached.stats().prefix_bytes <= limit
+        assert cached.stats().cached_tokens > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chunk_length", LENGTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_more_random_trees_of_prompts(name: str, chunk_length: int) -> None:
+    for limit in (10_000, SMALL, LARGE):
+        with (
+            load(name, chunk_length, prefix_cache="memory", prefix_cache_memory=limit) as cached,
+            load(name, chunk_length) as plain,
+        ):
+            prompts = Prompts(limit, plain.plan.vocab_size)
+            for seed in range(20):
+                follow_story(seed, cached, plain, [prompts.next() for _ in range(8)])
+                assert cached.stats().prefix_bytes <= limit
+
+
+@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
+def test_other_backends_hit_at_borders_of_chunks(name: str, npu: str) -> None:
+    options = {"npu": npu, "scheme": "float"}
+    with load(name, 8, prefix_cache="memory", **options) as cached, load(name, 8, **options) as plain:
+        prompts = Prompts(2, plain.plan.vocab_size)
+        assert follow_story(1, cached, plain, [prompts.next() for _ in range(12)]) > 0
+        tokens = prompts.known[0][:30]
+        cached.session().prefill(tokens)
+        assert cached.session().prefill(tokens).num_cached == 24
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
+def test_types_of_caches(cache_dtype: str) -> None:
+    with (
+        load(WINDOW, 8, prefix_cache="memory", cache_dtype=cache_dtype) as cached,
+        load(WINDOW, 8, cache_dtype=cache_dtype) as plain,
+    ):
+        prompts = Prompts(3, plain.plan.vocab_size)
+        assert follow_story(1, cached, plain, [prompts.next() for _ in range(12)]) > 0
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", NAMES)
+def test_sessions_in_threads_that_share_chunks(name: str) -> None:
+    with (
+        load(name, 32, prefix_cache="memory", prefix_cache_memory=SMALL, threads=2) as cached,
+        load(name, 32) as plain,
+    ):
+        prompts = Prompts(4, plain.plan.vocab_size)
+        several = [prompts.next() for _ in range(16)]
+        expected = [plain.session().prefill(prompt).logits for prompt in several]
+        found: list[object] = [None] * len(several)
+
+        def prefill(first: int) -> None:
+            for index in range(first, len(several), 4):
+                with cached.session() as session:
+                    found[index] = session.prefill(several[index]).logits
+
+        for _ in range(2):
+            threads = [threading.Thread(target=prefill, args=[first]) for first in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for one, truth in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(one, truth)
+        assert cached.stats().prefix_bytes <= SMALL
+
+
+def test_sessions_in_an_event_loop() -> None:
+    with load(CONVOLUTION, 32, prefix_cache="memory") as cached, load(CONVOLUTION, 32) as plain:
+        prompts = Prompts(5, plain.plan.vocab_size)
+        several = [prompts.next() for _ in range(8)]
+
+        async def prefill(prompt: list[int]) -> object:
+            async with await cached.asession() as session:
+                return (await session.aprefill(prompt)).logits
+
+        async def prefill_all() -> list[object]:
+            return await asyncio.gather(*map(prefill, several))
+
+        for found, prompt in zip(asyncio.run(prefill_all()), several, strict=True):
+            np.testing.assert_array_equal(found, plain.session().prefill(prompt).logits)
+
+
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
+def test_a_turn_costs_its_new_tokens(name: str) -> None:
+    """Each turn in a session of its own, as a server has it: what was said before is not run again."""
+    with load(name, 8, prefix_cache="memory") as engine:
+        said: list[int] = []
+        for turn in range(5):
+            said += [(7 * turn + i) % engine.plan.vocab_size for i in range(10)]
+            with engine.session() as session:
+                result = session.prefill(said)
+                assert (result.num_cached, result.num_tokens) == (len(said) - 10 - (turn > 0), 10 + (turn > 0))
+                list(session.generate(max_new_tokens=4))
+                said = list(session.tokens)
+
+
+def test_a_prompt_that_parts_from_another_has_others_begin_there() -> None:
+    """A recurrent state is not kept everywhere, but after the second prompt where it parted from the first."""
+    with load(DELTA_RULE, 32, prefix_cache="memory") as engine:
+        begin = [i % engine.plan.vocab_size for i in range(40)]
+        ends = [[i + j for j in range(60)] for i in range(3)]
+        assert [engine.session().prefill(begin + end).num_cached for end in ends] == [0, 0, 32]
+
+
+def test_a_context_that_shifts() -> None:
+    """What moved is no prefix any more; what is prefilled into a new session is."""
+    options = {"context_shift": True, "context_length": 40}
+    with load(WINDOW, 8, prefix_cache="memory", **options) as cached, load(WINDOW, 8, **options) as plain:
+        for number in (30, 60, 38, 90, 30):
+            prompt = [(3 * i) % plain.plan.vocab_size for i in range(number)]
+            with cached.session() as session, plain.session() as expected:
+                for one in (prompt, prompt[:15], [1, 2]):
+                    np.testing.assert_array_equal(session.prefill(one).logits, expected.prefill(one).logits)
+        assert cached.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
+def test_a_failed_prefill_leaves_the_session_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails after a hit, and where a run is parted in its second part."""
+    with load(name, 8, prefix_cache="memory") as engine, load(name, 8) as plain:
+        tokens = [(5 * i) % plain.plan.vocab_size for i in range(100)]
+        engine.session().prefill(tokens[:64])
+        session, expected = engine.session(), plain.session()
+        for one in (session, expected):
+            one.prefill(tokens[:8])
+        run, num_tokens = engine.run, list[int]()
+
+        def fails_at_the_end(wanted: Run) -> RunResult:
+            num_tokens.append(wanted.token_ids.size)
+            if wanted.logits == "last":
+                raise ConfigError("on purpose")
+            return run(wanted)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "run", fails_at_the_end)
+            with pytest.raises(ConfigError, match="on purpose"):
+                session.prefill(tokens[8:90])
+        assert session.position == 8
+        assert len(num_tokens) == (1 if name in (CACHES_ONLY, WINDOW) else 2)
+        assert sum(num_tokens) < 82
+        found, truth = session.prefill(tokens[50:70]), expected.prefill(tokens[50:70])
+        np.testing.assert_array_equal(found.logits, truth.logits)
+
+
+def test_switched_off_nothing_is_kept() -> None:
+    with load(CACHES_ONLY, 8, prefix_cache="off") as engine:
+        assert [engine.session().prefill(range(1, 60)).num_cached for _ in range(2)] == [0, 0]
+        assert engine.stats().prefix_bytes == 0
+
+
+@pytest.mark.parametrize("value", ["", 3, True])
+def test_what_is_no_place_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="prefix_cache is"):
+        load(CACHES_ONLY, 8, prefix_cache=value)

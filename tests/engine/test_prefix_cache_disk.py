@@ -1,0 +1,299 @@
+"""The prefix cache on disk: what is found there is right, whatever happened to it, and never more than the budget."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from fixture_checkpoints import NAMES, checkpoint, input_ids
+from random_folders import write_folder
+
+import chunkrt
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.prefix_cache import block_file, folder
+from chunkrt.engine.prefix_cache.block_file import read_header
+from chunkrt.engine.prefix_cache.folder import entries
+from chunkrt.errors import ConfigError
+
+LAYERS = {
+    "caches": {},
+    "window": {"model_type": "mistral", "sliding_window": 40},
+}
+NUM_TOKENS = 600
+TOKENS = [(7 * i + i // 50) % 60 for i in range(NUM_TOKENS)]
+BUDGET = 100_000
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {"max_position_embeddings": 2048, **LAYERS[request.param]}
+    return write_folder(tmp_path_factory.mktemp("models") / request.param, **config)
+
+
+def load(model: Path, **options: object) -> Engine:
+    return chunkrt.load(model, **{"npu": "native", "scheme": "w8a8-dynamic", "threads": 1, **options})
+
+
+@pytest.fixture(scope="module")
+def truth(model: Path) -> np.ndarray:
+    with load(model) as engine:
+        return engine.session().prefill(TOKENS).logits
+
+
+@pytest.fixture
+def filled(model: Path, tmp_path: Path) -> Path:
+    """A folder with all that can be there of the tokens: two files of 256 and one of 64."""
+    with load(model, prefix_cache=tmp_path / "cache") as engine:
+        engine.session().prefill(TOKENS)
+    assert len(entries(tmp_path / "cache")) == 3
+    return tmp_path / "cache"
+
+
+class Lines(logging.Handler):
+    """What is told to the user."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    handler = Lines()
+    logging.getLogger().addHandler(handler)
+    yield handler.messages
+    logging.getLogger().removeHandler(handler)
+
+
+def cached_tokens(model: Path, cache: Path, truth: np.ndarray, **options: object) -> int:
+    """How many tokens a new engine has from the folder; its logits are right."""
+    with load(model, prefix_cache=cache, **options) as engine:
+        result = engine.session().prefill(TOKENS)
+    np.testing.assert_array_equal(result.logits, truth)
+    assert result.num_cached + result.num_tokens == NUM_TOKENS
+    return result.num_cached
+
+
+def second_file(cache: Path) -> Path:
+    """That of the tokens from 256 on, without which those after it are of no use."""
+    return next(entry.path for entry in entries(cache) if read_header(entry.path).start == 256)
+
+
+def test_another_process_goes_on_from_there(model: Path, filled: Path, truth: np.ndarray, lines: list[str]) -> None:
+    assert cached_tokens(model, filled, truth) == 576
+    assert lines == []
+
+
+def test_what_bits_depend_on_is_in_the_names(model: Path, filled: Path, truth: np.ndarray) -> None:
+    with load(model, prefix_cache=filled, cache_dtype="float32") as engine:
+        assert engine.session().prefill(TOKENS).num_cached == 0
+    assert cached_tokens(model, filled, truth, context_length=1000, chunk_length=64) == 576
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_state(name: str, tmp_path: Path) -> None:
+    options = {"context_length": 120, "chunk_length": 32}
+    tokens = input_ids(name) * 8
+    with load(checkpoint(name), **options) as plain:
+        truth = plain.session().prefill(tokens[:110]).logits
+    for num_cached in (0, 96):
+        with load(checkpoint(name), prefix_cache=tmp_path, **options) as engine:
+            result = engine.session().prefill(tokens[:110])
+        np.testing.assert_array_equal(result.logits, truth)
+        assert result.num_cached == num_cached
+
+
+def test_a_memory_smaller_than_what_is_on_disk(model: Path, filled: Path, truth: np.ndarray) -> None:
+    assert cached_tokens(model, filled, truth, prefix_cache_memory=50_000) < 576
+
+
+FIELDS = {
+    "magic": 0,
+    "format": 8,
+    "length of the header": 12,
+    "header": 20,
+    "tokens": 400,
+    "arrays": -9000,
+    "last array": -100,
+    "checksum": -3,
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray, lines: list[str], field: str) -> None:
+    path = second_file(filled)
+    data = bytearray(path.read_bytes())
+    data[FIELDS[field]] ^= 0x10
+    path.write_bytes(data)
+    assert cached_tokens(model, filled, truth) <= 256
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
+    assert cached_tokens(model, filled, truth) == 576  # it has been written again
+
+
+@pytest.mark.exhaustive
+def test_any_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray, lines: list[str]) -> None:
+    path, random = second_file(filled), Random(0)
+    whole = path.read_bytes()
+    for count in range(1, 200):
+        data = bytearray(whole)
+        data[random.randrange(len(data) if count % 2 else 2000)] ^= 1 << random.randrange(8)
+        path.write_bytes(data)
+        assert cached_tokens(model, filled, truth) <= 256
+        assert len(lines) == count
+
+
+@pytest.mark.parametrize("length", [0, 5, 16, 300, 5000, -1])
+def test_a_file_that_is_cut_off_is_a_miss(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], length: int
+) -> None:
+    path = second_file(filled)
+    path.write_bytes(path.read_bytes()[:length])
+    assert cached_tokens(model, filled, truth) <= 256
+    assert len(lines) == 1
+
+
+def test_another_format_is_a_miss(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_file, "FORMAT", 2)
+    assert cached_tokens(model, filled, truth) <= 256
+    assert ["it has format 1, not 2" in line for line in lines] == [True]
+
+
+def test_a_full_disk_costs_one_line(
+    model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(file: object, **_: object) -> None:
+        file.write(b"x" * 1000)  # type: ignore[attr-defined]
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("chunkrt.engine.prefix_cache.disk.write_block", fails)
+    with load(model, prefix_cache=tmp_path) as engine:
+        for _ in range(3):
+            np.testing.assert_array_equal(engine.session().prefill(TOKENS).logits, truth)
+        assert engine.stats().cached_tokens > 0
+    assert entries(tmp_path) == []
+    assert lines == [
+        f"the prefix cache cannot write to {tmp_path} (No space left on device); it goes on in memory",
+    ]
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(folder.FileLock, "acquire", refuses)
+    assert cached_tokens(model, filled, truth) == 576
+    with load(model, prefix_cache=filled) as engine:
+        engine.session().prefill(TOKENS[::-1])
+    assert lines == [f"the prefix cache cannot write to {filled} (Read-only file system); it goes on in memory"]
+
+
+def test_what_is_no_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="which is no folder; give memory, disk, off or a folder"):
+        load(model, prefix_cache=tmp_path / "file")
+
+
+def test_the_budget_holds_and_what_was_used_last_stays(model: Path, tmp_path: Path) -> None:
+    random = Random(0)
+    others = [[random.randrange(60) for _ in range(300)] for _ in range(6)]
+    with load(model, prefix_cache=tmp_path, prefix_cache_disk=BUDGET) as engine:
+        for prompt in others:
+            engine.session().prefill(prompt)
+    files = entries(tmp_path)
+    assert 0 < sum(file.num_bytes for file in files) <= BUDGET
+    with load(model, prefix_cache=tmp_path, prefix_cache_disk=BUDGET) as engine:
+        assert engine.session().prefill(others[-1]).num_cached >= 256
+        assert engine.session().prefill(others[0]).num_cached == 0
+
+
+def test_other_files_in_the_folder_are_left_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x" * 2 * BUDGET)
+    with load(model, prefix_cache=tmp_path, prefix_cache_disk=BUDGET) as engine:
+        engine.session().prefill(TOKENS)
+    assert len(entries(tmp_path)) > 0
+    folder.clear(tmp_path)
+    assert entries(tmp_path) == []
+    assert (tmp_path / "thesis.txt").exists()
+
+
+PROGRAM = """
+import sys
+from random import Random
+import chunkrt
+
+model, cache, seed, budget = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+random = Random(seed)
+with chunkrt.load(
+    model, npu="native", scheme="w8a8-dynamic", threads=1, prefix_cache=cache, prefix_cache_disk=budget
+) as engine:
+    print("ready", flush=True)
+    for _ in range(int(sys.argv[5])):
+        start = random.randrange(4)
+        prompt = [(7 * i + start) % 60 for i in range(random.randrange(100, 600))]
+        with engine.session() as session:
+            session.prefill(prompt)
+print("done", flush=True)
+"""
+
+
+def start(model: Path, cache: Path, seed: int, rounds: int) -> subprocess.Popen[str]:
+    arguments = [model, cache, seed, BUDGET, rounds]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", PROGRAM, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def assert_sound(model: Path, cache: Path) -> None:
+    """No more than the budget; nothing damaged; what is found gives the right logits."""
+    assert sum(entry.num_bytes for entry in entries(cache)) <= BUDGET
+    for begin in range(4):
+        prompt = [(7 * i + begin) % 60 for i in range(520)]
+        with load(model, prefix_cache=cache, prefix_cache_disk=BUDGET) as engine, load(model) as plain:
+            found, truth = engine.session().prefill(prompt), plain.session().prefill(prompt)
+            np.testing.assert_array_equal(found.logits, truth.logits)
+    assert not any(entry.is_part for entry in entries(cache))
+    assert sum(entry.num_bytes for entry in entries(cache)) <= BUDGET
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
+@pytest.mark.parametrize("times", [2, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_killed_while_it_writes(model: Path, tmp_path: Path, lines: list[str], times: int) -> None:
+    random = Random(times)
+    for seed in range(times):
+        with start(model, tmp_path, seed, 10**6) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(random.uniform(0, 0.3))
+            process.kill()
+        assert sum(entry.num_bytes for entry in entries(tmp_path)) <= BUDGET
+        if seed % 20 == times % 20 or seed == times - 1:
+            assert_sound(model, tmp_path)
+    assert lines == []
+
+
+def test_two_processes_share_a_folder(model: Path, tmp_path: Path, lines: list[str]) -> None:
+    processes = [start(model, tmp_path, seed, 40) for seed in range(2)]
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, "ready\ndone\n")
+    assert_sound(model, tmp_path)
+    assert lines == []

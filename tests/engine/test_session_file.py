@@ -1,0 +1,123 @@
+"""A conversation on disk: another engine goes on with it bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from fixture_checkpoints import NAMES, checkpoint
+
+import chunkrt
+from chunkrt.engine.engine import Engine
+from chunkrt.errors import ClosedError, ConfigError, ModelError
+
+NAME = "llama_biased_gguf"
+PROMPT = [(5 * i) % 40 for i in range(50)]
+
+
+def load(name: str = NAME, **options: object) -> Engine:
+    return chunkrt.load(checkpoint(name), **{"npu": "native", "scheme": "w8a8-dynamic", "threads": 1, **options})
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", NAMES)
+def test_another_engine_goes_on(name: str, tmp_path: Path) -> None:
+    with load(name, chunk_length=32) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        list(session.generate(max_new_tokens=5))
+        session.save(tmp_path / "said")
+        answer = [piece.token_id for piece in session.generate(max_new_tokens=4)]
+        tokens, logits = session.tokens, session.prefill(PROMPT[:7]).logits
+    for chunk_length in (8, 32, 100):
+        with load(name, chunk_length=chunk_length) as engine, engine.load_session(tmp_path / "said") as session:
+            assert session.position == len(PROMPT) + 5
+            assert [piece.token_id for piece in session.generate(max_new_tokens=4)] == answer
+            assert session.tokens == tokens
+            if "qwen3_next" not in name and "qwen3_5" not in name:  # whose chunks round
+                np.testing.assert_array_equal(session.prefill(PROMPT[:7]).logits, logits)
+
+
+def test_after_a_prefill_nothing_is_run_again(tmp_path: Path) -> None:
+    with load("lfm2") as engine:
+        session = engine.session()
+        logits = session.prefill(PROMPT).logits
+        session.save(tmp_path / "said")
+        again = engine.load_session(tmp_path / "said")
+        records: list[object] = []
+        again.on_run = records.append
+        assert next(again.generate()).token_id == int(np.argmax(logits))
+        assert records == []
+
+
+def test_a_context_that_has_shifted(tmp_path: Path) -> None:
+    with load(context_shift=True, context_length=40) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        session.save(tmp_path / "said")
+        again = engine.load_session(tmp_path / "said")
+        assert (again.tokens, again.history) == (session.tokens, session.history)
+        np.testing.assert_array_equal(again.prefill([1, 2]).logits, session.prefill([1, 2]).logits)
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "said"
+    with load() as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        session.save(path)
+        num_sessions = engine.stats().sessions
+        with pytest.raises(ModelError, match="cannot load a state from"):
+            engine.load_session(tmp_path / "nothing")
+        state = tmp_path / "state"
+        session._sequence.state.save(state)
+        with pytest.raises(ModelError, match="it holds"):
+            engine.load_session(state)
+        assert engine.stats().sessions == num_sessions
+        session.close()
+        with pytest.raises(ClosedError):
+            session.save(path)
+    with load(scheme="w8a16", npu="native") as engine, pytest.raises(ModelError):
+        engine.load_session(path)
+    with load(context_length=40) as engine, pytest.raises(ModelError, match="50 positions"):
+        engine.load_session(path)
+    with load(cache_dtype="float32") as engine, pytest.raises(ModelError, match="float16"):
+        engine.load_session(path)
+    with load() as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        with pytest.raises(ConfigError, match="cannot save the state"):
+            session.save(tmp_path / "no folder" / "said")
+
+
+def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
+    with load("llama_rope_linear") as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        session.save(tmp_path / "said")
+    with load("llama_rope_parameters") as engine, pytest.raises(ModelError, match="another model or scheme"):
+        engine.load_session(tmp_path / "said")
+
+
+def test_a_damaged_file_leaves_the_session_as_it_was(tmp_path: Path) -> None:
+    path, random = tmp_path / "said", Random(0)
+    with load(chunk_length=8) as engine:
+        session = engine.session()
+        truth = session.prefill(PROMPT).logits
+        session.save(path)
+        whole, other = path.read_bytes(), engine.session()
+        other.prefill(PROMPT[:20])
+        for _ in range(100):
+            data = bytearray(whole)
+            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+            path.write_bytes(data[: random.choice([len(data), len(data), random.randrange(len(data))])])
+            try:
+                other.load(path)
+            except ModelError:
+                assert other.tokens == tuple(PROMPT[:20])
+            else:  # a byte that says nothing, such as a date
+                np.testing.assert_array_equal(other._sequence.logits, truth)
+                other.rewind(20)
+        np.testing.assert_array_equal(other.prefill(PROMPT[20:]).logits, truth)
