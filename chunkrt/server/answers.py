@@ -171,7 +171,7 @@ async def _prefill(
             following = prompt[done : done + len(part)] if carried is not None else part[1:]
             told += [likeliest(row, token, wanted.likeliest or 0) for row, token in zip(rows, following, strict=False)]
             carried = result.logits[-1:]
-        num_cached += getattr(result, "num_cached", 0)
+        num_cached += result.num_cached
         done += len(part)
         if wanted.progress:
             tell(Progress(num_done=done, num_tokens=len(prompt)))

@@ -481,6 +481,7 @@ class HalvesUp(Odd):
         super().run({name: np.trunc(x + np.copysign(0.5, x)) for name, x in inputs.items()}, outputs)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("clause", "backend"), CASES)
 def test_a_broken_clause_is_noticed(clause, backend):
     with pytest.raises(ConformanceError) as raised:
