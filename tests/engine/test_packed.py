@@ -397,7 +397,7 @@ print("over", flush=True)
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_a_process_may_end_while_others_run(num_threads):
     """Its daemon threads are in a kernel or wait for their share when the interpreter goes."""
-    for _ in range(5):
+    for _ in range(2):
         finished = subprocess.run(
             [sys.executable, "-P", "-c", AT_EXIT, str(checkpoint(NAME)), str(num_threads)],
             capture_output=True,
@@ -409,7 +409,7 @@ def test_a_process_may_end_while_others_run(num_threads):
 
 def test_room_in_the_caches_is_there_at_once(engine):
     """Nothing holds a state once its session is closed: neither the conductor's thread nor what it has told."""
-    for _ in range(30):
+    for _ in range(8):
         assert len(engine.generate(PROMPTS[:3], max_new_tokens=2)) == 3
         gc.collect()
         assert engine.stats().sessions <= 1, "one is the module's own"
