@@ -139,7 +139,7 @@ def _from_disk(model: str, settings: dict[str, Any], prompt: list[int], rounds: 
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
     share = median(restored) / first
     click.echo(
-        f"{len(prompt)} tokens: {first:.2f} s to prefill; {median(restored):.3f} s in a new process with {num_cached} of "
+        f"{len(prompt)} tokens: {first:.2f} s to prefill; {median(restored):.3f} s in a new process, {num_cached} of "
         f"them from disk ({size / 1e6:.0f} MB, not in the system's cache): {share:.1%}"
     )
 
