@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def home(tmp_path_factory):
-    """CHUNKRT_HOME and a hub's cache for the whole run, so that each checkpoint is compiled once a scheme and not once a test."""
+    """CHUNKRT_HOME for the whole run, so that each checkpoint is compiled once a scheme and not once a test."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNKRT_HOME", str(folder))

@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 from chunkrt.cli.choice import choice_lines
+from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, progress_bar, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import plan_checkpoint
@@ -27,8 +28,8 @@ from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 NUM_SHOWN = 5
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("text_file", "method", "num_tokens", "output", "as_json"))
+@model_argument
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="UTF-8 text.  [default: one that ships]")
 @click.option(
     "--method",

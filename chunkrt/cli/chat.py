@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.generation import generation_options, split_options, stream_answer
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.engine.session import Session
@@ -16,8 +17,8 @@ from chunkrt.errors import ConfigError
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("system", "max_new_tokens", "temperature", "context_length", "npu"))
+@model_argument
 @generation_options
 @engine_options
 def chat(model: str, **options: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import click
 
+from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import engine_options, open_engine, progress_bar
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
@@ -33,8 +34,8 @@ DEFAULT_CACHE_GB = 4.0
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("eval")
-@click.argument("model")
+@click.command("eval", cls=GroupedCommand, first=("text_file", "scheme", "windows", "as_json", "npu"))
+@model_argument
 @click.option("--text", "text_file", type=_FILE, help="UTF-8 text: perplexity, and divergence from the base.")
 @click.option("--hellaswag", "hellaswag_file", type=_FILE, help="HellaSwag's JSON lines: accuracy.")
 @click.option("--lambada", "lambada_file", type=_FILE, help="LAMBADA's JSON lines: accuracy and perplexity.")

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.options import engine_options, progress_bar, ranks_options
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import planning_options, progress_bar, ranks_options
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement
@@ -32,15 +33,15 @@ from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 DEFAULT_PROMPT_LENGTH = 512
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("scheme", "npu", "chunk_length", "save_onnx", "as_json"))
+@model_argument
 @click.option(
     "--prompt-length", type=int, help="Tokens, for the attention's FLOPs.  [default: 512, or the context where shorter]"
 )
 @click.option("--save-onnx", type=click.Path(path_type=Path, file_okay=False), help="Write each subgraph as ONNX here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
 @ranks_options
-@engine_options
+@planning_options
 def plan(
     model: str,
     prompt_length: int | None,

@@ -149,7 +149,7 @@ class Engine(ManyPrompts):
             "subgraphs": [(subgraph.name, subgraph.device) for subgraph in self.plan.subgraphs],
             "context length": self.context_length,
             "chunk length": self.chunk_length,
-            "caches": self._cache_dtype,
+            "caches": self.cache_dtype,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
         }
@@ -205,7 +205,7 @@ class Engine(ManyPrompts):
         self._check_open()
         make = State if self._mirror is None else self._mirror.make_state
         try:
-            return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
+            return make(self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length)
         except MemoryError as error:
             raise OutOfMemoryError(
                 f"there is too little memory for a context of {self.context_length} ({error}); take a shorter one "
@@ -213,7 +213,8 @@ class Engine(ManyPrompts):
             ) from error
 
     @property
-    def _cache_dtype(self) -> CacheDtype:
+    def cache_dtype(self) -> CacheDtype:
+        """Of keys and values."""
         return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
 
     def run(self, run: Run) -> RunResult:

@@ -19,7 +19,8 @@ import xxhash
 
 from chunkrt.checkpoints.catalogue import home
 from chunkrt.checkpoints.gguf_parts import parts_of
-from chunkrt.files import read_json, written_aside
+from chunkrt.errors import ModelError
+from chunkrt.files import check_regular, read_json, written_aside
 from chunkrt.plugins import code_behind
 
 SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
@@ -38,7 +39,7 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
     well. Those of an ONNX file are also the data and settings that may be beside it.
     """
     files = checkpoint_files(checkpoint)
-    names = [path.name for path in files] if len(files) > 1 else [""]
+    names = [""] if len(files) == 1 else [path.name for path in files]
     key = {"files": list(zip(names, map(file_digest, files), strict=True)), "chunkrt": version("chunkrt"), **made_with}
     if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):
         key["family"] = code
@@ -89,8 +90,15 @@ def file_digest(path: Path) -> str:
     """XXH3 of a file's bytes, 128 bits in hexadecimal: read from it, or as it was found before.
 
     Raises:
-        OSError: it cannot be read.
+        ModelError: it cannot be read.
     """
+    try:
+        return _file_digest(path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _file_digest(path: Path) -> str:
     found = _state(path)
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
     kept = home() / "digests" / f"{place}.json"
@@ -100,6 +108,7 @@ def file_digest(path: Path) -> str:
             return str(entry["digest"])
     digest, begin = xxhash.xxh3_128(), time.time()
     piece = memoryview(bytearray(_READ_BYTES))
+    check_regular(path)
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(piece):
             digest.update(piece[:length])
