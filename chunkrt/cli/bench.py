@@ -15,11 +15,12 @@ from chunkrt.cli.bench_rows import FORMATS, Setup
 from chunkrt.cli.bench_tests import Case, measure
 from chunkrt.cli.command import GroupedCommand, ModelName, with_revision
 from chunkrt.cli.numbers import read_numbers
-from chunkrt.cli.options import engine_options_but, open_engine, progress_bar, trace_option, written_trace
+from chunkrt.cli.options import engine_options_but, open_engine, trace_option, written_trace
 from chunkrt.cli.prompts import read_text
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable, written_aside
+from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
 
 DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
@@ -102,7 +103,7 @@ def bench(
     rows: list[Setup] = []
     with written_trace(trace, ", ".join(names)) as records:
         for name, budget in itertools.product(names, budgets):
-            with open_engine(name, {**settings, "threads": budget}) as engine, progress_bar() as progress:
+            with open_engine(name, {**settings, "threads": budget}) as engine, ShownProgress() as progress:
                 tests = asked.tests(engine)
                 for done, test in enumerate(tests):
                     progress(test.name, done, len(tests))

@@ -11,10 +11,11 @@ from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.cli.command import GroupedCommand, model_argument
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, progress_bar, settings_option, verbose_option
+from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, settings_option, verbose_option
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
+from chunkrt.progress import ShownProgress
 
 
 @click.command(cls=GroupedCommand, first=("output", "soc", "chunk_length", "scheme", "as_json"))
@@ -57,7 +58,7 @@ def compile(
         htp=htp,
         **quantisation,
     )
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         written = compile_engine(
             model,
             output,

@@ -10,10 +10,11 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.cli.command import GroupedCommand, model_argument
-from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.cli.options import verbose_option
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
+from chunkrt.progress import ShownProgress
 
 if TYPE_CHECKING:
     from onnx_ir import Model
@@ -74,7 +75,7 @@ def export(
     if output is not None:
         onnx_export.check_output(output)
     written: list[Path] = []
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
 

@@ -13,6 +13,7 @@ from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
+from chunkrt.progress import ShownProgress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -112,7 +113,8 @@ def stream_answer(
 ) -> Answer:
     """Prefill tokens, generate, and hand each piece of text to `emit` as soon as it is certain."""
     begin = time.perf_counter()
-    prefill = session.prefill(tokens)
+    with ShownProgress() as progress:
+        prefill = session.prefill(tokens, progress=progress)
     first: float | None = None
     pieces = []
     last = begin

@@ -19,6 +19,7 @@ from chunkrt.engine.loading import load
 from chunkrt.engine.options import DECLARED
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
+from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import check_trace_path, write_trace
 
@@ -246,33 +247,7 @@ def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
 
 @contextmanager
 def open_engine(model: str, options: dict[str, Any]) -> Iterator[Engine]:
-    """Load a model, showing a progress bar on stderr while it is pulled or compiled."""
-    with progress_bar() as progress, load(model, progress=progress, **options) as engine:
+    """Load a model, showing on stderr how far it is while it is pulled or compiled."""
+    with ShownProgress() as progress, load(model, progress=progress, **options) as engine:
         progress("", 0, 0)
         yield engine
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each thing that is being done; silent unless stderr is a terminal.
-
-    Yields a function of (what, done, total); a total of 0 takes the bar away.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-    task = bars.add_task("", total=None, visible=False)
-
-    def update(what: str, done: int, total: int) -> None:
-        if total and not bars.live.is_started:
-            bars.start()
-        bars.update(task, description=what, completed=done, total=total or None, visible=bool(total))
-        if not total or done >= total:
-            bars.stop()
-
-    try:
-        yield update
-    finally:
-        bars.stop()

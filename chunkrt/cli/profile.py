@@ -18,11 +18,12 @@ import psutil
 
 from chunkrt.backends.qnn import QnnBackend
 from chunkrt.cli.command import GroupedCommand, model_argument
-from chunkrt.cli.options import engine_options, open_engine, progress_bar
+from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable, written_aside
+from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
 from chunkrt.simulate.learn import learn_budget
 from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measured
@@ -103,7 +104,7 @@ def measure_profile(
         records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}
         apart: dict[tuple[int, int], list[RunRecord]] = {}
         loads = []
-        progress = stack.enter_context(progress_bar())
+        progress = stack.enter_context(ShownProgress())
         for repetition in range(repetitions + 1):
             progress("measuring", repetition, repetitions + 1)
             loads.append(psutil.cpu_percent(interval=0.2))

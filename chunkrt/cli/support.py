@@ -9,9 +9,10 @@ import click
 
 from chunkrt.backends.coverage import NPU
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument
-from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.cli.options import verbose_option
 from chunkrt.compile.support import SupportReport, check_support, first_few
 from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.progress import ShownProgress
 
 
 @click.command(cls=GroupedCommand)
@@ -25,7 +26,7 @@ def support(model: str, as_json: bool) -> None:
 
     The exit status is 0 if everything is there, 3 if something is missing, 1 if MODEL cannot be read.
     """
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
     report = check_support(checkpoint)
     if as_json:

@@ -10,10 +10,11 @@ from pathlib import Path
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument
-from chunkrt.cli.options import progress_bar, read_size, verbose_option
+from chunkrt.cli.options import read_size, verbose_option
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
+from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import DEVICES, MeasuredProfile, find_device
 from chunkrt.simulate.tune import Setup, Tuned
@@ -89,7 +90,7 @@ def tune(
             "partition: only policy and chunks in flight are searched",
             err=True,
         )
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         tuned = search(
             model,
             device,

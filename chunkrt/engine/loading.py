@@ -18,6 +18,7 @@ from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.roles import check_runs
 from chunkrt.errors import ConfigError, OutOfMemoryError, unknown_name
 from chunkrt.files import Progress, no_progress
+from chunkrt.progress import find_progress
 from chunkrt.runtime.affinity import available_cpus, find_cpus
 from chunkrt.runtime.ranks.launch import connect
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def load(
     model: str | Path,
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     communicator: Communicator | None = None,
     **options: object,
 ) -> Engine:
@@ -40,7 +41,7 @@ def load(
 
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
-        progress: told about downloads, calibration and compilation.
+        progress: told about downloads, calibration and compilation; True shows it.
         communicator: reaches the other ranks, if this process is one of several that share the model; see
             `chunkrt/runtime/ranks/`. All of them load it, with the same chunk length, and make the same runs. By
             default what mpiexec launched together.
@@ -55,7 +56,7 @@ def load(
         OutOfMemoryError: there is too little memory.
     """
     try:
-        return _load(model, progress or no_progress, communicator, options)
+        return _load(model, find_progress(progress), communicator, options)
     except MemoryError as error:
         if isinstance(error, OutOfMemoryError):
             raise

@@ -99,6 +99,8 @@ class TokenSequence:
         self.follows_text = False
         """Whether the last token is one of plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
+        self.on_tokens: Callable[[int], object] | None = None
+        """Told, from any thread, how many tokens another chunk of a run has computed."""
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
         self._after_prompt: tuple[int, Float32] | None = None
@@ -272,7 +274,8 @@ class TokenSequence:
 
     def _run(self, token_ids: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
         start = time.perf_counter()
-        run = yield Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel)
+        ids = np.array(token_ids, np.int64)
+        run = yield Run(ids, self.state, logits=logits, cancel=self.cancel, on_tokens=self.on_tokens)
         seconds = time.perf_counter() - start
         self.logits = run.logits[-1].copy() if run.logits is not None else None
         if self.on_run is not None:  # it may use the session itself

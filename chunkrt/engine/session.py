@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import Protocol, get_args
 
 from chunkrt.engine.driving import OneUser, drive, drive_async
@@ -18,6 +20,8 @@ from chunkrt.engine.sequence import (
     require_whole,
 )
 from chunkrt.errors import ClosedError, ConfigError
+from chunkrt.files import Progress, no_progress
+from chunkrt.progress import PREFILL, find_progress
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Logits, Run, RunResult
 from chunkrt.runtime.state import State
@@ -46,6 +50,19 @@ class SessionEngine(SequenceEngine, Protocol):
     def check_process(self) -> None:
         """Raises ClosedError in a process forked from the one that loaded the model."""
         ...
+
+
+class _Counter:
+    """Adds up the tokens of a prompt that threads have computed."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done, self._lock = progress, total, 0, Lock()
+
+    def add(self, num_tokens: int) -> None:
+        """Tell that there are so many more; earlier tokens that are run again do not count."""
+        with self._lock:
+            self._done = min(self._done + num_tokens, self._total)
+            self._progress(PREFILL, self._done, self._total)
 
 
 class Session:
@@ -98,7 +115,9 @@ class Session:
         """How many tokens the session can hold."""
         return self._engine.context_length
 
-    def prefill(self, prompt: str | Sequence[int], *, logits: Logits = "last") -> PrefillResult:
+    def prefill(
+        self, prompt: str | Sequence[int], *, logits: Logits = "last", progress: Progress | bool | None = None
+    ) -> PrefillResult:
         """Stream a prompt through the decoder in chunks.
 
         If the engine shifts its context (`EngineOptions.context_shift`), a prompt may be of any length: what does not
@@ -108,6 +127,8 @@ class Session:
         Args:
             prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
             logits: of the last token, of all tokens, or none.
+            progress: told, from threads that compute, ("prefill", tokens done, tokens in all) after every chunk; it
+                must not raise. True shows it once it takes longer than a second.
 
         Raises:
             ConfigError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary. The
@@ -115,8 +136,8 @@ class Session:
             ClosedError: the session or the engine is closed, or `cancel` was called.
             BackendError: a subgraph failed. The session is as it was.
         """
-        with self._one_user():
-            return drive(self._extension(prompt, logits), self._engine.run)
+        with self._one_user(), self._telling(find_progress(progress), prompt) as told:
+            return drive(self._extension(told, logits), self._engine.run)
 
     async def aprefill(self, prompt: str | Sequence[int], *, logits: Logits = "last") -> PrefillResult:
         """As `prefill`, while the event loop goes on. Cancelling the task ends it at the next chunk; the session is as
@@ -269,6 +290,20 @@ class Session:
         result = yield from self._sequence.extend(self._encode(prompt), logits)
         self._sequence.follows_text = isinstance(prompt, str)
         return result
+
+    @contextmanager
+    def _telling(self, progress: Progress, prompt: str | Sequence[int]) -> Iterator[str | Sequence[int]]:
+        """Have the sequence tell how many of a prompt's tokens are done; yields the prompt."""
+        if progress is no_progress:
+            yield prompt
+            return
+        counter = _Counter(progress, len(self._encode(prompt)))
+        self._sequence.on_tokens = counter.add
+        try:
+            yield prompt
+        finally:
+            self._sequence.on_tokens = None
+            progress("", 0, 0)
 
     def _taking(self, prompt: str | Sequence[int]) -> Steps[None]:
         yield from self._extension(prompt, "last")

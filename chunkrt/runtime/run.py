@@ -46,6 +46,8 @@ class Run:
     logits: which rows of logits to compute.
     cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
     agree: of several ranks: called when all is computed, before the state advances; if it raises, the run has failed.
+    on_tokens: told, in a thread that computes, how many tokens another chunk has taken through the decoder; it must not
+        raise.
     is_for_others: of several ranks: another wants the logits; here only what its sums need is computed, and no logits.
     """
 
@@ -56,6 +58,7 @@ class Run:
     cancel: Cancel | Event | None = None
     agree: Callable[[], object] | None = None
     is_for_others: bool = False
+    on_tokens: Callable[[int], object] | None = None
 
     def check(self, plan: Plan, chunk_length: int) -> None:
         """Raises ConfigError if tokens, state or an option do not fit a decoder that takes chunks of that length."""
