@@ -284,6 +284,11 @@ class Engine(ManyPrompts):
                 if self._mirror is not None:
                     self._mirror.close()
 
+    def __repr__(self) -> str:
+        """What is loaded, and how it runs."""
+        how = f"scheme {self.scheme.name}, on {self.npu_backend.name}, chunks of {self.chunk_length}"
+        return f"Engine({self.manifest.model!r}, {how}, context of {self.context_length}{', closed' * self.is_closed})"
+
     def __enter__(self) -> Engine:
         return self
 

@@ -27,6 +27,10 @@ class Piece:
     token_id: int | None
     finish_reason: FinishReason | None = None
 
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
 
 class Generation:
     """Continues a sequence.

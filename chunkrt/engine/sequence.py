@@ -78,6 +78,15 @@ class PrefillResult:
     seconds: float
     events: Sequence[TaskEvent]
 
+    def __repr__(self) -> str:
+        """Figures for a person; arrays and events by their sizes."""
+        logits = "none" if self.logits is None else f"float32 {list(self.logits.shape)}"
+        rate = self.num_tokens / self.seconds if self.seconds else 0
+        return (
+            f"PrefillResult({self.num_tokens} tokens in {self.num_chunks} chunks, {self.seconds:.3f} s, "
+            f"{rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
+        )
+
 
 class TokenSequence:
     """Tokens, and the state that follows them.

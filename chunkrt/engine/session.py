@@ -202,6 +202,11 @@ class Session:
         while not generation.is_finished:
             yield generation.next_piece()
 
+    def __repr__(self) -> str:
+        """How full it is."""
+        state = "closed" if self._is_closed else f"{self.position} of {self.context_length} tokens"
+        return f"Session({state})"
+
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.
 
