@@ -23,7 +23,7 @@ FEW = 10
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is measured": ("both", "depths", "prompt_file", "parallel"),
     "Prompt": ("prompt", "files", "messages_file", "prompts_file", "system", "prefill_answer", "raw"),
-    "Answer": ("max_new_tokens", "stop", "as_json", "trace", "format_name", "plot"),
+    "Answer": ("max_new_tokens", "stop", "as_json", "markdown", "trace", "format_name", "plot"),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "Model": ("model_option", "more_models", "revision", "settings_file"),
     "Quantisation": ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation"),
