@@ -37,6 +37,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNKRT_HOME", str(folder))
+        patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
         patch.delenv("CHUNKRT_MODELS", raising=False)
         yield folder
 

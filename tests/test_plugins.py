@@ -24,7 +24,7 @@ from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.cli import doctor
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.roles import default_npu_scheme, linear_refusal
-from chunkrt.engine_directory.manifest import cache_key
+from chunkrt.engine_directory.content import cache_key
 from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.graph import decoders
 from chunkrt.plugins import PluginGroup

@@ -18,6 +18,7 @@ from chunkrt.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
 from chunkrt.checkpoints.gguf_keys import Keys
 from chunkrt.checkpoints.gguf_layout import AS_IT_IS, Layout
 from chunkrt.checkpoints.gguf_names import EACH, find_architecture, translate_config, translate_name
+from chunkrt.checkpoints.gguf_parts import parts_of
 from chunkrt.checkpoints.source import (
     BLOCK_DEPTH,
     BLOCK_TYPES,
@@ -41,7 +42,7 @@ class GgufSource:
     """A GGUF checkpoint. `rope_freqs.weight`, which divides the inverse frequencies, keeps its GGUF name.
 
     Args:
-        path: a GGUF file, version 2 or 3, little-endian, in one piece.
+        path: a GGUF file, version 2 or 3, little-endian; of several parts any one.
         refuse: told of what is not implemented; by default it raises that. If it does not, a refused key is passed
             over, and so is a tensor that the architecture lacks. Where the config cannot be told, `architecture` and
             the names of tensors are the file's own, and `config` is empty.
@@ -58,14 +59,12 @@ class GgufSource:
     """GGUF's own keys, "tokenizer.ggml.tokens" among them; a value is decoded each time it is read."""
 
     def __init__(self, path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> None:
-        self.path = Path(path)
-        self._data = map_file(self.path)
-        header = read_header(self._data, self.path)
+        paths = parts_of(Path(path))
+        self.path = paths[0]
+        self._maps = [map_file(part) for part in paths]
+        headers = [read_header(data, part) for data, part in zip(self._maps, paths, strict=True)]
+        header = _joined(headers, paths)
         self.metadata = header.metadata
-        if (parts := self.metadata.get("split.count", 0)) not in (0, 1):
-            raise UnsupportedModelError(
-                f"{self.path} is one of {parts} parts; join them first (llama-gguf-split --merge)"
-            )
         self.architecture, self.config = str(self.metadata.get("general.architecture")), {}
         self._tensors: dict[str, tuple[GgufTensor, Layout]] = {n: (t, AS_IT_IS) for n, t in header.tensors.items()}
         refusals: list[UnsupportedModelError] = []
@@ -163,13 +162,43 @@ class GgufSource:
 
     def _stored_rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """The bytes of each row."""
-        stored = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
+        stored = np.frombuffer(self._maps[tensor.part], np.uint8, tensor.num_bytes, tensor.start)
         return stored.reshape(*tensor.shape[:-1], -1)
 
     def _find(self, name: str) -> tuple[GgufTensor, Layout]:
         if name not in self._tensors:
             raise ModelError(f"{self.path} has no tensor {name}")
         return self._tensors[name]
+
+
+def _joined(headers: Sequence[GgufHeader], paths: Sequence[Path]) -> GgufHeader:
+    """One header for all parts of a file: the first's keys, and the tensors of all.
+
+    Raises:
+        UnsupportedModelError: a part whose name does not tell the others'.
+        ModelError: the parts are not those of one file, in their order.
+    """
+    tensors: dict[str, GgufTensor] = {}
+    for number, (header, path) in enumerate(zip(headers, paths, strict=True)):
+        count = header.metadata.get("split.count", 0) or 1
+        if len(headers) == 1 and count != 1:
+            raise UnsupportedModelError(
+                f"{path} is one of {count} parts; give all of them the names that llama-gguf-split does, as in "
+                f"model-00001-of-{count:05}.gguf"
+            )
+        found = header.metadata.get("split.no", 0)
+        if (count, found) != (len(headers), number):
+            expected = f"part {number + 1} of {len(headers)}"
+            raise ModelError(
+                f"{path} says that it is number {found} of {count} from 0, expected {expected}; fetch it again"
+            )
+        if twice := tensors.keys() & header.tensors.keys():
+            raise ModelError(f"{path} has {min(twice)}, which an earlier part has too; fetch the parts again")
+        tensors |= {name: replace(tensor, part=number) for name, tensor in header.tensors.items()}
+    first = headers[0].metadata
+    if len(headers) > 1 and (expected_tensors := first.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise ModelError(f"{paths[0]} and its parts have {len(tensors)} tensors, expected {expected_tensors}")
+    return GgufHeader(metadata=first, tensors=tensors)
 
 
 @cache

@@ -50,13 +50,15 @@ _SCALARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """A row of the tensor table. `shape` is row-major (the file has it reversed), `start` a file offset."""
+    """A row of the tensor table. `shape` is row-major (the file has it reversed), `start` an offset in the file, `part`
+    which of a split file's it is."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     start: int
     num_bytes: int
+    part: int = 0
 
 
 class Metadata(Mapping[str, Any]):

@@ -3,165 +3,208 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import numpy as np
 
 from chunkrt.cli.bench_parallel import measure_parallel
-from chunkrt.cli.bench_rows import FORMATS, Setup, deviation, repeat, setup_of
-from chunkrt.cli.options import engine_options, measured, open_engine, progress_bar, trace_option, written_trace
+from chunkrt.cli.bench_rows import FORMATS, Setup
+from chunkrt.cli.bench_tests import Case, measure
+from chunkrt.cli.command import GroupedCommand, ModelName, with_revision
+from chunkrt.cli.numbers import read_numbers
+from chunkrt.cli.options import engine_options_but, measured, open_engine, trace_option, written_trace
+from chunkrt.cli.prompts import read_text
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
+from chunkrt.files import check_writable, written_aside
+from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.trace.utilisation import utilisation
+
+DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(Setup):
-    """One test: `pp512` streams 512 tokens in chunks, `tg32` decodes 32 tokens one by one.
-
-    `avg_ts`, `stddev_ts`: tokens per second over the repetitions. `samples_ns`: each repetition's time. The busy
-    shares and the overlap are of the last repetition.
-    """
-
-    test: str
-    avg_ts: float
-    stddev_ts: float
-    samples_ns: list[int]
-    npu_busy: float
-    cpu_busy: float
-    overlap: float
-
-    TEXTS = (*Setup.TEXTS, "test")
-
-    def cells(self) -> dict[str, str]:
-        """The speed, and how busy the processors were, behind the others."""
-        shares = {name: f"{getattr(self, name):.1%}" for name in ("npu_busy", "cpu_busy", "overlap")}
-        return super().cells() | {"t/s": f"{self.avg_ts:.2f} ± {self.stddev_ts:.2f}"} | shares
-
-
-@click.command()
-@click.argument("model")
-@click.option("-p", "--prompt-lengths", default="128,512", show_default=True, help="Prefill tests; 0 for none.")
-@click.option("-n", "--new-tokens", default="32", show_default=True, help="Decode tests; 0 for none.")
+@click.command(cls=GroupedCommand, first=("prompt_lengths", "new_tokens", "threads", "repetitions", "output"))
+@click.argument("models", nargs=-1, type=ModelName(), metavar="MODEL...")
+@click.option(
+    "-m", "-hf", "--model", "more_models", multiple=True, type=ModelName(), metavar="MODEL", help="The same as MODEL."
+)
+@click.option("--revision", help="Branch, tag or commit of a model of the hub.")
+@click.option(
+    "-p",
+    "--prompt-lengths",
+    metavar="NUMBERS",
+    help="Prefill tests, as in 128,512 or 16-64+16 or 1-8*2; 0 for none.  [default: 128,512, as far as they fit]",
+)
+@click.option("-n", "--new-tokens", metavar="NUMBERS", help="Decode tests, likewise.  [default: 32]")
+@click.option("-pg", "both", multiple=True, metavar="P,N", help="Prefill P tokens and decode N in one test.")
+@click.option(
+    "-d", "--n-depth", "depths", default="0", metavar="NUMBERS", help="Tokens in the context before each test."
+)
+@click.option("-t", "--threads", metavar="NUMBERS", help="Thread budgets, as in 1,2,4.  [default: the cores]")
+@click.option("--prompt-file", metavar="FILE", help="Text to prefill in place of random tokens; - is standard input.")
 @click.option(
     "--parallel",
     metavar="NUMBERS",
     help="Prefill and decode in one test, with so many sequences at the same time, as in 1,2,4,8: every combination "
     "with a prompt length and a number of new tokens.",
 )
-@click.option("-r", "--repetitions", type=int, default=5, show_default=True)
-@click.option("-o", "--output", type=click.Choice(["md", "json", "jsonl", "csv"]), default="md", show_default=True)
+@click.option("-r", "--repetitions", type=int, default=5, show_default=True, help="Runs that count.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FORMAT|FILE",
+    help=f"What llama-bench takes ({', '.join(FORMATS)}), or the file to write, in the format that its name ends in.",
+)
+@click.option("--format", "format_name", type=click.Choice(list(FORMATS)), help="Of what is written.  [default: md]")
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @trace_option
-@engine_options
+@engine_options_but("threads")
 def bench(
-    model: str,
-    prompt_lengths: str,
-    new_tokens: str,
+    models: tuple[str, ...],
+    more_models: tuple[str, ...],
+    revision: str | None,
+    prompt_lengths: str | None,
+    new_tokens: str | None,
+    both: tuple[str, ...],
+    depths: str,
+    threads: str | int | None,
+    prompt_file: str | None,
     parallel: str | None,
     repetitions: int,
-    output: str,
+    output: str | None,
+    format_name: str | None,
+    as_json: bool,
     trace: Path | None,
     **settings: Any,
 ) -> None:
-    """Measure how fast MODEL prefills and decodes. Tokens are random; every test is run once before it counts, and the
-    prefix cache is off unless it is asked for.
+    """Measure how fast each MODEL prefills and decodes. Tokens are random; every test is run once before it counts, and
+    the prefix cache is off unless it is asked for.
 
-    A trace holds the last repetition of every test.
+    A trace holds the last repetition of every test. Rows have llama-bench's columns, by its names, and more.
     """
+    if not (names := [with_revision(name, revision) for name in (*models, *more_models)]):
+        raise click.MissingParameter(ctx=click.get_current_context(), param_hint="'MODEL...'", param_type="argument")
     if repetitions < 1:
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
-    tests = _tests(_numbers("-p", prompt_lengths), _numbers("-n", new_tokens), parallel)
-    if not tests:
-        raise ConfigError("nothing to measure: both -p and -n are 0")
-    with written_trace(trace, model) as records, open_engine(model, measured(settings)) as engine:
-        too_long = [test.num_tokens for test in tests if test.num_tokens > engine.context_length]
-        if too_long:
-            raise ConfigError(f"{too_long[0]} tokens do not fit the context of {engine.context_length}")
-        rows = []
-        with progress_bar() as progress:
-            for done, test in enumerate(tests):
-                progress(test.name, done, len(tests))
-                rows.append(test.measure(engine, model, repetitions, records if trace else None))
-            progress("", len(tests), len(tests))
-    click.echo(FORMATS[output](rows), nl=False)
+    if parallel is not None and (both or depths != "0" or prompt_file):
+        raise ConfigError("--parallel goes without -pg, -d and --prompt-file; leave them away")
+    form, path = _output(output, "json" if as_json else format_name)
+    asked = _Asked(
+        prompts=None if prompt_lengths is None else read_numbers("-p", prompt_lengths),
+        new=None if new_tokens is None else read_numbers("-n", new_tokens),
+        both=[_pair(text) for text in both],
+        depths=read_numbers("-d", depths),
+        parallel=None if parallel is None else read_numbers("--parallel", parallel, least=1),
+        prompt=None if prompt_file is None else read_text(prompt_file),
+    )
+    budgets = [None] if threads is None else read_numbers("--threads", str(threads), least=1)
+    rows: list[Setup] = []
+    with written_trace(trace, ", ".join(names)) as records:
+        for name, budget in itertools.product(names, budgets):
+            with open_engine(name, {**measured(settings), "threads": budget}) as engine, ShownProgress() as progress:
+                tests = asked.tests(engine)
+                for done, test in enumerate(tests):
+                    progress(test.name, done, len(tests))
+                    rows.append(test.measure(engine, name, repetitions, records if trace else None))
+                progress("", len(tests), len(tests))
+    if path is None:
+        click.echo(FORMATS[form](rows), nl=False)
+    else:
+        with written_aside(path) as aside:
+            aside.write_text(FORMATS[form](rows), encoding="utf-8")
+        click.echo(f"wrote {path}", err=True)
 
 
-class _Test(NamedTuple):
-    """`num_tokens`: that a sequence of it holds."""
+class _Measured(NamedTuple):
+    """A test and what runs it."""
 
     name: str
     num_tokens: int
     measure: Callable[[Engine, str, int, list[RunRecord] | None], Setup]
 
 
-def _tests(prompt_lengths: list[int], new_tokens: list[int], parallel: str | None) -> list[_Test]:
-    if parallel is None:
-        kinds = [("pp", n) for n in prompt_lengths] + [("tg", n) for n in new_tokens]
-        return [_Test(f"{kind}{n}", n, partial(_measure, kind, n)) for kind, n in kinds]
-    numbers = _numbers("--parallel", parallel, least=1)
-    combinations = itertools.product(prompt_lengths or [0], new_tokens or [0], numbers)
-    return [
-        _Test(f"pp{prompt}+tg{new} x {number}", prompt + new, partial(measure_parallel, number, prompt, new))
-        for prompt, new, number in combinations
-        if prompt or new
-    ]
+class _Asked(NamedTuple):
+    """What the command line asks to measure; None where nobody said."""
+
+    prompts: list[int] | None
+    new: list[int] | None
+    both: list[tuple[int, int]]
+    depths: list[int]
+    parallel: list[int] | None
+    prompt: str | None
+
+    def tests(self, engine: Engine) -> list[_Measured]:
+        """Every test that there is for an engine; what nobody asked for is as long as its context lets it be."""
+        room = engine.context_length - max(self.depths)
+        tokens = None if self.prompt is None else _tokens(engine, self.prompt)
+        prompts, new = self.prompts, self.new
+        if prompts is None and tokens is not None:
+            prompts = [len(tokens) - max(self.depths)]
+        if prompts is None and not self.both:
+            prompts = list(dict.fromkeys(min(length, max(room - 1, 1)) for length in DEFAULT_PROMPTS))
+        if new is None and not self.both:
+            new = [max(min(DEFAULT_NEW, room - 1, len(tokens or range(DEFAULT_NEW))), 1)]
+        prompts, new = ([number for number in numbers or () if number] for numbers in (prompts, new))
+        tests = self._of_many(prompts, new) if self.parallel else self._of_one(prompts, new, tokens)
+        if not tests:
+            raise ConfigError("nothing to measure: both -p and -n are 0; give one of them, as in -p 512")
+        for test in tests:
+            if test.num_tokens > engine.context_length:
+                raise ConfigError(
+                    f"{test.num_tokens} tokens do not fit the context of {engine.context_length}; take fewer"
+                )
+            if tokens is not None and test.num_tokens > len(tokens):
+                raise ConfigError(f"{test.name} takes {test.num_tokens} tokens, but the prompt file has {len(tokens)}")
+        return tests
+
+    def _of_one(self, prompts: list[int], new: list[int], tokens: list[int] | None) -> list[_Measured]:
+        kinds = [{"n_prompt": n} for n in prompts] + [{"n_gen": n} for n in new]
+        kinds += [{"n_prompt": prompt, "n_gen": count} for prompt, count in self.both]
+        tests = [Case(**kind, n_depth=depth) for depth in self.depths for kind in kinds]
+        return [_Measured(test.name, test.num_tokens, partial(measure, test, prompt=tokens)) for test in tests]
+
+    def _of_many(self, prompts: list[int], new: list[int]) -> list[_Measured]:
+        combinations = itertools.product(prompts or [0], new or [0], self.parallel or ())
+        return [
+            _Measured(
+                f"pp{prompt}+tg{count} x {number}", prompt + count, partial(measure_parallel, number, prompt, count)
+            )
+            for prompt, count, number in combinations
+            if prompt or count
+        ]
 
 
-def _measure(
-    kind: str, count: int, engine: Engine, model: str, repetitions: int, records: list[RunRecord] | None
-) -> Row:
-    """Run one test `repetitions` times, after one run that does not count; the last goes into `records`."""
-    run = {"pp": _prefill, "tg": _decode}[kind]
-    tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, count).tolist()
-    ran: list[RunRecord] = []
-    with engine.session() as session:
-        session.on_run = ran.append
-
-        def once() -> int:
-            session.rewind(0)
-            ran.clear()
-            begin = time.perf_counter_ns()
-            run(session, tokens)
-            return time.perf_counter_ns() - begin
-
-        samples_ns = repeat(repetitions, once)
-    if records is not None:
-        records += ran
-    rates = [count / (ns / 1e9) for ns in samples_ns]
-    busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
-    return Row(
-        **setup_of(engine, model),
-        test=f"{kind}{count}",
-        avg_ts=statistics.mean(rates),
-        stddev_ts=deviation(rates),
-        samples_ns=samples_ns,
-        **asdict(busy),
-    )
+def _tokens(engine: Engine, text: str) -> list[int]:
+    if not text.strip():
+        raise ConfigError("the prompt file is empty; give one with text")
+    tokens = engine.require_tokenizer().encode(text, add_special=True, parse_special=False)
+    return tokens[: engine.context_length]
 
 
-def _prefill(session: Session, tokens: list[int]) -> None:
-    session.prefill(tokens)
+def _pair(text: str) -> tuple[int, int]:
+    numbers = text.split(",")
+    if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise ConfigError(f"-pg is {text!r}, expected two numbers above 0, as in 512,128")
+    return int(numbers[0]), int(numbers[1])
 
 
-def _decode(session: Session, tokens: list[int]) -> None:
-    for token in tokens:
-        session.prefill([token])
-
-
-def _numbers(option: str, text: str, *, least: int = 0) -> list[int]:
+def _output(output: str | None, format_name: str | None) -> tuple[str, Path | None]:
+    """The format, and the file if one is to be written."""
+    if output is None or output in FORMATS:
+        if output is not None and format_name not in (None, output):
+            raise ConfigError(f"-o says {output} and --format {format_name}; give one of them")
+        return output or format_name or "md", None
+    path = Path(output)
+    form = format_name or path.suffix.removeprefix(".")
+    if form not in FORMATS:
+        raise ConfigError(
+            f"-o is {output!r}, expected one of {', '.join(FORMATS)}, or a file whose name ends so, as in rows.json"
+        )
     try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}, expected whole numbers with commas between, as in 128,512") from error
-    if any(number < least for number in numbers):
-        raise ConfigError(f"{option} is {text!r}, expected no {'number below 1' if least else 'negative number'}")
-    return [number for number in numbers if number]
+        check_writable(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    return form, path

@@ -8,11 +8,14 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from chunkrt.engine.engine import Engine
 
 Sample = TypeVar("Sample")
+WIDTH = 80
+"""Of a terminal, and of what is pasted elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,8 @@ class Setup:
 
     def cells(self) -> dict[str, str]:
         """The Markdown table's cells, by its heads."""
-        return {name: str(getattr(self, name)) for name in self.TEXTS}
+        texts = {name: str(getattr(self, name)) for name in self.TEXTS}
+        return texts | {"model": Path(self.model).name if Path(self.model).exists() else self.model}
 
 
 def setup_of(engine: Engine, model: str) -> dict[str, Any]:
@@ -59,9 +63,28 @@ def deviation(speeds: Sequence[float]) -> float:
 
 
 def _markdown(rows: Sequence[Setup]) -> str:
+    """A table; where it would be too wide, what all rows have in common stands above it."""
     heads = list(rows[0].cells())
-    num_texts = len(rows[0].TEXTS)
-    lines = [heads, ["---"] * num_texts + ["---:"] * (len(heads) - num_texts), *(row.cells().values() for row in rows)]
+    table = [[row.cells().get(head, "-") for head in heads] for row in rows]
+    texts = set(rows[0].TEXTS)
+    common = [head for i, head in enumerate(heads) if head in texts and len({cells[i] for cells in table}) == 1]
+    common = [head for head in common if head not in ("test", heads[-1])]
+    text = _table(heads, table, texts)
+    if len(text.partition("\n")[0]) <= WIDTH or not common:
+        return text
+    shown = [i for i, head in enumerate(heads) if head not in common]
+    above = ", ".join(f"{head} {table[0][heads.index(head)]}" for head in common)
+    return f"{above}\n\n" + _table([heads[i] for i in shown], [[cells[i] for i in shown] for cells in table], texts)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: set[str]) -> str:
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    rule = ["-" * max(w, 3) if h in texts else "-" * max(w - 1, 3) + ":" for h, w in zip(heads, widths, strict=True)]
+    align = [str.ljust if head in texts else str.rjust for head in heads]
+    lines = [
+        [put(cell, width) for put, cell, width in zip(align, line, widths, strict=True)]
+        for line in (heads, rule, *rows)
+    ]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -83,9 +106,33 @@ def _csv(rows: Sequence[Setup]) -> str:
     return text.getvalue()
 
 
+def _sql(rows: Sequence[Setup]) -> str:
+    """A table of llama-bench's name, and a row each; lists and texts are texts."""
+    columns = [(f.name, getattr(rows[0], f.name)) for f in fields(rows[0])]
+    kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL"}
+    declared = ",\n".join(f"  {name} {kinds.get(type(value), 'TEXT')}" for name, value in columns)
+    names = ", ".join(name for name, _ in columns)
+    lines = [f"CREATE TABLE IF NOT EXISTS llama_bench (\n{declared}\n);\n"]
+    lines += [
+        f"INSERT INTO llama_bench ({names}) VALUES ({', '.join(map(_literal, asdict(row).values()))});\n"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, int | float):
+        return str(int(value) if isinstance(value, bool) else value)
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "'" + text.replace("'", "''") + "'"
+
+
 FORMATS: dict[str, Callable[[Sequence[Setup]], str]] = {
     "md": _markdown,
     "json": _json,
     "jsonl": _json_lines,
     "csv": _csv,
+    "sql": _sql,
 }

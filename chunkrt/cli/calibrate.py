@@ -10,7 +10,8 @@ import click
 import numpy as np
 
 from chunkrt.cli.choice import choice_lines
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, progress_bar, verbose_option
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.search import cached_choice
@@ -20,6 +21,7 @@ from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.plan import Node, Plan, linear_nodes
+from chunkrt.progress import ShownProgress
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.ranges import METHODS, Method
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
@@ -27,8 +29,8 @@ from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 NUM_SHOWN = 5
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("text_file", "method", "num_tokens", "output", "as_json"))
+@model_argument
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="UTF-8 text.  [default: one that ships]")
 @click.option(
     "--method",
@@ -80,7 +82,7 @@ def calibrate(
     recipe = choose_recipe(EngineOptions(npu="native", **quantisation), DEFAULT_NPU_SCHEME)
     if not recipe.scheme.is_static:
         raise ConfigError(f"the scheme {recipe.scheme.name!r} measures values as they pass; calibrate for a static one")
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
         calibration, path = cached_calibration(

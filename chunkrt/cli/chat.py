@@ -2,74 +2,97 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from typing import Any
 
 import click
 
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.conversation import ASKS_AGAIN, LEAVES, Conversation
 from chunkrt.cli.generation import generation_options, split_options, stream_answer
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.options import engine_options_but, open_engine
+from chunkrt.cli.terminal import Shown, line_reader
 from chunkrt.engine.session import Session
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.tokenizer import Tokenizer
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+HELP = "/help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("system", "max_new_tokens", "temperature", "context_length", "npu"))
+@model_argument
+@click.option("--markdown/--no-markdown", default=True, help="Render answers in a terminal.  [default: render]")
 @generation_options
-@engine_options
-def chat(model: str, **options: Any) -> None:
-    """Talk with MODEL, one line a turn. What was said stays in the cache; only new tokens are prefilled.
+@engine_options_but("batcher", "queue")
+def chat(model: str, markdown: bool, **options: Any) -> None:
+    """Talk with MODEL. What was said stays in the cache; only new tokens are prefilled.
+
+    Enter ends a turn; several lines that are pasted are one turn, and Alt-Enter begins a new line. /help lists what
+    else there is: settings, saving and loading, trying again. From a pipe, a line is a turn.
 
     A turn that does not fit the context is refused, and an answer ends where the context is full, unless
     --context-shift drops what was said first.
     """
     settings, sampling, generation = split_options(options)
-    system = generation.pop("system")
-    opening = [{"role": "system", "content": system}] if system else []
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing, where the platform has it)
+    conversation = Conversation(model=model, sampling=sampling, **generation)
     with open_engine(model, settings) as engine, engine.session() as session:
-        tokenizer, messages = engine.require_tokenizer(), list(opening)
+        tokenizer = engine.require_tokenizer()
         click.echo(HELP, err=True)
-        while (line := _read_line()) is not None:
-            if not line:
-                continue
-            if line == "/exit":
-                break
-            if line == "/reset":
-                messages = list(opening)
-                continue
+        read = line_reader()
+        while (line := read()) is not None:
             if line.startswith("/"):
-                click.echo(f"unknown command {line.split()[0]}; {HELP}", err=True)
-                continue
-            messages.append({"role": "user", "content": line})
-            said: list[str] = []
-
-            def emit(text: str, said: list[str] = said) -> None:
-                said.append(text)
-                click.echo(text, nl=False)
-
-            try:
-                tokens = reuse_prefix(session, tokenizer.encode_chat(messages))
-                answer = stream_answer(session, tokens, sampling=sampling, **generation, emit=emit)
-                click.echo()
-                click.echo(f"[{answer.figures()}]", err=True)
-            except KeyboardInterrupt:
-                if not said:  # nothing was answered: the turn is as if it had never been
-                    messages.pop()
-                    click.echo("[stopped; the turn is left out]", err=True)
+                try:
+                    wanted = conversation.command(line)
+                except ConfigError as error:
+                    click.echo(str(error), err=True)
                     continue
-                click.echo()
-                click.echo("[stopped]", err=True)
-            except ConfigError as error:  # the turn does not fit: the conversation goes on without it
-                messages.pop()
-                click.echo(f"{error}; /reset begins anew", err=True)
+                if wanted == LEAVES:
+                    break
+                if wanted != ASKS_AGAIN:
+                    continue
+            elif line:
+                conversation.messages.append({"role": "user", "content": line})
+            else:
                 continue
-            messages.append({"role": "assistant", "content": "".join(said)})
+            answer_turn(conversation, session, tokenizer, Shown(renders=markdown))
     click.echo("", err=True)
+
+
+def answer_turn(conversation: Conversation, session: Session, tokenizer: Tokenizer, shown: Shown) -> None:
+    """Answer the last message; one that cannot be answered is left out of the conversation."""
+    said: list[str] = []
+
+    def emit(text: str) -> None:
+        said.append(text)
+        shown(text)
+
+    messages = conversation.messages
+    try:
+        tokens = reuse_prefix(session, tokenizer.encode_chat(conversation.all_messages()))
+        answer = stream_answer(
+            session,
+            tokens,
+            sampling=conversation.sampling,
+            max_new_tokens=conversation.max_new_tokens,
+            stop=conversation.stop,
+            emit=emit,
+        )
+        shown.end()
+        conversation.last = answer
+        click.echo(f"[{answer.figures()}]", err=True)
+    except KeyboardInterrupt:
+        if not said:  # nothing was answered: the turn is as if it had never been
+            messages.pop()
+            click.echo("[stopped; the turn is left out]", err=True)
+            return
+        shown.end()
+        click.echo("[stopped]", err=True)
+    except (ConfigError, ModelError) as error:  # the turn does not fit: the conversation goes on without it
+        if not tokenizer.has_chat_template:
+            raise
+        messages.pop()
+        click.echo(f"{error}; /reset begins anew", err=True)
+        return
+    messages.append({"role": "assistant", "content": "".join(said)})
 
 
 def reuse_prefix(session: Session, tokens: list[int]) -> list[int]:
@@ -85,17 +108,3 @@ def reuse_prefix(session: Session, tokens: list[int]) -> list[int]:
     surplus = len(session.history) - shared
     session.rewind(min(shared, max(session.position - surplus, session.num_kept)))
     return tokens[len(session.history) :]
-
-
-def _read_line() -> str | None:
-    """The next line, or None at the end of the input; Ctrl-C at the prompt drops the line."""
-    try:
-        if not sys.stdin.isatty():
-            line = sys.stdin.readline()
-            return line.strip() if line else None
-        return input("> ").strip()
-    except EOFError:
-        return None
-    except KeyboardInterrupt:
-        click.echo("", err=True)
-        return ""

@@ -10,14 +10,16 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, progress_bar, settings_option, verbose_option
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, settings_option, verbose_option
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
+from chunkrt.progress import ShownProgress
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("output", "soc", "chunk_length", "scheme", "as_json"))
+@model_argument
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
 @click.option("--soc", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
 @click.option("--chunk", "chunk_length", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
@@ -56,7 +58,7 @@ def compile(
         htp=htp,
         **quantisation,
     )
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         written = compile_engine(
             model,
             output,

@@ -15,6 +15,7 @@ import click
 from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
 from chunkrt.checkpoints import catalogue
+from chunkrt.cli.command import STATUS_OF_NO
 from chunkrt.cli.options import verbose_option
 from chunkrt.engine.options import available_cores
 from chunkrt.errors import ChunkrtError
@@ -38,6 +39,7 @@ class Finding:
     ok: bool
     found: str
     advice: str = ""
+    part_of: str = ""
 
 
 @click.command()
@@ -46,19 +48,20 @@ class Finding:
 def doctor(as_json: bool) -> None:
     """Tell what this machine can run, and what to do about what is missing.
 
-    The exit status is 1 if models cannot be run at all.
+    The exit status is 3 if models cannot be run at all.
     """
     findings = [_machine(), _big_cores(), *_kernels(), _npu(), *map(_part, PARTS), *_plugins(), _cache()]
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        width = max(len(finding.what) for finding in findings)
+        names = {id(finding): f"{'  ' if finding.part_of else ''}{finding.what}" for finding in findings}
+        width = max(map(len, names.values()))
         for finding in findings:
             mark = "ok  " if finding.ok else "lack"
             advice = f"\n{'':{width + 6}}{finding.advice}" if finding.advice else ""
-            click.echo(f"{mark} {finding.what:{width}} {finding.found}{advice}")
+            click.echo(f"{mark} {names[id(finding)]:{width}} {finding.found}{advice}")
     if not all(f.ok for f in findings if f.what == "native kernels"):
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(STATUS_OF_NO)
 
 
 def _machine() -> Finding:
@@ -94,7 +97,7 @@ def _kernels() -> list[Finding]:
         if not isa["built"]:
             continue  # another architecture's
         found = "built, supported" if isa["supported"] else "built, not supported by this processor"
-        findings.append(Finding(what=f"  {isa['name']}", ok=isa["supported"], found=found))
+        findings.append(Finding(what=isa["name"], part_of="native kernels", ok=isa["supported"], found=found))
     return findings
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import click
 
-from chunkrt.cli.options import engine_options, open_engine, progress_bar
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import find_checkpoint
@@ -25,6 +26,7 @@ from chunkrt.evaluation.report import BaseRun, Report, Run, TaskRun, TextRun
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, Part, cut_windows, spread
 from chunkrt.files import Progress
+from chunkrt.progress import ShownProgress
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.scheme import SCHEMES, Recipe
 
@@ -33,8 +35,8 @@ DEFAULT_CACHE_GB = 4.0
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("eval")
-@click.argument("model")
+@click.command("eval", cls=GroupedCommand, first=("text_file", "scheme", "windows", "as_json", "npu"))
+@model_argument
 @click.option("--text", "text_file", type=_FILE, help="UTF-8 text: perplexity, and divergence from the base.")
 @click.option("--hellaswag", "hellaswag_file", type=_FILE, help="HellaSwag's JSON lines: accuracy.")
 @click.option("--lambada", "lambada_file", type=_FILE, help="LAMBADA's JSON lines: accuracy and perplexity.")
@@ -130,7 +132,7 @@ def eval(
     content = text.read()
     hellaswag_items = hellaswag.read(hellaswag_file, limit) if hellaswag_file else None
     lambada_items = lambada.read(lambada_file, limit) if lambada_file else None
-    with open_engine(model, settings) as engine, progress_bar() as progress:
+    with open_engine(model, settings) as engine, ShownProgress() as progress:
         text_run = hellaswag_run = lambada_run = layers_run = None
         if content is not None:
             available = text.cut(engine, content)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import verbose_option
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
+from chunkrt.progress import ShownProgress
 
 if TYPE_CHECKING:
     from onnx_ir import Model
@@ -23,8 +26,8 @@ DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("output", "window", "context", "dtype", "dynamic"))
+@model_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The ONNX file to write.")
 @click.option("--window", type=int, default=DEFAULT_WINDOW, show_default=True, help="W: rows of a run.")
 @click.option("--sequence", type=int, help="T: positions that attention sees.  [default: the context]")
@@ -49,8 +52,11 @@ LONGEST_DEFAULT_CONTEXT = 2048
     type=click.Path(path_type=Path, file_okay=False),
     help="Write each static subgraph of the plan, of W rows, here.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 @verbose_option
-def export(model: str, output: Path | None, static_subgraphs: Path | None, dynamic: bool, **settings: Any) -> None:
+def export(
+    model: str, output: Path | None, static_subgraphs: Path | None, dynamic: bool, as_json: bool, **settings: Any
+) -> None:
     """Write MODEL, a catalogue name, a GGUF file or a Hugging Face folder, as an ONNX decoder in float.
 
     The fixed-window form has static shapes and caches in and out; docs/onnx.md has its contract. The tokenizer's files
@@ -68,7 +74,8 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
 
     if output is not None:
         onnx_export.check_output(output)
-    with progress_bar() as progress:
+    written: list[Path] = []
+    with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
 
@@ -91,14 +98,19 @@ def export(model: str, output: Path | None, static_subgraphs: Path | None, dynam
         if output is not None:
             onnx_export.save_model(exported, output, external_data=settings["external_data"], progress=told)
             onnx_export.write_beside(output.parent, files)
-            num_bytes = sum(f.stat().st_size for f in onnx_export.model_files(output) if f.exists())
-            click.echo(f"{output}: {num_bytes / 1e6:.0f} MB", err=True)
+            written += [path for path in onnx_export.model_files(output) if path.exists()]
+            click.echo(f"{output}: {sum(path.stat().st_size for path in written) / 1e6:.0f} MB", err=True)
+            written += [output.parent / name for name in files]
         if static_subgraphs is not None:
             parts = onnx_export.save_static_subgraphs(
                 planned, static_subgraphs, chosen, external_data=settings["external_data"], progress=told
             )
             click.echo(f"{len(parts)} ONNX files written to {static_subgraphs}", err=True)
+            written += [path for path in sorted(static_subgraphs.iterdir()) if path.is_file()]
         progress("", 0, 0)
+    if as_json:
+        rows = [{"path": str(path), "bytes": path.stat().st_size} for path in written]
+        click.echo(json.dumps({"model": model, "files": rows}, indent=1))
 
 
 def _window(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:

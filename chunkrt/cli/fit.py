@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
+from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument
 from chunkrt.cli.options import engine_fields, verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.engine.options import EngineOptions
@@ -17,9 +18,9 @@ from chunkrt.quant.scheme import STATIC_SCHEMES
 from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 
 
-@click.command()
-@click.argument("model")
-@click.option("--soc", "soc_name", required=True, help="The device's SoC, as in SM8650 or 8gen3.")
+@click.command(cls=GroupedCommand)
+@model_argument
+@click.option("--soc", "--device", "soc_name", required=True, help="The device's SoC, as in SM8650, 8gen3 or sd8gen3.")
 @click.option("--scheme", type=click.Choice(STATIC_SCHEMES), help="Quantisation.  [default: w8a16, or as compiled]")
 @click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]")
 @engine_fields("context_length")
@@ -35,7 +36,7 @@ def fit(
     ram_gb: float | None,
     as_json: bool,
 ) -> None:
-    """Tell whether MODEL fits a device: its NPU's address space, and its RAM. Exits with 1 if not."""
+    """Tell whether MODEL fits a device: its NPU's address space, and its RAM. Exits with 3 if not."""
     soc = find_soc(soc_name)
     if ram_gb is not None and not 0 < ram_gb < float("inf"):
         raise ConfigError(f"--ram is {ram_gb:g}, expected a number of GB above 0")
@@ -58,7 +59,7 @@ def fit(
     else:
         _print(result, remedy, is_ram_guessed=ram_gb is None)
     if result.problems:
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(STATUS_OF_NO)
 
 
 def _print(fit: Fit, remedy: str, *, is_ram_guessed: bool) -> None:

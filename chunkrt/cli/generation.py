@@ -9,23 +9,41 @@ from typing import Any, TypeVar
 
 import click
 
-from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields
+from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
+from chunkrt.progress import ShownProgress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+UNLIMITED = 2**62
+"""New tokens that nobody sees the end of."""
+
+
+def none_if(unset: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
+    """Takes the number by which peers say that an option is not set."""
+    return lambda context, parameter, value: None if value == unset else value
+
+
 _OPTIONS = (
     click.option(
-        "-n", "--max-new-tokens", type=int, default=256, show_default=True, help="Tokens to generate at most."
+        "-n",
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        show_default=True,
+        callback=lambda context, parameter, value: UNLIMITED if value == -1 else value,
+        help="Tokens to generate at most; -1: until the model ends.",
     ),
-    click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy."),
-    click.option("--top-k", type=int, help="Keep the k likeliest tokens."),
+    click.option(
+        "--temp", "--temperature", "temperature", type=float, default=0.0, show_default=True, help="0: greedy."
+    ),
+    click.option("--top-k", type=int, callback=none_if(0), help="Keep the k likeliest tokens; 0: all."),
     click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep tokens up to this probability."),
     click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely at least."),
     click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
-    click.option("--seed", type=int, help="Seed of the random numbers."),
+    click.option("-s", "--seed", type=int, callback=none_if(-1), help="Of the random numbers; -1: a fresh one."),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system", help="A system message before the prompt."),
 )
@@ -76,9 +94,13 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOpti
     """Sort a command's keyword arguments into the engine's, the sampler's, and the rest of the generation's.
 
     Raises:
-        ConfigError: a sampling option is out of range.
+        ConfigError: a sampling option is out of range, or does nothing.
     """
     sampling = SamplingOptions(**{name: options.pop(name) for name in _SAMPLING})
+    if sampling.temperature == 0:
+        neutral = SamplingOptions()
+        idle = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(neutral, name)]
+        refuse_without("--temperature above 0", *idle)
     generation = {name: options.pop(name) for name in ("max_new_tokens", "stop", "system")}
     return options, sampling, generation
 
@@ -94,7 +116,8 @@ def stream_answer(
 ) -> Answer:
     """Prefill tokens, generate, and hand each piece of text to `emit` as soon as it is certain."""
     begin = time.perf_counter()
-    prefill = session.prefill(tokens)
+    with ShownProgress() as progress:
+        prefill = session.prefill(tokens, progress=progress)
     first: float | None = None
     pieces = []
     last = begin

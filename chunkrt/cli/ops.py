@@ -12,7 +12,8 @@ import click
 
 from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
-from chunkrt.cli.options import engine_options, ranks_options
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.cli.plan import chosen_ranks, read_model
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import supports_by_role
@@ -29,11 +30,11 @@ class Row:
     reason: str
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("ops", "npu", "scheme", "rank", "as_json"))
+@model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @ranks_options
-@engine_options
+@planning_options
 def ops(model: str, as_json: bool, size: int | None, rank: int | None, **settings: Any) -> None:
     """Show every operator of MODEL: how often it is used, what runs it, where that comes from and why it was chosen.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -12,12 +12,14 @@ from typing import Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 
+from chunkrt.backends import BACKENDS
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.loading import load
 from chunkrt.engine.options import DECLARED
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
+from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import check_trace_path, write_trace
 
@@ -71,12 +73,33 @@ def _size(flag: str) -> Callable[[str | None], int | None]:
 
 
 QUANTISATION_FIELDS = ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation")
+PLANNING_FIELDS = (
+    "npu",
+    *QUANTISATION_FIELDS,
+    "ops",
+    "chunk_length",
+    "context_length",
+    "placement",
+    "soc",
+    "htp",
+    "cache_dtype",
+)
+_WITHOUT_NPU = ("off", *BACKENDS)
 CONTEXT_FIELDS = ("context_shift", "context_keep")
+ALIASES = {
+    "context_length": ("-c", "--ctx-size"),
+    "threads": ("-t",),
+    "cache_dtype": ("-ctk", "--cache-type-k"),
+}
+"""What peers call an option, llama.cpp before all."""
+_CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8"}
+_FOR_NPUS = ("soc", "htp", "on_npu_failure", "decode_on")
 _READERS: dict[str, Callable[[Any], Any]] = {
     "budget": _number("--budget", "kl=NATS, as in kl=0.01", prefix="kl="),
     "equalisation": _number("--equalise", "0 to 1, or off", word="off"),
     "ops": lambda given: given or None,
     "htp": HtpOptions.parse,
+    "cache_dtype": lambda text: _CACHE_TYPES.get(text, text),
     "cache_memory": _size("--cache-memory"),
     "prefix_cache_memory": _size("--prefix-cache-memory"),
     "prefix_cache_disk": _size("--prefix-cache-disk"),
@@ -99,9 +122,10 @@ def _engine_option(name: str) -> Callable[[Command], Command]:
     kind, default, declared = DECLARED[name]
     read = _READERS.get(name)
     return click.option(
+        *ALIASES.get(name, ()),
         declared.flag,
         name,
-        type=OneOf(declared.choices) if declared.choices else None if read else _TYPES.get(kind),
+        type=None if read else OneOf(declared.choices) if declared.choices else _TYPES.get(kind),
         default=None if read else default,
         show_default=not read and type(default) in (str, int),
         multiple=name in ("ops", "htp"),
@@ -126,9 +150,49 @@ def engine_options(command: Command) -> Command:
 
     It stands below all other options of the command.
     """
-    command = _VERBOSE(settings_option(*DECLARED)(command))
-    flags = [name for name, (_, _, declared) in DECLARED.items() if declared.flag and name not in CONTEXT_FIELDS]
-    return engine_fields(*flags)(command)
+    return engine_options_but()(command)
+
+
+def engine_options_but(*own: str) -> Callable[[Command], Command]:
+    """As `engine_options`, without those that the command declares itself; a settings file may have them."""
+    names = [name for name in DECLARED if name not in (*CONTEXT_FIELDS, *own)]
+    return _engine_options(*names, of_settings=DECLARED)
+
+
+def planning_options(command: Command) -> Command:
+    """As `engine_options`, but only those that a plan and what runs it depend on."""
+    return _engine_options(*PLANNING_FIELDS, of_settings=PLANNING_FIELDS)(command)
+
+
+def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            if options.get("npu") in _WITHOUT_NPU:
+                refuse_without(f"an NPU (--npu is {options['npu']})", *_FOR_NPUS)
+            if options.get("cache_memory") is None:
+                refuse_without("--cache-memory", "queue")
+            if not options.get("context_shift"):
+                refuse_without("--context-shift", "context_keep")
+            return command(*arguments, **options)
+
+        with_settings = _VERBOSE(settings_option(*of_settings)(checked))
+        return engine_fields(*(name for name in names if DECLARED[name][2].flag))(cast(Command, with_settings))
+
+    return decorate
+
+
+def refuse_without(needed: str, *names: str) -> None:
+    """Refuse options of the present command that were given on its command line, and would do nothing.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"{parameter.opts[-1]} does nothing without {needed}; leave it away")
 
 
 def settings_option(*names: str) -> Callable[[Command], Command]:
@@ -195,33 +259,7 @@ def measured(settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def open_engine(model: str, options: dict[str, Any]) -> Iterator[Engine]:
-    """Load a model, showing a progress bar on stderr while it is pulled or compiled."""
-    with progress_bar() as progress, load(model, progress=progress, **options) as engine:
+    """Load a model, showing on stderr how far it is while it is pulled or compiled."""
+    with ShownProgress() as progress, load(model, progress=progress, **options) as engine:
         progress("", 0, 0)
         yield engine
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each thing that is being done; silent unless stderr is a terminal.
-
-    Yields a function of (what, done, total); a total of 0 takes the bar away.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-    task = bars.add_task("", total=None, visible=False)
-
-    def update(what: str, done: int, total: int) -> None:
-        if total and not bars.live.is_started:
-            bars.start()
-        bars.update(task, description=what, completed=done, total=total or None, visible=bool(total))
-        if not total or done >= total:
-            bars.stop()
-
-    try:
-        yield update
-    finally:
-        bars.stop()

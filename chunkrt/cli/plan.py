@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.options import engine_options, progress_bar, ranks_options
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement
@@ -27,20 +28,21 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 
 DEFAULT_PROMPT_LENGTH = 512
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("scheme", "npu", "chunk_length", "save_onnx", "as_json"))
+@model_argument
 @click.option(
     "--prompt-length", type=int, help="Tokens, for the attention's FLOPs.  [default: 512, or the context where shorter]"
 )
 @click.option("--save-onnx", type=click.Path(path_type=Path, file_okay=False), help="Write each subgraph as ONNX here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
 @ranks_options
-@engine_options
+@planning_options
 def plan(
     model: str,
     prompt_length: int | None,
@@ -118,7 +120,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         from chunkrt.compile.compiler import open_decoder, prepare
         from chunkrt.graph.partition import plan_decoder
 
-        with progress_bar() as progress:
+        with ShownProgress() as progress:
             checkpoint, recipe = find_recipe(model, options, progress)
             scheme = recipe.scheme
             check_scheme_of_ranks(scheme, ranks.size)
@@ -137,7 +139,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
 def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -> None:
     from chunkrt.backends.onnx.scheme import save_subgraphs
 
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         engine = engine_folder(model, options, progress, ranks)
         scheme = read_manifest(engine).scheme
         num_files = save_subgraphs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -16,11 +17,13 @@ import numpy as np
 import psutil
 
 from chunkrt.backends.qnn import QnnBackend
-from chunkrt.cli.options import engine_options, measured, open_engine, progress_bar
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable, written_aside
+from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
 from chunkrt.simulate.learn import learn_budget
 from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measured
@@ -29,15 +32,16 @@ LONGEST_PROMPT = 1024
 """Tokens of the prompt that is measured. Attention's time is close to a line, so that longer prompts follow from it."""
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("output", "budgets", "repetitions", "chunk_length", "npu"))
+@model_argument
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The TOML file to write."
 )
 @click.option("--budgets", help="Thread budgets to measure.  [default: 1 and --threads]")
 @click.option("-r", "--repetitions", type=int, default=7, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print where it was written, and under which conditions.")
 @engine_options
-def profile(model: str, output: Path, budgets: str | None, repetitions: int, **settings: Any) -> None:
+def profile(model: str, output: Path, budgets: str | None, repetitions: int, as_json: bool, **settings: Any) -> None:
     """Measure the subgraphs of MODEL on this machine, and write a device profile for `chunkrt simulate`.
 
     The machine should have nothing else to do meanwhile.
@@ -55,7 +59,12 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, **s
             aside.write_text(write_measured(found), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
-    click.echo(f"{output}: {found.conditions}", err=True)
+    if as_json:
+        facts = {"path": str(output), "name": found.name, "model": found.model, "scheme": found.scheme}
+        figures = {"chunk_length": found.chunk_length, "threads": sorted(found.budgets), "conditions": found.conditions}
+        click.echo(json.dumps(facts | figures, indent=1))
+        return
+    click.echo(f"wrote {output}: {found.conditions}", err=True)
 
 
 def measure_profile(
@@ -95,7 +104,7 @@ def measure_profile(
         records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}
         apart: dict[tuple[int, int], list[RunRecord]] = {}
         loads = []
-        progress = stack.enter_context(progress_bar())
+        progress = stack.enter_context(ShownProgress())
         for repetition in range(repetitions + 1):
             progress("measuring", repetition, repetitions + 1)
             loads.append(psutil.cpu_percent(interval=0.2))

@@ -1,97 +1,82 @@
-"""`chunkrt run`: one prompt, one answer."""
+"""`chunkrt run`: a prompt and its answer, or many."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from chunkrt.cli.batch import answer_prompts
+from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.generation import generation_options, split_options, stream_answer
-from chunkrt.cli.options import engine_options, open_engine, trace_option, written_trace
-from chunkrt.engine.engine import Engine
-from chunkrt.errors import ConfigError
-
-MOST_CHARACTERS = 1 << 26
+from chunkrt.cli.options import engine_options, open_engine, refuse_without, trace_option, written_trace
+from chunkrt.cli.prompts import read_prompt, read_prompts
 
 
-@click.command()
-@click.argument("model")
-@click.option("-p", "--prompt", help="The prompt.")
-@click.option("-f", "--file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin.")
+@click.command(cls=GroupedCommand, first=("prompt", "files", "max_new_tokens", "temperature", "as_json"))
+@model_argument
+@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; - is standard input, @FILE a file's text.")
+@click.option(
+    "-f", "--file", "files", multiple=True, metavar="FILE", help="Text that comes before -p; - is standard input."
+)
+@click.option("--messages", "messages_file", metavar="FILE", help="A chat so far, as a JSON list of messages.")
+@click.option(
+    "--prompts", "prompts_file", metavar="FILE", help="Many prompts as JSON lines; their answers are JSON lines too."
+)
+@click.option("--prefill-answer", metavar="TEXT", help="What the answer begins with.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer and figures as one JSON object.")
 @trace_option
 @generation_options
 @engine_options
 def run(
-    model: str, prompt: str | None, file: Path | None, raw: bool, as_json: bool, trace: Path | None, **options: Any
+    model: str,
+    prompt: str | None,
+    files: tuple[str, ...],
+    messages_file: str | None,
+    prompts_file: str | None,
+    prefill_answer: str | None,
+    raw: bool,
+    as_json: bool,
+    trace: Path | None,
+    **options: Any,
 ) -> None:
-    """Answer a prompt with MODEL: a catalogue name, a GGUF file, a Hugging Face folder, an ONNX decoder
-    or an engine directory.
+    """Answer a prompt with MODEL: a catalogue name, an id of the hub (org/name, org/name:Q4_0), a GGUF file, a Hugging
+    Face folder, an ONNX decoder or an engine directory.
 
-    The answer streams to stdout, figures go to stderr.
+    Without -p, -f and --messages the prompt is read from standard input. The answer streams to stdout, figures go to
+    stderr. Of many prompts (--prompts FILE.jsonl) a line each is a text, or an object with "prompt" or "messages", and
+    perhaps an "id"; they share chunks.
     """
     engine_settings, sampling, generation = split_options(options)
     system = generation.pop("system")
-    text = read_prompt(prompt, file)
+    if prompts_file is not None:
+        if prompt is not None or files or messages_file or prefill_answer or trace:
+            raise click.UsageError("--prompts goes without -p, -f, --messages, --prefill-answer and --trace")
+        prompts = read_prompts(prompts_file)
+        with open_engine(model, engine_settings) as engine:
+            answer_prompts(engine, prompts, raw=raw, system=system, sampling=sampling, **generation)
+        return
+    refuse_without("--prompts", "batcher", "queue", "cache_memory")
+    asked = read_prompt(prompt, files, messages_file, prefill_answer)
     begin = time.perf_counter()
     with written_trace(trace, model) as records, open_engine(model, engine_settings) as engine:
         load_seconds = time.perf_counter() - begin
-        tokens = _tokens(engine, text, system, raw=raw)
+        tokens = asked.tokens(engine.require_tokenizer(), raw=raw, system=system)
         session = engine.session()
         session.on_run = records.append if trace else None
-        answer = stream_answer(
-            session,
-            tokens,
-            sampling=sampling,
-            **generation,
-            emit=_ignore if as_json else _print,
-        )
+        emit = _ignore if as_json else _print
+        emit(asked.prefill_answer)
+        answer = stream_answer(session, tokens, sampling=sampling, **generation, emit=emit)
         if as_json:
-            click.echo(json.dumps({"model": model, **answer.as_dict(), "load_s": load_seconds}, ensure_ascii=False))
+            result = answer.as_dict() | {"text": asked.prefill_answer + answer.text}
+            click.echo(json.dumps({"model": model, **result, "load_s": load_seconds}, ensure_ascii=False))
         else:
             click.echo()
             click.echo(f"[load {load_seconds:.2f} s, {answer.figures()}]", err=True)
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the option or the file.
-
-    Raises:
-        UsageError: neither or both are given.
-        ConfigError: the file cannot be read, or there is no text in it.
-    """
-    if (prompt is None) == (file is None):
-        raise click.UsageError("give a prompt with -p TEXT or -f FILE, one of them")
-    if file is not None:
-        try:
-            prompt = _read(file)
-        except OSError as error:
-            raise ConfigError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"the prompt in {file} is not UTF-8 text: {error}") from error
-    assert prompt is not None
-    if not prompt.strip():
-        raise ConfigError("the prompt is empty")
-    return prompt
-
-
-def _read(file: Path) -> str:
-    """A file's text or, of "-", standard input's; a device may have no end."""
-    if str(file) == "-":
-        if sys.stdin is None:
-            raise ConfigError("standard input is closed; give the prompt with -p TEXT or -f FILE")
-        text = sys.stdin.read(MOST_CHARACTERS + 1)
-    else:
-        with file.open(encoding="utf-8") as opened:
-            text = opened.read(MOST_CHARACTERS + 1)
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"the prompt in {file} has more than {MOST_CHARACTERS} characters; no context holds so many")
-    return text
 
 
 def _print(piece: str) -> None:
@@ -100,13 +85,3 @@ def _print(piece: str) -> None:
 
 def _ignore(piece: str) -> None:
     """The answer is printed whole, as JSON, at the end."""
-
-
-def _tokens(engine: Engine, text: str, system: str | None, *, raw: bool) -> list[int]:
-    tokenizer = engine.require_tokenizer()
-    if raw or not tokenizer.has_chat_template:
-        if system:
-            raise ConfigError("a system message needs the model's chat template; leave --system or --raw away")
-        return tokenizer.encode(text, add_special=True, parse_special=raw)
-    messages = [{"role": "system", "content": system}] if system else []
-    return tokenizer.encode_chat([*messages, {"role": "user", "content": text}])

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import click
 
+from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.cli.serving import ServingOptions, simulate_served
@@ -33,10 +34,18 @@ LEAST_SHARE = 0.0005
 """Of idle time that is worth a word."""
 
 
-@click.command()
-@click.argument("model")
+@click.command(
+    cls=GroupedCommand,
+    first=("device_name", "prompt_lengths", "chunk_lengths", "policy", "as_json"),
+    epilog=f"Shapes that come with chunkrt: {', '.join(shapes())}.",
+)
+@model_argument
 @click.option(
-    "--device", "device_name", required=True, help=f"{', '.join(DEVICES)}, or a file that `chunkrt profile` wrote."
+    "--device",
+    "--soc",
+    "device_name",
+    required=True,
+    help=f"{', '.join(DEVICES)}, any name of their SoCs, or a file that `chunkrt profile` wrote.",
 )
 @click.option("-p", "--prompt-lengths", help="Tokens of a prompt.  [default: 64,256,1024]")
 @click.option("--chunk", "chunk_lengths", help="Tokens of a chunk.  [default: 32,128,256, or as profiled]")

@@ -8,16 +8,15 @@ from itertools import groupby
 import click
 
 from chunkrt.backends.coverage import NPU
-from chunkrt.cli.options import progress_bar, verbose_option
+from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument
+from chunkrt.cli.options import verbose_option
 from chunkrt.compile.support import SupportReport, check_support, first_few
 from chunkrt.engine.resolve import find_checkpoint
-
-STATUS_OF_GAPS = 3
-"""Exit status where something is missing: 1 is any error, 2 a wrong command line."""
+from chunkrt.progress import ShownProgress
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand)
+@model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option
 def support(model: str, as_json: bool) -> None:
@@ -27,7 +26,7 @@ def support(model: str, as_json: bool) -> None:
 
     The exit status is 0 if everything is there, 3 if something is missing, 1 if MODEL cannot be read.
     """
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
     report = check_support(checkpoint)
     if as_json:
@@ -35,7 +34,7 @@ def support(model: str, as_json: bool) -> None:
     else:
         _print(report)
     if report.gaps:
-        raise click.exceptions.Exit(STATUS_OF_GAPS)
+        raise click.exceptions.Exit(STATUS_OF_NO)
 
 
 def _print(report: SupportReport) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import click
 
-from chunkrt.cli.options import progress_bar, read_size, verbose_option
+from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.options import read_size, verbose_option
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
+from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import DEVICES, MeasuredProfile, find_device
 from chunkrt.simulate.tune import Setup, Tuned
@@ -21,10 +23,14 @@ from chunkrt.simulate.tune import tune as search
 NUM_SHOWN = 12
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=GroupedCommand, first=("device_name", "output", "prompt_lengths", "memory", "as_json"))
+@model_argument
 @click.option(
-    "--device", "device_name", required=True, help=f"{', '.join(DEVICES)}, or a file that `chunkrt profile` wrote."
+    "--device",
+    "--soc",
+    "device_name",
+    required=True,
+    help=f"{', '.join(DEVICES)}, any name of their SoCs, or a file that `chunkrt profile` wrote.",
 )
 @click.option(
     "-o",
@@ -84,7 +90,7 @@ def tune(
             "partition: only policy and chunks in flight are searched",
             err=True,
         )
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         tuned = search(
             model,
             device,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from chunkrt.backends.reference import run_operator
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.source import weights_digest
-from chunkrt.engine_directory.manifest import cache_key
+from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Count, made_once
 from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes, resolve
@@ -80,7 +80,7 @@ def cached_calibration(
         token_ids = calibration_tokens(planned, shipped_text(), None)
     settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
     key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
-    path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{key}.npz"
+    path = keyed_path(catalogue.home() / "calibrations", checkpoint, key, suffix=".npz")
     weights = weights_digest(planned.source)
     before = None
     if equalisation is not None:

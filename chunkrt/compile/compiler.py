@@ -15,8 +15,9 @@ from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.source import TensorSource, weights_digest
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.search import cached_choice
+from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.figures import linears_by_weight_bits
-from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, sampled_digest, write_manifest
+from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Progress, written_aside

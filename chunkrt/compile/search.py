@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints import catalogue
 from chunkrt.compile.calibrate import WINDOW_LENGTH, calibrate, text_digest
 from chunkrt.compile.trials import Loss, Losses
-from chunkrt.engine_directory.manifest import cache_key
+from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Count, made_once, read_json, written_aside
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
@@ -141,7 +141,8 @@ def cached_choice(
         "folding": calibration.folding.digest(),
     }
     key = cache_key(checkpoint, format=CHOICE_FORMAT, calibration_format=FORMAT, **settings)
-    path = catalogue.home() / "calibrations" / f"{checkpoint.stem}-{recipe.scheme.name}-{key}.json"
+    folder = catalogue.home() / "calibrations"
+    path = keyed_path(folder, checkpoint, key, kind=f"-{recipe.scheme.name}", suffix=".json")
 
     def load(name: str) -> Float32:
         return calibration.folding.apply(name, planned.load(name))

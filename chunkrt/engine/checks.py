@@ -38,3 +38,12 @@ def check_shift(context_length: int, options: EngineOptions) -> None:
             f"context_keep is {options.context_keep}, but of a context of {context_length} two tokens at least have to "
             "move; keep fewer"
         )
+
+
+def check_cache_memory(limit: int, needed: int, context_length: int) -> None:
+    """Raises ConfigError if so many bytes hold not one session, which needs so many."""
+    if needed > limit:
+        raise ConfigError(
+            f"cache_memory is {limit} bytes, but the caches of one session with a context of {context_length} take "
+            f"{needed}; let them have more (--cache-memory), or take a shorter context (--context)"
+        )

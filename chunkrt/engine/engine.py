@@ -17,7 +17,7 @@ from chunkrt.backends.dispatch import Dispatcher, default_base, registered_opera
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.cache_memory import CacheMemory
-from chunkrt.engine.checks import check_cache, check_shift, default_cache_dtype
+from chunkrt.engine.checks import check_cache, check_cache_memory, check_shift, default_cache_dtype
 from chunkrt.engine.executors import ExecutorBuilder
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.many import Runs
@@ -102,7 +102,8 @@ class Engine(ManyPrompts):
         )
         check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
         self._cache_memory = CacheMemory(options.cache_memory, options.queue)
-        self._check_cache_memory()
+        if options.cache_memory is not None:
+            check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
         sampler = self.dispatcher.sampler()
         assert sampler.function is not None
         self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
@@ -144,7 +145,7 @@ class Engine(ManyPrompts):
             "subgraphs": [(subgraph.name, subgraph.device) for subgraph in self.plan.subgraphs],
             "context length": self.context_length,
             "chunk length": self.chunk_length,
-            "caches": self._cache_dtype,
+            "caches": self.cache_dtype,
             "executors": self._conductor.lanes.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
@@ -234,7 +235,7 @@ class Engine(ManyPrompts):
 
     def _make_state(self, make: Callable[..., State]) -> State:
         try:
-            return make(self.plan, self.context_length, self._cache_dtype, chunk_length=self.chunk_length)
+            return make(self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length)
         except MemoryError as error:
             raise OutOfMemoryError(
                 f"there is too little memory for a context of {self.context_length} ({error}); take a shorter one "
@@ -242,7 +243,8 @@ class Engine(ManyPrompts):
             ) from error
 
     @property
-    def _cache_dtype(self) -> CacheDtype:
+    def cache_dtype(self) -> CacheDtype:
+        """Of keys and values."""
         return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
 
     def run(self, run: Run) -> RunResult:
@@ -318,20 +320,16 @@ class Engine(ManyPrompts):
                 if self._mirror is not None:
                     self._mirror.close()
 
+    def __repr__(self) -> str:
+        """What is loaded, and how it runs."""
+        how = f"scheme {self.scheme.name}, on {self.npu_backend.name}, chunks of {self.chunk_length}"
+        return f"Engine({self.manifest.model!r}, {how}, context of {self.context_length}{', closed' * self.is_closed})"
+
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_cache_memory(self) -> None:
-        """Raises ConfigError if no session would ever fit."""
-        limit = self.options.cache_memory
-        if limit is not None and (needed := self._make_state(State).num_bytes) > limit:
-            raise ConfigError(
-                f"cache_memory is {limit} bytes, but the caches of one session with a context of {self.context_length} "
-                f"take {needed}; let them have more (--cache-memory), or take a shorter context (--context)"
-            )
 
     def check_process(self) -> None:
         """Raises ClosedError in a process that was forked from the engine's: it has neither its threads nor its NPU."""

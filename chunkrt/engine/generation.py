@@ -45,6 +45,10 @@ class Piece:
     finish_reason: FinishReason | None = None
     log_probabilities: TokenLogProbabilities | None = field(default=None, repr=False)
 
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
 
 class Generation:
     """Continues a sequence.

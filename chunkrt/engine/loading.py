@@ -7,17 +7,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import check_switches, registered_operators
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.load_options import LoadOptions, shows_options
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.roles import check_runs
 from chunkrt.errors import ConfigError, OutOfMemoryError, unknown_name
 from chunkrt.files import Progress, no_progress
+from chunkrt.progress import find_progress
 from chunkrt.runtime.affinity import available_cpus, find_cpus
 from chunkrt.runtime.ranks.launch import connect
 
@@ -26,12 +28,13 @@ if TYPE_CHECKING:
     from chunkrt.runtime.ranks.messages import MessageCommunicator
 
 
+@shows_options
 def load(
     model: str | Path,
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     communicator: Communicator | None = None,
-    **options: object,
+    **options: Unpack[LoadOptions],
 ) -> Engine:
     """Load a model, compiling it first if that was not done before.
 
@@ -39,8 +42,9 @@ def load(
     engine; in all others this does not return, but does as rank 0 does until that ends, and raises SystemExit.
 
     Args:
-        model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
-        progress: told about downloads, calibration and compilation.
+        model: a catalogue name, an id of the Hugging Face hub ("org/name", "org/name:Q4_0", "org/name@revision"), a
+            GGUF file, a Hugging Face folder, or an engine directory.
+        progress: told about downloads, calibration and compilation; True shows it.
         communicator: reaches the other ranks, if this process is one of several that share the model; see
             `chunkrt/runtime/ranks/`. All of them load it, with the same chunk length, and make the same runs. By
             default what mpiexec launched together.
@@ -55,7 +59,7 @@ def load(
         OutOfMemoryError: there is too little memory.
     """
     try:
-        return _load(model, progress or no_progress, communicator, options)
+        return _load(model, find_progress(progress), communicator, options)
     except MemoryError as error:
         if isinstance(error, OutOfMemoryError):
             raise

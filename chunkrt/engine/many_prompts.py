@@ -76,6 +76,28 @@ class ManyPrompts(ABC):
             texts[index] += piece.text
         return texts[0] if isinstance(prompts, str) else texts
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions = GREEDY,
+        stop: Sequence[str] = (),
+    ) -> str:
+        """The answer to a chat.
+
+        Args:
+            messages: each with "role" and "content", as in [{"role": "user", "content": "Hello"}].
+            max_new_tokens, sampling, stop: as `Session.generate` takes them.
+
+        Raises:
+            ConfigError: the messages are malformed.
+            ModelError: the model has no chat template, or its template refuses them.
+        """
+        tokens = self.require_tokenizer().encode_chat(messages)
+        pieces = self.stream([tokens], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+        return "".join(piece.text for _, piece in pieces)
+
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],

@@ -260,8 +260,9 @@ class EngineOptions:
         must=(lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more"),
     )
     cache_dtype: CacheDtype | None = _option(
-        "",
-        "Of keys and values; int8, on native alone, has a scale for each position of a head.  "
+        "--cache-type",
+        "Of keys and values: f32, f16 or q8_0; int8, which is q8_0, on native alone, has a scale for each position of "
+        "a head.  "
         "[default: float16 on native, else float32]",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.gguf_parts import gguf_in
+from chunkrt.checkpoints.hub import cached_model, fetch_model, parse_hub_id
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory, read_manifest
@@ -177,14 +179,24 @@ def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -
 
 
 def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
-    """A model's checkpoint on disk and its default scheme; a catalogue entry is pulled if it is not there.
+    """A model's checkpoint on disk and its default scheme; fetched if it is not there.
+
+    It is looked for as a file or folder, in the catalogue, in the cache of the Hugging Face hub's client, on the hub.
 
     Raises:
-        ConfigError: neither a file nor a name of the catalogue.
+        ConfigError: none of these.
+        ModelError: there is no such file, or it cannot be fetched.
     """
-    if Path(model).exists():
-        return Path(model), DEFAULT_SCHEME
-    if Path(model).name != model or model.endswith((".gguf", ".onnx")):
+    path = Path(model)
+    if path.exists():
+        is_plain_folder = path.is_dir() and not (path / "config.json").exists()
+        return (is_plain_folder and gguf_in(path)) or path, DEFAULT_SCHEME
+    if (hub_model := parse_hub_id(model)) is not None:
+        if (found := cached_model(hub_model)) is None:
+            progress(f"fetching {model}", 0, 0)
+            found = fetch_model(hub_model)
+        return found, DEFAULT_SCHEME
+    if path.name != model or model.endswith((".gguf", ".onnx")):
         raise ModelError(f"there is no file or folder {model}")
     entry = catalogue.find(model)
     path = catalogue.pull(entry, lambda done, total: progress(f"downloading {model}", done, total))

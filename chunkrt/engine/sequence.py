@@ -64,6 +64,15 @@ class PrefillResult:
     seconds: float
     events: Sequence[TaskEvent]
 
+    def __repr__(self) -> str:
+        """Figures for a person; arrays and events by their sizes."""
+        logits = "none" if self.logits is None else f"float32 {list(self.logits.shape)}"
+        rate = self.num_tokens / self.seconds if self.seconds else 0
+        return (
+            f"PrefillResult({self.num_tokens} tokens in {self.num_chunks} chunks, {self.seconds:.3f} s, "
+            f"{rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
+        )
+
 
 class TokenSequence:
     """Tokens, and the state that follows them.
@@ -85,6 +94,8 @@ class TokenSequence:
         self.follows_text = False
         """Whether the last token is one of plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
+        self.on_tokens: Callable[[int], object] | None = None
+        """Told, from any thread, how many tokens another chunk of a run has computed."""
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
         self._reuse = Reuse(engine.prefix_cache)
@@ -309,7 +320,8 @@ class TokenSequence:
 
     def _run(self, token_ids: Sequence[int], logits: Logits, num_cached: int) -> Steps[PrefillResult]:
         start = time.perf_counter()
-        run = yield Run(np.array(token_ids, np.int64), self.state, logits=logits, cancel=self.cancel)
+        ids = np.array(token_ids, np.int64)
+        run = yield Run(ids, self.state, logits=logits, cancel=self.cancel, on_tokens=self.on_tokens)
         seconds = time.perf_counter() - start
         self.logits = run.logits[-1].copy() if run.logits is not None else None
         if self.on_run is not None:  # it may use the session itself

@@ -4,54 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import suppress
-from typing import Protocol, get_args
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import get_args
 
 from chunkrt.engine.arguments import as_token_ids, require_whole
 from chunkrt.engine.driving import OneUser, drive, drive_async
 from chunkrt.engine.generation import Constraint, Generation, Piece
-from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions, StopStrings
+from chunkrt.engine.prefill_progress import telling
+from chunkrt.engine.sampling import GREEDY, SamplingOptions, StopStrings
 from chunkrt.engine.scoring import Score, score_continuation
 from chunkrt.engine.sequence import (
     PrefillResult,
-    SequenceEngine,
     Steps,
     TokenSequence,
 )
-from chunkrt.engine.session_file import Conversation, SessionFile
+from chunkrt.engine.session_engine import SessionEngine
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
+from chunkrt.files import Progress
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.run import Logits, Run, RunResult
+from chunkrt.runtime.run import Logits
 from chunkrt.runtime.state import State
-from chunkrt.tokenizer import Tokenizer
-
-
-class SessionEngine(SequenceEngine, Protocol):
-    """What a session takes of an engine."""
-
-    tokenizer: Tokenizer | None
-    make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler]
-    is_closed: bool
-
-    def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ModelError if there is none."""
-        ...
-
-    def run(self, run: Run) -> RunResult:
-        """Run tokens through the decoder."""
-        ...
-
-    def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
-        """A file that holds, or is to hold, a session. Raises ConfigError with ranks."""
-        ...
-
-    async def arun(self, run: Run) -> RunResult:
-        """The same, while the event loop goes on."""
-        ...
-
-    def check_process(self) -> None:
-        """Raises ClosedError in a process forked from the one that loaded the model."""
-        ...
 
 
 class Session:
@@ -104,7 +76,9 @@ class Session:
         """How many tokens the session can hold."""
         return self._engine.context_length
 
-    def prefill(self, prompt: str | Sequence[int], *, logits: Logits = "last") -> PrefillResult:
+    def prefill(
+        self, prompt: str | Sequence[int], *, logits: Logits = "last", progress: Progress | bool | None = None
+    ) -> PrefillResult:
         """Stream a prompt through the decoder in chunks.
 
         If the engine shifts its context (`EngineOptions.context_shift`), a prompt may be of any length: what does not
@@ -114,6 +88,8 @@ class Session:
         Args:
             prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
             logits: of the last token, of all tokens, or none.
+            progress: told, from threads that compute, ("prefill", tokens done, tokens in all) after every chunk; it
+                must not raise. True shows it once it takes longer than a second.
 
         Raises:
             ConfigError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary. The
@@ -121,13 +97,15 @@ class Session:
             ClosedError: the session or the engine is closed, or `cancel` was called.
             BackendError: a subgraph failed. The session is as it was.
         """
-        with self._one_user():
+        with self._one_user(), self._telling(progress, prompt):
             return drive(self._extension(prompt, logits), self._engine.run)
 
-    async def aprefill(self, prompt: str | Sequence[int], *, logits: Logits = "last") -> PrefillResult:
+    async def aprefill(
+        self, prompt: str | Sequence[int], *, logits: Logits = "last", progress: Progress | bool | None = None
+    ) -> PrefillResult:
         """As `prefill`, while the event loop goes on. Cancelling the task ends it at the next chunk; the session is as
         it was."""
-        with self._one_user():
+        with self._one_user(), self._telling(progress, prompt):
             return await drive_async(self._extension(prompt, logits), self._engine.arun)
 
     def generate(
@@ -198,6 +176,11 @@ class Session:
         generation = self._generation(max_new_tokens, sampling, stop)
         while not generation.is_finished:
             yield generation.next_piece()
+
+    def __repr__(self) -> str:
+        """How full it is."""
+        state = "closed" if self._is_closed else f"{self.position} of {self.context_length} tokens"
+        return f"Session({state})"
 
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.
@@ -333,6 +316,10 @@ class Session:
         result = yield from self._sequence.extend(self._encode(prompt), logits)
         self._sequence.follows_text = isinstance(prompt, str)
         return result
+
+    def _telling(self, progress: Progress | bool | None, prompt: str | Sequence[int]) -> AbstractContextManager[object]:
+        """Have it told how many of a prompt's tokens are done."""
+        return nullcontext() if progress is None else telling(self._sequence, progress, len(self._encode(prompt)))
 
     def _taking(self, prompt: str | Sequence[int]) -> Steps[None]:
         yield from self._extension(prompt, "last")

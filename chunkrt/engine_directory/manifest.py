@@ -21,28 +21,23 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import check_keys, fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.plugins import code_behind
 from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 
 FORMAT = 5
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
-SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read, by SHA-256. Of larger ones the size is compared;
 they are hashed while the model is loaded (`engine_directory/verification.py`), by a faster function."""
 FAST_HASH = "xxh3_128"
 _READ_BYTES = 1 << 20
-
-
-ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
-"""Of what exporters write beside an ONNX file: weights, a file each or all in one, settings and the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +85,7 @@ def cached_folder(
 ) -> Path:
     """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
 
-    The name covers the checkpoint's files (path, size, time of change), the recipe, the placement, the calibration's
+    The name covers the content of the checkpoint's files, the recipe, the placement, the calibration's
     content, the ranks, chunkrt's version and the format.
 
     Raises:
@@ -108,52 +103,7 @@ def cached_folder(
         grids=grids,
         ranks=astuple(ranks),
     )
-    return cache / f"{checkpoint.stem}-{recipe.scheme.name}-{key}"
-
-
-def cache_key(checkpoint: Path, **made_with: object) -> str:
-    """16 hexadecimal digits for what this version makes of a checkpoint's files (path, size, time of change).
-
-    Where a plug-in has the decoder family of a folder, its code counts as well. Those of an ONNX file are also the data
-    and settings that may be beside it.
-    """
-    stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in _files(checkpoint)]
-    key = {"files": stats, "chunkrt": version("chunkrt"), **made_with}
-    if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):
-        key["family"] = code
-    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-
-
-def sampled_digest(checkpoint: Path) -> str:
-    """SHA-256 of a checkpoint's files: their names and sizes, and 1024 pieces of 4 KiB evenly spread over each.
-
-    It is how ranks of several machines know that they have the same checkpoint, without reading all of it.
-    """
-    digest = hashlib.sha256()
-    for path in _files(checkpoint):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for piece in range(SAMPLED_PIECES):
-                file.seek(piece * size // SAMPLED_PIECES)
-                digest.update(file.read(SAMPLED_PIECE_BYTES))
-    return digest.hexdigest()
-
-
-def _files(checkpoint: Path) -> list[Path]:
-    """All that a checkpoint consists of."""
-    if checkpoint.suffix == ".onnx" and checkpoint.is_file():
-        beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
-        return sorted({checkpoint, *beside})
-    return sorted(p for p in checkpoint.iterdir() if p.is_file()) if checkpoint.is_dir() else [checkpoint]
-
-
-def _model_type(checkpoint: Path) -> str:
-    """Of a Hugging Face folder, as far as it can be told."""
-    try:
-        return str(read_json(checkpoint / "config.json")["model_type"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""  # a file; or what is wrong is told when it is opened
+    return keyed_path(cache, checkpoint, key, kind=f"-{recipe.scheme.name}")
 
 
 def write_manifest(

@@ -167,6 +167,11 @@ class Plan:
         """Whether keys are cached before RoPE, so that they can move to another position."""
         return any(node.op == "RawKeyAttention" for s in self.subgraphs for node in s.nodes)
 
+    def _repr_html_(self) -> str:
+        from chunkrt.graph.plan_table import plan_html
+
+        return plan_html(self)
+
     def with_raw_keys(self) -> Plan:
         """The same decoder, with keys cached before RoPE and rotated whenever they are used."""
 

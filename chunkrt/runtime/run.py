@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from threading import Event
 from typing import Literal, get_args
@@ -45,6 +45,8 @@ class Run:
     state: of the same decoder; it advances by n.
     logits: which rows of logits to compute.
     cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
+    on_tokens: told, in a thread that computes, how many tokens another chunk has taken through the decoder; it must not
+        raise.
     is_for_others: of several ranks: another wants the logits; here only what its sums need is computed, and no logits.
     """
 
@@ -54,6 +56,7 @@ class Run:
     logits: Logits = "last"
     cancel: Cancel | Event | None = None
     is_for_others: bool = False
+    on_tokens: Callable[[int], object] | None = None
 
     def check(self, plan: Plan, chunk_length: int) -> None:
         """Raises ConfigError if tokens, state or an option do not fit a decoder that takes chunks of that length."""

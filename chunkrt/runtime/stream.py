@@ -66,6 +66,13 @@ class Stream:
         chunk, subgraph = self.chunks[number], self._subgraphs[index]
         if not self._waits_for[index]:
             chunk.load(self._slots[slot])
+        self._run(subgraph, slot, chunk)
+        if index == chunk.route.subgraphs[-1]:
+            for segment in chunk.segments:
+                if (on_tokens := segment.job.run.on_tokens) is not None:
+                    on_tokens(segment.num_tokens)
+
+    def _run(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
         if subgraph.rows == "T":
             subgraph.run(slot, chunk.segments, chunk.num_tokens, chunk.number)
         elif len(chunk.segments) == 1:

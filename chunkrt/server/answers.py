@@ -8,17 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-import numpy as np
-
+from chunkrt.engine.engine import Engine
 from chunkrt.engine.generation import Constraint, Piece
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.scoring import TokenLogProbabilities, likeliest
+from chunkrt.engine.scoring import Float32, TokenLogProbabilities, likeliest, piece_lengths
 from chunkrt.engine.session import Session
 from chunkrt.server.errors import RequestError
 from chunkrt.server.service import Service
-
-PROGRESS_CHUNKS = 4
-"""Chunks of a prompt between two tellings of how far it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,27 +153,37 @@ async def _prefill(
     wanted: Wanted,
     tell: Callable[[Event], None],
 ) -> Prefilled:
-    done, told, num_cached = 0, list[TokenLogProbabilities](), 0
-    step = len(prompt)
-    if wanted.progress or wanted.echo:
-        step = PROGRESS_CHUNKS * service.engine.chunk_length
-    carried = None
-    while done < len(prompt):
-        part = prompt[done : done + step]
-        result = await session.aprefill(part, logits="all" if wanted.echo else "last")
-        if wanted.echo:
-            assert result.logits is not None
-            rows = result.logits if carried is None else np.concatenate([carried, result.logits])
-            following = prompt[done : done + len(part)] if carried is not None else part[1:]
-            told += [likeliest(row, token, wanted.likeliest or 0) for row, token in zip(rows, following, strict=False)]
-            carried = result.logits[-1:]
-        num_cached += result.num_cached
-        done += len(part)
-        if wanted.progress:
-            tell(Progress(num_done=done, num_tokens=len(prompt)))
+    loop = asyncio.get_running_loop()
+
+    def progress(what: str, num_done: int, num_tokens: int) -> None:
+        if num_tokens:
+            loop.call_soon_threadsafe(tell, Progress(num_done=num_done, num_tokens=num_tokens))
+
+    if wanted.echo:
+        told, num_cached = await _echoed(session, prompt, wanted.likeliest or 0, service.engine), 0
+    else:
+        result = await session.aprefill(prompt, progress=progress if wanted.progress else None)
+        told, num_cached = [], result.num_cached
     service.metrics.prompt_tokens.inc(len(prompt))
     service.metrics.cached_tokens.inc(num_cached)
     return Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told)
+
+
+async def _echoed(session: Session, prompt: Sequence[int], number: int, engine: Engine) -> list[TokenLogProbabilities]:
+    """Run a prompt, in pieces whose logits take bounded memory, and tell of its tokens from the second on."""
+    told, start, carried = list[TokenLogProbabilities](), 0, list[Float32]()
+    for length in piece_lengths(len(prompt), engine.plan.vocab_size, engine.chunk_length):
+        result = await session.aprefill(prompt[start : start + length], logits="all")
+        assert result.logits is not None
+        rows = [*carried, *result.logits]
+        following = prompt[start + 1 - len(carried) : start + length]
+        told += await asyncio.to_thread(_tell_of, rows, following, number)
+        carried, start = [result.logits[-1]], start + length
+    return told
+
+
+def _tell_of(rows: Sequence[Float32], tokens: Sequence[int], number: int) -> list[TokenLogProbabilities]:
+    return [likeliest(row, token, number) for row, token in zip(rows, tokens, strict=False)]
 
 
 async def _say(

@@ -7,10 +7,11 @@ called one. `chunkrt profile` writes one of the machine at hand instead; see `me
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from chunkrt.backends.qnn.socs import SOCS
+from chunkrt.backends.qnn.socs import SOCS, find_soc
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.tasks import Processor, processors_for
@@ -94,7 +95,7 @@ class DeviceProfile:
 
 
 def find_device(name: str) -> DeviceProfile | MeasuredProfile:
-    """A profile by the name of one that comes with chunkrt, or by the path of a TOML file.
+    """A profile by the name of one that comes with chunkrt, by any name of its SoC, or by the path of a TOML file.
 
     Raises:
         ConfigError: there is none of that name, or the file is wrong.
@@ -103,6 +104,11 @@ def find_device(name: str) -> DeviceProfile | MeasuredProfile:
         return read_profile(_FOLDER / f"{name}.toml")
     if name.endswith(".toml"):
         return read_profile(Path(name))
+    with suppress(ConfigError):
+        soc = find_soc(name).name
+        profiles = (read_profile(_FOLDER / f"{device}.toml") for device in sorted(DEVICES, key=len))
+        if found := next((p for p in profiles if isinstance(p, DeviceProfile) and p.soc == soc), None):
+            return found
     raise unknown_name("device", name, DEVICES, hint=f"there are: {', '.join(DEVICES)}, or a profile's TOML file")
 
 

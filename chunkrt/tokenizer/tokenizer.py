@@ -100,7 +100,7 @@ class Tokenizer:
         """Every token that ends a generation."""
         return frozenset(self.settings.eos_ids)
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The tokens of a text.
 
         Args:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.gguf import GgufSource
+from chunkrt.engine_directory.content import checkpoint_files
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 8, 2, 32, 2, 11
@@ -342,6 +343,57 @@ def test_one_part_of_a_split_file_is_refused(tmp_path):
     finish(writer)
     with pytest.raises(UnsupportedModelError, match="one of 3 parts"):
         GgufSource(tmp_path / "m.gguf")
+
+
+def split_model(folder, *, counts=(3, 3, 3), numbers=(0, 1, 2), is_doubled=False):
+    """A small llama in three parts, as llama-gguf-split writes them; the last part has the last layer's norms."""
+    folder.mkdir(exist_ok=True)
+    tensors = list(model_tensors().items())
+    cuts = [tensors[:3], tensors[3:10], tensors[9 if is_doubled else 10 :]]
+    paths = [folder / f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for path, part, count, number in zip(paths, cuts, counts, numbers, strict=True):
+        writer = metadata_writer(path) if path == paths[0] else gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.count", count)
+        writer.add_uint16("split.no", number)
+        writer.add_int32("split.tensors.count", len(tensors))
+        for name, values in part:
+            writer.add_tensor(name, values)
+        finish(writer)
+    return paths
+
+
+def test_the_parts_of_a_split_file_are_one(tmp_path):
+    whole = GgufSource(write_model(tmp_path / "m.gguf"))
+    paths = split_model(tmp_path / "parts")
+    for path in paths:
+        source = GgufSource(path)
+        assert source.path == paths[0]
+        assert source.config == whole.config
+        assert sorted(source.names()) == sorted(whole.names())
+        for name in whole.names():
+            np.testing.assert_array_equal(source.read(name), whole.read(name))
+            assert source.sample(name) == whole.sample(name)
+    assert checkpoint_files(paths[1]) == paths
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"counts": (3, 4, 3)}, "number 1 of 4 from 0, expected part 2 of 3"),
+        ({"numbers": (0, 0, 2)}, "number 0 of 3 from 0, expected part 2 of 3"),
+        ({"is_doubled": True}, "which an earlier part has too"),
+    ],
+)
+def test_parts_that_are_not_of_one_file_are_refused(tmp_path, changes, message):
+    with pytest.raises(ModelError, match=message):
+        GgufSource(split_model(tmp_path, **changes)[0])
+
+
+def test_a_missing_part_is_named(tmp_path):
+    paths = split_model(tmp_path)
+    paths[2].unlink()
+    with pytest.raises(ModelError, match=r"cannot read \S+m-00003-of-00003\.gguf"):
+        GgufSource(paths[0])
 
 
 @pytest.fixture(scope="module")

@@ -642,3 +642,46 @@ def test_the_pull_command_prints_the_path_alone(listed):
     result = CliRunner().invoke(pull_command, ["aa-mine"])
     assert result.stdout == f"{listed}\n"
     assert result.stderr == ""
+
+
+def test_a_fetched_model_is_removed_with_its_engines(server, direct, monkeypatch, home):
+    entry = offer(server)
+    catalogue.pull(entry)
+    monkeypatch.setattr("chunkrt.cli.models.entries", lambda: {entry.name: entry})
+    for folder, model in (("mine", entry.name), ("other", "other")):
+        (home / "engines" / folder).mkdir(parents=True)
+        (home / "engines" / folder / "engine.json").write_text(json.dumps({"model": model}))
+    result = CliRunner().invoke(models_command, ["--remove", entry.name, "--json"])
+    assert {Path(row["path"]).name: row["bytes"] for row in json.loads(result.stdout)} == {
+        "mine": len('{"model": "tiny"}'),
+        "tiny": len(CONTENT),
+    }
+    assert catalogue.pulled(entry) is None
+    assert [folder.name for folder in (home / "engines").iterdir()] == ["other"]
+    for name, said in ((entry.name, "`chunkrt models` lists"), ("org/name", "hf cache rm model/org/name")):
+        error = CliRunner().invoke(models_command, ["--remove", name]).exception
+        assert isinstance(error, ConfigError)
+        assert said in str(error)
+
+
+def test_the_hubs_models_are_listed_and_fetched(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+
+    def snapshot_download(repository, **options):
+        snapshot.mkdir(parents=True)
+        (snapshot / "m-Q4_0.gguf").write_bytes(b"GGUF")
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("abc")
+
+    fake_hub(monkeypatch, snapshot_download)
+    sys.modules["huggingface_hub"].HfApi = lambda: types.SimpleNamespace(
+        list_repo_files=lambda repository, revision: ["m-Q4_0.gguf"]
+    )
+    result = CliRunner().invoke(pull_command, ["org/name", "--json"])
+    assert json.loads(result.stdout) == {"name": "org/name", "path": str(snapshot / "m-Q4_0.gguf")}
+    lines = CliRunner().invoke(models_command, []).stdout.splitlines()
+    assert any(line.split() == ["org/name", "-", "0", "MB", "-", "hub"] for line in lines)
+    assert json.loads(CliRunner().invoke(models_command, ["--json"]).stdout)[-1]["path"] == str(
+        snapshot / "m-Q4_0.gguf"
+    )

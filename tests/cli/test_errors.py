@@ -110,8 +110,19 @@ LINES = [
     (("run", GGUF, "-p", ""), "the prompt is empty"),
     (("run", GGUF, "-p", " \n"), "the prompt is empty"),
     (("run", GGUF), "give a prompt with -p TEXT or -f FILE"),
-    (("run", GGUF, "-p", "x", "-f", "-"), "give a prompt with -p TEXT or -f FILE"),
     (("run", GGUF, "-f", "-"), "the prompt is empty"),
+    (("run", GGUF, "-p", "-", "-f", "-"), "standard input can be read once"),
+    (("run", GGUF, "-p", "@nowhere.txt"), "cannot read the prompt from nowhere.txt: No such file"),
+    (("run", GGUF, "-p", "x", "-m", GGUF), "give one of them"),
+    (("run", GGUF, "-p", "x", "--revision", "main"), "is no id of the hub, as org/name is"),
+    ((*RUN, "--prefill-answer", "Sure"), "an answer's beginning needs the model's chat template"),
+    ((*RUN, "--prompts", "p.jsonl"), "--prompts goes without -p, -f, --messages"),
+    ((*RUN, "--batcher", "sequential"), "--batcher does nothing without --prompts"),
+    ((*RUN, "--keep", 8), "--keep does nothing without --context-shift"),
+    ((*RUN, "--npu", "native", "--soc", "8gen3"), "--soc does nothing without an NPU (--npu is native)"),
+    ((*RUN, "--top-p", "0.9"), "--top-p does nothing without --temperature above 0"),
+    ((*RUN, "-ctk", "q4_0"), "unknown type of the cache 'q4_0'"),
+    (("plan", GGUF, "--threads", 2), "No such option '--threads'"),
     (("run", GGUF, "-f", "nowhere.txt"), "cannot read the prompt from nowhere.txt: No such file"),
     (("run", GGUF, "-f", "."), "cannot read the prompt from .: Is a directory"),
     (("run", GGUF, "-f", GGUF), "is not UTF-8 text"),
@@ -125,7 +136,7 @@ LINES = [
     ((*RUN, "--temperature", "-1"), "temperature: found -1.0"),
     ((*RUN, "--temperature", "inf"), "temperature: found inf"),
     ((*RUN, "--top-p", "0"), "top_p: found 0.0"),
-    ((*RUN, "--top-k", "0"), "top_k: found 0"),
+    ((*RUN, "--top-k", "-1"), "top_k: found -1"),
     ((*RUN, "-n", "0"), "max_new_tokens is 0, expected at least 1"),
     ((*RUN, "--stop", ""), "stop strings"),
     ((*RUN, "--system", "Be brief."), "needs the model's chat template"),
@@ -238,7 +249,7 @@ def test_the_traceback_comes_with_v(command, flag):
     assert finished.status == 1
     assert finished.out == ""
     assert "Traceback (most recent call last)" in finished.err
-    assert finished.err.splitlines()[-1] == "chunkrt: the prompt is empty"
+    assert finished.err.splitlines()[-1] == "chunkrt: the prompt is empty; give text with -p TEXT or -f FILE"
 
 
 def test_what_nobody_foresaw_is_one_line_too(command, monkeypatch):

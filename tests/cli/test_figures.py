@@ -1,8 +1,11 @@
 """`chunkrt bench`, `plan`, `models`, `doctor` and `pull`: what they print, and in which formats."""
 
+import contextlib
 import csv
 import io
 import json
+import shutil
+import sqlite3
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -15,7 +18,7 @@ import chunkrt
 from chunkrt import backends
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.cli import COMMANDS
-from chunkrt.cli.bench import Row
+from chunkrt.cli.bench_tests import Case, Row, measure
 from chunkrt.runtime.policy import DEFAULT_POLICY
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -32,7 +35,8 @@ def check_rows(rows):
         assert row["avg_ts"] > 0
         assert row["stddev_ts"] >= 0
         assert len(row["samples_ns"]) == 2
-        assert all(0 <= row[share] <= 1 for share in ("npu_busy", "cpu_busy", "overlap"))
+        assert 0 <= row["cpu_busy"] <= 1
+        assert (row["npu_busy"], row["overlap"]) == (None, None)  # there is no NPU
 
 
 def test_bench_in_json(command):
@@ -50,16 +54,124 @@ def test_bench_in_csv(command):
     finished = command(*BENCH, "-o", "csv")
     rows = list(csv.DictReader(io.StringIO(finished.out)))
     numbers = {"chunk": int, "threads": int, "samples_ns": lambda text: [int(n) for n in text.split()]}
-    numbers |= dict.fromkeys(("avg_ts", "stddev_ts", "npu_busy", "cpu_busy", "overlap"), float)
+    numbers |= dict.fromkeys(("avg_ts", "stddev_ts", "cpu_busy"), float)
+    numbers |= dict.fromkeys(("npu_busy", "overlap"), lambda text: text or None)
     check_rows([{name: numbers.get(name, str)(text) for name, text in row.items()} for row in rows])
 
 
 def test_bench_in_markdown(command):
     finished = command(*BENCH)
-    head, rule, *rows = finished.out.splitlines()
-    assert [cell.strip() for cell in head.strip("|").split("|")][6:8] == ["test", "t/s"]
-    assert {line.count("|") for line in (head, rule, *rows)} == {12}
-    assert [row.split("|")[7].strip() for row in rows] == ["pp8", "pp20", "tg3"]
+    head, rule, *rows = (line for line in finished.out.splitlines() if line.startswith("|"))
+    assert [cell.strip() for cell in head.strip("|").split("|")][-3:] == ["test", "t/s", "ttft ms"]
+    assert set(rule) == set("| -:")
+    assert len({len(line) for line in (head, rule, *rows)}) == 1
+    assert [row.split("|")[-4].strip() for row in rows] == ["pp8", "pp20", "tg3"]
+
+
+def test_a_wide_table_says_above_what_its_rows_share(command, tmp_path):
+    model = shutil.copy(GGUF, tmp_path / f"{'a_long_name_' * 4}.gguf")
+    shown = command("bench", model, "-p", "8", "-n", "2", "-r", "1", "-t", "1,2")
+    above, empty, head, rule, *rows = shown.out.splitlines()
+    assert (above, empty) == (f"model {model.name}, backend native, scheme w8a8-dynamic", "")
+    assert max(map(len, (head, rule, *rows))) <= 80
+    assert [row.split("|")[1].strip() for row in rows] == ["1", "1", "2", "2"]
+
+
+LLAMA_BENCH = {
+    **dict.fromkeys(("build_commit", "cpu_info", "gpu_info", "backends", "model_filename", "model_type"), str),
+    **dict.fromkeys(("cpu_mask", "type_k", "type_v", "split_mode", "devices", "tensor_split", "test_time"), str),
+    **dict.fromkeys(("build_number", "model_size", "model_n_params", "n_batch", "n_ubatch", "n_threads", "poll"), int),
+    **dict.fromkeys(("n_gpu_layers", "main_gpu", "n_prompt", "n_gen", "n_depth", "avg_ns", "stddev_ns"), int),
+    **dict.fromkeys(("cpu_strict", "no_kv_offload", "flash_attn", "use_mmap", "embeddings"), bool),
+    **dict.fromkeys(("avg_ts", "stddev_ts"), float),
+    **dict.fromkeys(("samples_ns", "samples_ts"), list),
+}
+"""Columns of its JSON that its readers take, compare-llama-bench.py among them, and their types."""
+
+
+def test_what_reads_llama_bench_reads_bench(command):
+    finished = command("bench", GGUF, "-p", "16-64+16", "-t", "1,2", "-r", 2, "-o", "json")
+    assert (finished.status, finished.err) == (0, "")
+    rows = json.loads(finished.out)
+    tests = [(16, 0), (32, 0), (48, 0), (64, 0), (0, 32)]
+    found = [(row["n_threads"], row["n_prompt"], row["n_gen"]) for row in rows]
+    assert found == [(threads, *test) for threads in (1, 2) for test in tests]
+    for row in rows:
+        assert {name: type(row[name]) for name in LLAMA_BENCH} == LLAMA_BENCH
+        assert row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
+        assert row["avg_ns"] == pytest.approx(sum(row["samples_ns"]) / 2, abs=1)
+        assert (row["ttft_ms"] is None) == (row["n_prompt"] == 0)
+        assert row["peak_memory_bytes"] > 1e6
+
+
+def test_bench_writes_what_a_database_takes(command):
+    database = sqlite3.connect(":memory:")
+    database.executescript(command(*BENCH, "-o", "sql").out)
+    with contextlib.closing(database):
+        found = database.execute("SELECT test, n_prompt, model_filename, npu_busy FROM llama_bench").fetchall()
+    assert found == [("pp8", 8, str(GGUF), None), ("pp20", 20, str(GGUF), None), ("tg3", 0, str(GGUF), None)]
+
+
+def test_bench_at_a_depth_and_of_both_kinds_at_once(command):
+    asked = ("-p", 8, "-n", 0, "-pg", "8,3", "-d", "0,20", "-r", 1, "--json")
+    rows = json.loads(command("bench", GGUF, *asked).out)
+    assert [row["test"] for row in rows] == ["pp8", "pp8+tg3", "pp8 @ d20", "pp8+tg3 @ d20"]
+    assert [(row["n_prompt"], row["n_gen"], row["n_depth"]) for row in rows] == [
+        (8, 0, 0),
+        (8, 3, 0),
+        (8, 0, 20),
+        (8, 3, 20),
+    ]
+
+
+def test_bench_of_a_depth_times_what_comes_after_it():
+    """Every timed run begins at the depth, and takes the test's own tokens."""
+    with chunkrt.load(GGUF) as engine:
+        records = []
+        measure(Case(n_prompt=8, n_gen=2, n_depth=20), engine, "m", 2, records)
+    assert [(record.position, record.num_tokens) for record in records] == [(20, 8), (28, 1), (29, 1)]
+
+
+def test_bench_of_several_models_and_of_a_text(command, tmp_path):
+    (tmp_path / "text.txt").write_text("one two three")
+    other = shutil.copy(GGUF, tmp_path / "other.gguf")
+    out = tmp_path / "rows.jsonl"
+    finished = command("bench", GGUF, "-m", other, "--prompt-file", tmp_path / "text.txt", "-n", 2, "-r", 1, "-o", out)
+    assert finished.out == ""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    with chunkrt.load(GGUF) as engine:
+        length = len(engine.tokenizer.encode("one two three", add_special=True, parse_special=False))
+    assert [(row["model"], row["test"]) for row in rows] == [
+        (str(model), test) for model in (GGUF, other) for test in (f"pp{length}", "tg2")
+    ]
+
+
+def test_bench_takes_what_fits_where_nobody_says(command):
+    rows = json.loads(command("bench", GGUF, "-r", 1, "-o", "json").out)
+    assert [row["test"] for row in rows] == ["pp127", "tg32"]
+    rows = json.loads(command("bench", GGUF, "-r", 1, "-c", 16, "-o", "json").out)
+    assert [row["test"] for row in rows] == ["pp15", "tg15"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-p", "16-64+0"), "whose steps lead nowhere"),
+        (("-p", "1-9*1"), "whose steps lead nowhere"),
+        (("-p", "64-16"), "ends before it begins; write 16-64"),
+        (("-p", "1-1000000"), "more than 1000 numbers"),
+        (("-p", "16-"), "expected whole numbers with commas between"),
+        (("-t", "0"), "--threads is '0', expected no number below 1"),
+        (("-pg", "8"), "-pg is '8', expected two numbers"),
+        (("-o", "rows.xml"), "-o is 'rows.xml', expected one of md, json"),
+        (("-o", "json", "--format", "csv"), "-o says json and --format csv"),
+        (("--parallel", "2", "-d", "8"), "--parallel goes without -pg, -d"),
+        (("--prompt-file", "-"), "the prompt file is empty"),
+        (("-d", "120", "-p", "20"), "140 tokens do not fit the context of 128"),
+    ],
+)
+def test_what_bench_refuses(command, arguments, message):
+    expect_one_line(command("bench", GGUF, *arguments), message)
 
 
 def test_bench_of_one_kind(command):

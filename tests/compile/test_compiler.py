@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ import chunkrt
 from chunkrt import files as shared_folder
 from chunkrt.compile import compiler
 from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.engine_directory import content
 from chunkrt.engine_directory import manifest as engine_directory
+from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.manifest import (
     FORMAT,
     cached_folder,
     is_engine_directory,
     read_manifest,
-    sampled_digest,
     write_manifest,
 )
 from chunkrt.engine_directory.weights import WeightWriter
@@ -283,10 +285,56 @@ def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
     assert len(set(folders)) == len(folders)
     assert folder() == folders[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_directory, "version", lambda package: "99.0")
+        patch.setattr(content, "version", lambda package: "99.0")
         assert folder() not in folders
-    os.utime(path, ns=(0, 0))
+    path.write_bytes(path.read_bytes() + b"\0")
     assert folder() != folders[0]
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["as read", "as kept"])
+def test_a_checkpoint_is_known_by_its_content(tmp_path, monkeypatch, is_kept):
+    """Moved, renamed, touched or linked to it has the key that it had; one byte makes another, whatever its time."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(content, "SETTLED_SECONDS", -1e9 if is_kept else 1e9)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(10_000))
+    key = content.cache_key(path)
+    assert content.cache_key(path) == key
+    assert len(list((tmp_path / "home").rglob("*.json"))) == is_kept
+    os.utime(path, ns=(5, 5))
+    assert content.cache_key(path) == key
+    (tmp_path / "other").mkdir()
+    path = path.rename(tmp_path / "other" / "name.gguf")
+    assert content.cache_key(path) == key
+    (tmp_path / "link.gguf").symlink_to(path)
+    assert content.cache_key(tmp_path / "link.gguf") == key
+    with path.open("rb+") as file:
+        file.seek(5000)
+        file.write(b"x")
+    os.utime(path, ns=(5, 5))
+    assert content.cache_key(path) != key
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"file": 1}', '{"file": {}, "digest": "x"}'])
+def test_a_damaged_digest_is_made_anew(tmp_path, monkeypatch, damaged):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(content, "SETTLED_SECONDS", -1e9)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"12345")
+    digest = content.file_digest(path)
+    (kept,) = (tmp_path / "home" / "digests").iterdir()
+    whole = kept.read_text()
+    kept.write_text(damaged)
+    assert content.file_digest(path) == digest
+    assert kept.read_text() == whole
+
+
+def test_an_engine_is_found_whatever_its_checkpoint_is_called_now(tmp_path):
+    path = shutil.copy(CHECKPOINT, tmp_path / "before.gguf")
+    made = cached_folder(tmp_path / "engines", Path(path), recipe=W8A8, placement={})
+    made.mkdir(parents=True)
+    other = Path(path).rename(tmp_path / "after.gguf")
+    assert cached_folder(tmp_path / "engines", other, recipe=W8A8, placement={}) == made
 
 
 def test_one_file_is_not_an_engine_directory(tmp_path):
@@ -391,9 +439,9 @@ def test_another_checkpoint_has_another_digest(tmp_path):
     paths = [tmp_path / name / "model.gguf" for name in ("one", "same", "odd_byte", "longer")]
     data = bytes(range(256)) * 2000
     contents = [data, data, data[:-1] + b"\x00", data + b"\x00"]
-    for path, content in zip(paths, contents, strict=True):
+    for path, written in zip(paths, contents, strict=True):
         path.parent.mkdir()
-        path.write_bytes(content)
+        path.write_bytes(written)
     one, same, odd_byte, longer = map(sampled_digest, paths)
     assert one == same
     assert len({one, odd_byte, longer, sampled_digest(tmp_path / "one")}) == 3

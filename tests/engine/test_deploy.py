@@ -23,7 +23,8 @@ from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.lengths import compiled_chunk_length
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine_directory.manifest import FORMAT, NpuTarget, read_manifest, sampled_digest
+from chunkrt.engine_directory.content import sampled_digest
+from chunkrt.engine_directory.manifest import FORMAT, NpuTarget, read_manifest
 from chunkrt.errors import CompileError, ConfigError, ModelError
 from chunkrt.quant.scheme import SCHEMES
 
@@ -385,7 +386,7 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(tmp_path, mon
     duration = time.monotonic() - began
     assert process.returncode == 0
     clean = listing(tmp_path / "clean")
-    assert len(clean) == 1 + len(STATIC) + 2 + len(STATIC)  # the output, a calibration, an engine
+    assert len(clean) == 1 + len(STATIC) + 3 + len(STATIC)  # the output, a calibration, an engine, a digest
     expected, _ = run(tmp_path / "clean" / "output")
 
     place, rng, num_started, num_killed = tmp_path / "killed", random.Random(20240607), 0, 0

@@ -234,7 +234,7 @@ def test_the_command_says_what_fits(command):
 
 def test_the_command_says_what_does_not_fit(command):
     finished = command("fit", GGUF, "--soc", "SM8650", "--ram", "0.0001")
-    assert (finished.status, finished.err) == (1, "")
+    assert (finished.status, finished.err) == (3, "")
     assert finished.out.splitlines()[-1].startswith("does not fit: it takes 1.2 MB of 0.1 MB usable RAM; try ")
 
 
@@ -256,7 +256,7 @@ def test_the_command_in_json(command):
     assert found == json.loads(json.dumps(expected.to_dict())) | {"remedy": ""}
     assert (found["fits"], found["problems"], found["soc"]["name"]) == (True, [], "SM8550")
     refused = command("fit", GGUF, "--soc", "SM8550", "--ram", "0.0001", "--json")
-    assert (refused.status, json.loads(refused.out)["fits"]) == (1, False)
+    assert (refused.status, json.loads(refused.out)["fits"]) == (3, False)
 
 
 def test_the_command_takes_an_engine_directory(command, tmp_path):

@@ -102,7 +102,7 @@ WITHOUT_FLOAT16 = {"SM8350": "888", "SM8635": "8s Gen 3", "SM8735": "8s Gen 4", 
 
 
 def find_soc(name: str) -> Soc:
-    """Look a SoC up by its name or a product's, whatever the case: "SM8650", "8gen3", "Snapdragon 8 Gen 3".
+    """Look a SoC up by its name or a product's, whatever the case: "SM8650", "8gen3", "sd8gen3", "Snapdragon 8 Gen 3".
 
     Raises:
         ConfigError: there is none of that name, or its NPU has no float16; the message offers the nearest and lists
@@ -122,4 +122,4 @@ def find_soc(name: str) -> Soc:
 
 def _plain(name: str) -> str:
     letters = "".join(c for c in name.lower() if c.isalnum() or c == "+")
-    return letters.removeprefix("qualcomm").removeprefix("snapdragon")
+    return letters.removeprefix("qualcomm").removeprefix("snapdragon").removeprefix("sd")

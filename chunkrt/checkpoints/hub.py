@@ -1,0 +1,134 @@
+"""Models of the Hugging Face hub by their ids, in the cache of its client.
+
+What is in the cache is found without the client and without a network; the client fetches what is not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunkrt.checkpoints.gguf_parts import choose_gguf, first_of_each, parts_of
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.files import read_json
+
+_WORD = r"[A-Za-z0-9_][\w.-]*"
+_ID = re.compile(
+    rf"(?:hf://|https://huggingface\.co/)?(?P<repository>{_WORD}/{_WORD})"
+    r"(?::(?P<quantisation>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?/?"
+)
+FOLDER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""Of a repository in Hugging Face's own layout."""
+_FILES = ("config.json", ".gguf", ".onnx", ".safetensors", ".toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubModel:
+    """A repository, perhaps one of its GGUF files by quantisation, at a branch, tag or commit."""
+
+    repository: str
+    quantisation: str | None = None
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return self.repository + (f":{self.quantisation}" if self.quantisation else "")
+
+
+def parse_hub_id(text: str) -> HubModel | None:
+    """The model that "org/name", "org/name:Q4_0" or "org/name@revision" stands for, None if it is no such id."""
+    if not (found := _ID.fullmatch(text)) or found["repository"].endswith(_FILES) or ".." in text:
+        return None
+    return HubModel(
+        repository=found["repository"], quantisation=found["quantisation"], revision=found["revision"] or "main"
+    )
+
+
+def hub_cache() -> Path:
+    """Where the hub's client keeps what it fetches."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "huggingface" / "hub"
+
+
+def cached_model(model: HubModel) -> Path | None:
+    """A model's GGUF file or folder in the cache; None unless it is there as a whole."""
+    repository = hub_cache() / f"models--{model.repository.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / model.revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = model.revision
+    snapshot = repository / "snapshots" / commit
+    if not snapshot.is_dir():
+        return None
+    if model.quantisation is None and (snapshot / "config.json").is_file() and _has_all_weights(snapshot):
+        return snapshot
+    names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
+    try:
+        path = snapshot / choose_gguf(names, model.quantisation, str(model))
+    except ModelError:
+        return None
+    return path if all(part.exists() for part in parts_of(path)) else None
+
+
+def cached_models() -> Iterator[tuple[str, Path]]:
+    """The models in the cache that could be run, by their ids."""
+    for folder in sorted(hub_cache().glob("models--*--*")):
+        model = parse_hub_id(folder.name.removeprefix("models--").replace("--", "/", 1))
+        if model is not None and (path := cached_model(model)) is not None:
+            yield str(model), path
+
+
+def fetch_model(model: HubModel) -> Path:
+    """Fetch what a model needs, with the client's own progress bars; what the cache has already is not fetched again.
+
+    Raises:
+        ConfigError: the client is not installed.
+        ModelError: the hub has no such model, or cannot be reached.
+    """
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"there is no file or folder {model}; to fetch it from the Hugging Face hub: pip install 'chunkrt[hub]'"
+        ) from error
+    try:
+        names = HfApi().list_repo_files(model.repository, revision=model.revision)
+        patterns = _wanted(model, names)
+        snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns, ignore_patterns=None)
+    except ModelError:
+        raise
+    except Exception as error:  # its client's, and those of the clients below that
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
+        raise ModelError(
+            f"there is no file or folder {model}, and the Hugging Face hub does not give it: {reason}; "
+            "`chunkrt models` lists what is here"
+        ) from error
+    if (path := cached_model(model)) is None:
+        raise ModelError(f"{model} was fetched, but is not whole in {hub_cache()}; chunkrt pull {model} fetches it")
+    return path
+
+
+def _wanted(model: HubModel, names: list[str]) -> list[str]:
+    """Which files of a repository a model needs."""
+    if model.quantisation is None and "config.json" in names and any(n.endswith(".safetensors") for n in names):
+        inside = [name for name in names if "/" not in name]
+        return [name for name in inside if any(Path(name).match(pattern) for pattern in FOLDER_FILES)]
+    if model.quantisation is None and not first_of_each(names):
+        raise ModelError(f"{model} on the Hugging Face hub holds neither safetensors nor GGUF; take another")
+    chosen = Path(choose_gguf(names, model.quantisation, str(model)))
+    return [part.as_posix() for part in parts_of(chosen)]
+
+
+def _has_all_weights(folder: Path) -> bool:
+    if (folder / "model.safetensors").exists():
+        return True
+    try:
+        shards = set(read_json(folder / "model.safetensors.index.json")["weight_map"].values())
+        return all((folder / shard).exists() for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False

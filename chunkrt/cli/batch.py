@@ -1,0 +1,59 @@
+"""`chunkrt run --prompts`: many prompts, which share chunks, and their answers as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from chunkrt.cli.prompts import Prompt
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.sampling import SamplingOptions
+from chunkrt.errors import ConfigError
+
+
+def answer_prompts(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    raw: bool,
+    system: str | None,
+    sampling: SamplingOptions,
+    max_new_tokens: int,
+    stop: Sequence[str],
+) -> None:
+    """Print an object for each prompt, in their order, each as soon as those before it are there.
+
+    Raises:
+        ConfigError: one does not fit the context; then nothing is run.
+    """
+    tokenizer = engine.require_tokenizer()
+    tokens = [prompt.tokens(tokenizer, raw=raw, system=system) for prompt in prompts]
+    for number, ids in enumerate(tokens, 1):
+        if len(ids) > engine.context_length and not engine.options.context_shift:
+            raise ConfigError(
+                f"prompt {number} has {len(ids)} tokens, more than the context of {engine.context_length}; shorten it, "
+                "or leave it out"
+            )
+    answers: list[dict[str, Any]] = [
+        {
+            "index": index,
+            "id": prompt.name,
+            "text": prompt.prefill_answer,
+            "finish_reason": None,
+            "prompt_tokens": len(ids),
+            "new_tokens": 0,
+        }
+        for index, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True))
+    ]
+    num_printed = 0
+    for index, piece in engine.stream(tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop):
+        answer = answers[index]
+        answer["text"] += piece.text
+        answer["new_tokens"] += piece.token_id is not None
+        answer["finish_reason"] = piece.finish_reason
+        while num_printed < len(answers) and answers[num_printed]["finish_reason"] is not None:
+            click.echo(json.dumps(answers[num_printed], ensure_ascii=False))
+            num_printed += 1

@@ -1,0 +1,174 @@
+"""Prompts, whatever way they are given: text, files, standard input, a chat as JSON, many as JSON lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from chunkrt.errors import ConfigError
+from chunkrt.files import parse_json
+from chunkrt.tokenizer import Tokenizer
+
+MOST_CHARACTERS = 1 << 26
+MOST_PROMPTS = 1 << 20
+STDIN = "-"
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Text, or the messages of a chat; what the answer begins with; and by which name the answer is asked for."""
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    prefill_answer: str = ""
+    name: str | int | None = None
+
+    def tokens(self, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None) -> list[int]:
+        """Its tokens, by the model's chat template unless it is raw.
+
+        Raises:
+            ConfigError: what needs a chat template is given where there is none; two system messages.
+            ModelError: the template refuses the messages.
+        """
+        if raw or not tokenizer.has_chat_template:
+            for what, given in (
+                ("a system message", system),
+                ("a chat as JSON", self.messages),
+                ("an answer's beginning", self.prefill_answer),
+            ):
+                if given:
+                    raise ConfigError(f"{what} needs the model's chat template; leave it away, and --raw")
+            return tokenizer.encode(self.text, add_special=True, parse_special=raw)
+        messages = [*self.messages, *([{"role": "user", "content": self.text}] if self.text else [])]
+        if system:
+            if any(message.get("role") == "system" for message in messages):
+                raise ConfigError("the chat has a system message already; leave --system away")
+            messages.insert(0, {"role": "system", "content": system})
+        chat = tokenizer.apply_chat_template(messages) + self.prefill_answer
+        return tokenizer.encode(chat, add_special=False, parse_special=True)
+
+
+def read_prompt(
+    text: str | None, files: Sequence[str], messages_file: str | None = None, prefill_answer: str | None = None
+) -> Prompt:
+    """The prompt that a command line asks for; files come before the text, with an empty line between.
+
+    Args:
+        text: of -p: itself, "-" for standard input, "@FILE" for a file's, "@@" for text that begins with "@".
+        files: of -f. With neither, standard input is read unless it is a terminal.
+
+    Raises:
+        UsageError: nothing is given.
+        ConfigError: a file cannot be read, or there is no text in any.
+    """
+    names = list(files)
+    if text is not None and (text == STDIN or (text.startswith("@") and not text.startswith("@@"))):
+        names, text = [*names, text.removeprefix("@")], None
+    if [*names, messages_file].count(STDIN) > 1:
+        raise ConfigError("standard input can be read once; give one of the prompts in a file")
+    messages = read_messages(messages_file) if messages_file is not None else ()
+    if not names and text is None and not messages:
+        piped = "" if sys.stdin is None or sys.stdin.isatty() else read_text(STDIN)
+        if not piped.strip():
+            raise click.UsageError("give a prompt with -p TEXT or -f FILE, or on standard input")
+        text = piped
+    parts = [*map(read_text, names), *([] if text is None else [text.removeprefix("@") if text[:2] == "@@" else text])]
+    whole = parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
+    if not whole.strip() and not messages:
+        raise ConfigError("the prompt is empty; give text with -p TEXT or -f FILE")
+    return Prompt(text=whole if whole.strip() else "", messages=messages, prefill_answer=prefill_answer or "")
+
+
+def read_messages(file: str) -> tuple[Message, ...]:
+    """A chat: a JSON list of {"role", "content"}, or an object that has one as "messages".
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        return _messages(parse_json(read_text(file)))
+    except ValueError as error:
+        raise ConfigError(f"the messages in {file} are not JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """Many prompts: JSON lines, each a text, or an object with "prompt" or "messages", and perhaps an "id".
+
+    Raises:
+        ConfigError: it cannot be read, or a line is something else; the message has its number.
+    """
+    prompts: list[Prompt] = []
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_prompt(parse_json(line)))
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"{file}, line {number}: {error}") from error
+        if len(prompts) > MOST_PROMPTS:
+            raise ConfigError(f"{file} has more than {MOST_PROMPTS} prompts; divide it")
+    if not prompts:
+        raise ConfigError(f'{file} holds no prompts; expected a line each, as in {{"prompt": "Hello"}}')
+    return prompts
+
+
+def _prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
+        raise ConfigError('expected a text, or an object with "prompt" or "messages", one of them')
+    if unknown := sorted(value.keys() - {"prompt", "messages", "prefill_answer", "id"}):
+        raise ConfigError(f'unknown key {unknown[0]!r}; there are: "prompt", "messages", "prefill_answer", "id"')
+    name, prefill_answer = value.get("id"), value.get("prefill_answer", "")
+    if not isinstance(name, str | int | None) or isinstance(name, bool):
+        raise ConfigError(f'"id" is {name!r}, expected a text or a whole number')
+    if not isinstance(prefill_answer, str):
+        raise ConfigError(f'"prefill_answer" is {prefill_answer!r}, expected a text')
+    if "messages" in value:
+        return Prompt(messages=_messages(value["messages"]), prefill_answer=prefill_answer, name=name)
+    if not isinstance(value["prompt"], str) or not value["prompt"].strip():
+        raise ConfigError(f'"prompt" is {value["prompt"]!r}, expected a text that is not empty')
+    return Prompt(text=value["prompt"], prefill_answer=prefill_answer, name=name)
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if isinstance(value, dict):
+        value = value.get("messages")
+    if not isinstance(value, list) or not value:
+        raise ConfigError('expected messages: a list of {"role": "user", "content": "..."}')
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ConfigError(f'a message is {message!r}, expected {{"role": "user", "content": "..."}}')
+    return tuple(value)
+
+
+def read_text(file: str) -> str:
+    """A file's text or, of "-", standard input's; a device may have no end.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, or has more characters than any context holds.
+    """
+    try:
+        if file == STDIN:
+            if sys.stdin is None:
+                raise ConfigError("standard input is closed; give the prompt with -p TEXT or -f FILE")
+            text = sys.stdin.read(MOST_CHARACTERS + 1)
+        else:
+            with Path(file).open(encoding="utf-8") as opened:
+                text = opened.read(MOST_CHARACTERS + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt in {file} is not UTF-8 text: {error}") from error
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"the prompt in {file} has more than {MOST_CHARACTERS} characters; no context holds so many")
+    return text

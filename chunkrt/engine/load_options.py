@@ -1,0 +1,60 @@
+"""The fields of `EngineOptions` as `load` takes them: for editors, type checkers, and whoever asks its signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar
+
+from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.engine.options import DECLARED, EngineOptions, OnNpuFailure, Outputs
+from chunkrt.graph.placement import Placement
+from chunkrt.runtime.lanes import DecodeOn
+from chunkrt.runtime.state_tensors import CacheDtype
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class LoadOptions(TypedDict, total=False):
+    """`EngineOptions` says what each is."""
+
+    npu: str
+    scheme: str | None
+    calibration: Path | None
+    shadow: str | None
+    budget: float | None
+    outputs: Outputs | None
+    equalisation: float | Literal["off"] | None
+    rotation: bool
+    ops: tuple[str, ...] | str | None
+    chunk_length: int | None
+    policy: str
+    batcher: str
+    decode_on: DecodeOn
+    cache_memory: int | None
+    queue: int
+    chunks_in_flight: int | None
+    threads: int | None
+    affinity: str
+    context_length: int | None
+    placement: Path | Placement | None
+    soc: str | None
+    on_npu_failure: OnNpuFailure | None
+    htp: HtpOptions
+    context_shift: bool
+    context_keep: int
+    cache_dtype: CacheDtype | None
+
+
+def shows_options(function: Function) -> Function:
+    """Have `**options` of a function shown as what they are, by `help` and by the completion of notebooks."""
+    signature = inspect.signature(function)
+    fields = EngineOptions.__dataclass_fields__
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=fields[name].type)
+        for name, (_, default, _) in DECLARED.items()
+    ]
+    named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return function

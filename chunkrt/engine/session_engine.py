@@ -1,0 +1,41 @@
+"""What a session takes of an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
+from chunkrt.engine.sequence import SequenceEngine
+from chunkrt.engine.session_file import Conversation, SessionFile
+from chunkrt.runtime.run import Run, RunResult
+from chunkrt.tokenizer import Tokenizer
+
+
+class SessionEngine(SequenceEngine, Protocol):
+    """What a session takes of an engine."""
+
+    tokenizer: Tokenizer | None
+    make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler]
+    is_closed: bool
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ModelError if there is none."""
+        ...
+
+    def run(self, run: Run) -> RunResult:
+        """Run tokens through the decoder."""
+        ...
+
+    def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
+        """A file that holds, or is to hold, a session. Raises ConfigError with ranks."""
+        ...
+
+    async def arun(self, run: Run) -> RunResult:
+        """The same, while the event loop goes on."""
+        ...
+
+    def check_process(self) -> None:
+        """Raises ClosedError in a process forked from the one that loaded the model."""
+        ...

@@ -1,0 +1,245 @@
+"""`chunkrt chat`: its commands through a pipe, and in a terminal, which is a pseudo-terminal here."""
+
+import io
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from fixture_checkpoints import checkpoint
+from rich.console import Console
+
+from chunkrt.cli.terminal import Shown, _block_end
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.engine_directory.manifest import write_manifest
+from chunkrt.quant.scheme import SCHEMES, Recipe
+
+GGUF = checkpoint("llama_biased_gguf")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """An engine directory with a chat template of one letter a role."""
+    folder = tmp_path_factory.mktemp("chat") / "engine"
+    compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, folder, model="toy")
+    path = folder / "text.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    write_manifest(folder, model="toy", scheme=SCHEMES["w8a8-dynamic"])
+    return folder
+
+
+def talk(command, chat_model, *lines):
+    return command("chat", chat_model, "-n", 4, stdin="".join(f"{line}\n" for line in lines))
+
+
+def test_a_conversation_is_saved_and_goes_on_elsewhere(command, chat_model, tmp_path):
+    path = tmp_path / "chat.json"
+    whole = talk(command, chat_model, "/system S", "hi", "more")
+    first = talk(command, chat_model, "/system S", "hi", f"/save {path}")
+    messages = json.loads(path.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert first.out == f"{messages[2]['content']}\n"
+    second = talk(command, chat_model, "other", f"/load {path}", "more")
+    assert second.out.splitlines()[-1] == whole.out.splitlines()[-1]
+    ran = command("run", chat_model, "--messages", path, "-p", "more", "-n", 4)
+    assert ran.out.splitlines() == whole.out.splitlines()[-1:]
+
+
+def test_undo_retry_and_reset(command, chat_model):
+    once, twice = (talk(command, chat_model, *lines).out.splitlines() for lines in (["hi"], ["hi", "more"]))
+    assert talk(command, chat_model, "hi", "wrong", "/undo", "more").out.splitlines()[2:] == twice[1:]
+    assert talk(command, chat_model, "hi", "/retry").out.splitlines() == once * 2
+    assert talk(command, chat_model, "hi", "/retry", "more").out.splitlines() == [*once, *twice]
+    assert talk(command, chat_model, "wrong", "/reset", "hi").out.splitlines()[1:] == once
+    assert talk(command, chat_model, "/undo", "hi", "/quit", "more").out.splitlines() == once
+
+
+def test_settings_change_in_mid_chat(command, chat_model):
+    finished = talk(
+        command, chat_model, "hi", "/set n 2", "/reset", "hi", "/set temperature 0.5", "/set seed none", "/status"
+    )
+    assert finished.err.count("decode 4 tokens") == 1
+    assert finished.err.count("decode 2 tokens") == 2  # the answer's, and the status
+    assert "max_new_tokens 2, temperature 0.5, top_k None" in finished.err
+    assert "1 turns" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set heat 1", "unknown setting 'heat'; "),
+        ("/set temperature hot", "temperature is 'hot', expected a number, as in /set temperature 1"),
+        ("/set temperature -1", "temperature: found -1.0"),
+        ("/set n 0", "max_new_tokens is 0, expected at least 1"),
+        ("/save", "name a file, as in /save chat.json"),
+        ("/save nowhere/\\", "cannot write"),
+        ("/load nowhere.json", "cannot read the prompt from nowhere.json"),
+        ("/retry", "there is no answer to try again"),
+        ("/helpme", "unknown command /helpme; /help lists them"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_the_chat_goes_on(command, chat_model, tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nowhere").write_text("")
+    finished = talk(command, chat_model, line, "hi")
+    assert finished.status == 0
+    assert sum(message in shown for shown in finished.err.splitlines()) == 1
+    assert finished.out == talk(command, chat_model, "hi").out
+
+
+def test_blocks_of_markdown_end_outside_of_code():
+    assert _block_end("one\ntwo") is None
+    assert _block_end("one\n\ntwo") == 4
+    assert _block_end("```\none\n\ntwo") is None
+    code = "```\none\n\ntwo\n```\n\nthree"
+    assert code[: _block_end(code)] == "```\none\n\ntwo\n```\n"
+
+
+class Terminal:
+    """`chunkrt chat` in a pseudo-terminal: what is typed into it, and what it shows."""
+
+    def __init__(self, *arguments, home, before):
+        import fcntl
+        import termios
+
+        self.shown = ""
+        self.master, slave = os.openpty()
+
+        def take_terminal():
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        environment = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "CHUNKRT_HOME": str(home)}
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                f"{before}\nfrom chunkrt.cli import main\nmain()",
+                "chat",
+                *map(str, arguments),
+            ],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            preexec_fn=take_terminal,
+        )
+        os.close(slave)
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+    def wait_for(self, pattern, count=1):
+        """Until it has been shown so often. Escape sequences do not count."""
+        deadline = time.monotonic() + SECONDS
+        while len(re.findall(pattern, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown))) < count:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self.master], [], [], 1)[0]:
+                try:
+                    self.shown += os.read(self.master, 65536).decode(errors="replace")
+                except OSError:
+                    break
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal(chat_model, tmp_path):
+    if sys.platform == "win32":
+        pytest.skip("there are no pseudo-terminals")
+    opened = []
+
+    def open_terminal(*arguments, before=""):
+        opened.append(Terminal(chat_model, *arguments, home=tmp_path, before=before))
+        opened[-1].wait_for(">")
+        return opened[-1]
+
+    yield open_terminal
+    for each in opened:
+        each.close()
+
+
+def test_lines_that_are_pasted_are_one_turn(terminal, command, chat_model, tmp_path):
+    screen, saved = terminal("-n", 4), tmp_path / "chat.json"
+    screen.type("\x1b[200~one\ntwo\nthree\x1b[201~")
+    screen.wait_for("three")
+    screen.type("\r")
+    screen.wait_for(r"\[prompt ")
+    screen.type("more\x1b\rlines\r")  # Alt-Enter
+    screen.wait_for(r"\[prompt ", 2)
+    screen.type(f"/save {saved}\r")
+    screen.wait_for("goes on from there")
+    screen.type("\x04")
+    screen.process.wait(SECONDS)
+    said = [m["content"] for m in json.loads(saved.read_text())["messages"] if m["role"] == "user"]
+    assert said == ["one\ntwo\nthree", "more\nlines"]
+    history = (tmp_path / "chat_history").read_text()
+    assert "+one\n+two\n+three\n" in history
+
+
+def test_commands_are_completed_and_ctrl_c_drops_a_line(terminal):
+    screen = terminal("-n", 4)
+    screen.type("/sta\t")
+    screen.wait_for("/status")
+    screen.type("\r")
+    screen.wait_for("0 turns")
+    screen.type("wrong\x03")
+    screen.type("/status\r")
+    screen.wait_for("0 turns", 2)
+    assert "[prompt" not in screen.shown
+
+
+SLOW = """
+import time
+from chunkrt.runtime.stream import Stream
+compute = Stream.compute
+def slowly(self, task, slot):
+    time.sleep(0.05 if self.chunks[task[1]].num_tokens > 1 else 0)
+    compute(self, task, slot)
+Stream.compute = slowly
+"""
+
+
+def test_ctrl_c_in_a_prefill_leaves_the_turn_out(terminal, tmp_path):
+    saved = tmp_path / "chat.json"
+    screen = terminal("-n", 4, "--chunk", 2, before=SLOW)  # some 15 seconds for the first turn
+    screen.type("long " * 15 + "\r")
+    screen.wait_for("prefill")
+    screen.type("\x03")
+    screen.wait_for(r"\[stopped; the turn is left out\]")
+    screen.type("hi\r")
+    screen.wait_for(r"\[prompt ")
+    screen.type(f"/save {saved}\r")
+    screen.wait_for("goes on from there")
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["hi"]
+
+
+def test_markdown_is_rendered_in_a_terminal(monkeypatch):
+    """A block as soon as it is whole; what is in code stays as it is."""
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, write=screen.write, flush=lambda: None))
+    real = Console
+    monkeypatch.setattr("rich.console.Console", lambda: real(file=screen, force_terminal=True, width=60))
+    monkeypatch.setenv("TERM", "xterm")
+    shown = Shown(renders=True)
+    for piece in ("# Ti", "tle\n\nA **bo", "ld** word\n\n```\n**x", "**\n\ny\n```"):
+        shown(piece)
+    assert "\x1b[1mbold\x1b[0m" in screen.getvalue()
+    shown.end()
+    after = screen.getvalue().rpartition("\x1b[2K")[2]
+    assert "**x**" in after
+    assert "**bold**" not in after

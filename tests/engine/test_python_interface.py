@@ -1,0 +1,76 @@
+"""What a person meets in Python: signatures, texts, reprs, and docs/python.md, whose blocks are run."""
+
+import inspect
+import re
+import typing
+from pathlib import Path
+
+import pytest
+from fixture_checkpoints import checkpoint
+from pulled_models import MODELS
+
+import chunkrt
+from chunkrt.engine.generation import Piece
+from chunkrt.engine.load_options import LoadOptions
+from chunkrt.engine.options import EngineOptions
+from chunkrt.errors import ModelError
+
+GGUF = checkpoint("llama_biased_gguf")
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+def test_load_names_every_option_with_its_type():
+    fields = EngineOptions.__dataclass_fields__
+    hints = typing.get_type_hints(LoadOptions)
+    assert hints == typing.get_type_hints(EngineOptions)
+    parameters = inspect.signature(chunkrt.load).parameters
+    assert list(parameters) == ["model", "progress", "communicator", *fields]
+    assert {name: parameters[name].default for name in fields} == {n: f.default for n, f in fields.items()}
+
+
+def test_what_a_person_prints_is_short():
+    with chunkrt.load(GGUF) as engine, engine.session() as session:
+        result = session.prefill("hello")
+        assert repr(session) == "Session(7 of 128 tokens)"
+        assert re.fullmatch(
+            r"PrefillResult\(7 tokens in 1 chunks, [\d.]+ s, [\d.]+ tokens/s, logits float32 \[\d+\], \d+ events\)",
+            repr(result),
+        )
+        how = "scheme w8a8-dynamic, on native, chunks of 128, context of 128"
+        assert repr(engine) == f"Engine({str(GGUF)!r}, {how})"
+    assert repr(engine).endswith(", closed)")
+    assert repr(session) == "Session(closed)"
+
+
+def test_pieces_and_tokens_have_a_plain_form():
+    assert str(Piece(text="hi", token_id=3)) == "hi"
+    with chunkrt.load(GGUF) as engine:
+        tokenizer = engine.tokenizer
+        assert tokenizer.encode("hello") == tokenizer.encode("hello", add_special=True, parse_special=False)
+        with pytest.raises(ModelError, match="no chat template"):
+            engine.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_plan_is_a_table_in_a_notebook():
+    with chunkrt.load(GGUF) as engine:
+        html = engine.plan._repr_html_()
+        assert html.count("<tr>") == 1 + len(engine.plan.subgraphs)
+        assert "<td>static.0</td><td>npu</td><td>static</td>" in html
+
+
+@pytest.mark.skipif(MODELS["smollm2-135m-instruct"] is None, reason="the model is not pulled")
+def test_the_blocks_of_the_page_run(capsys, tmp_path, monkeypatch):
+    """One after the other, in one namespace."""
+    pulled = MODELS["smollm2-135m-instruct"]
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    place = tmp_path / "models" / "smollm2-135m-instruct" / pulled.name
+    place.parent.mkdir(parents=True)
+    place.symlink_to(pulled)
+    names = {"__name__": "page"}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 7
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    written = capsys.readouterr().out
+    assert "Engine('smollm2-135m-instruct', " in written
+    assert "Paris" in written
