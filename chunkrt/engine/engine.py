@@ -164,9 +164,7 @@ class Engine(ManyPrompts):
     async def asession(self) -> Session:
         """As `session`, but waits for room in the caches, behind those that came before.
 
-        Raises:
-            ClosedError: the engine is closed.
-            BusyError: as many wait as may (`EngineOptions.queue`).
+        Raises BusyError if as many wait as may (`EngineOptions.queue`).
         """
         self._check_open()
         return Session(self, await self._cache_memory.await_room(self.make_state))

@@ -13,11 +13,7 @@ from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.prefill_progress import telling
 from chunkrt.engine.sampling import GREEDY, SamplingOptions, StopStrings
 from chunkrt.engine.scoring import Score, score_continuation
-from chunkrt.engine.sequence import (
-    PrefillResult,
-    Steps,
-    TokenSequence,
-)
+from chunkrt.engine.sequence import PrefillResult, Steps, TokenSequence
 from chunkrt.engine.session_engine import SessionEngine
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
 from chunkrt.files import Progress
@@ -53,7 +49,7 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens in the context, prompt and generated: all so far, unless the context has been shifted."""
+        """The tokens in the context, prompt and generated: all so far, unless it has been shifted."""
         return tuple(self._sequence.tokens)
 
     @property
