@@ -213,7 +213,9 @@ def load_for_interleavings(
     model: str | Path, chunk_length: int, context_length: int = CONTEXT, npu: str = "native"
 ) -> Engine:
     """Load a model as all these tests do."""
-    return chunkrt.load(model, npu=npu, chunk_length=chunk_length, context_length=context_length, threads=2)
+    return chunkrt.load(
+        model, npu=npu, chunk_length=chunk_length, context_length=context_length, threads=2, prefix_cache="off"
+    )
 
 
 def with_longer_context(name: str, length: int, folder: Path) -> Path:
