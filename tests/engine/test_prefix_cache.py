@@ -115,6 +115,29 @@ def test_other_backends_hit_at_borders_of_chunks(name: str, npu: str) -> None:
         assert cached.session().prefill(tokens).num_cached == 24
 
 
+@pytest.mark.parametrize(
+    ("decode_on", "tokens_differ"), [("cpu", True), pytest.param("npu", False, marks=pytest.mark.exhaustive)]
+)
+def test_on_an_emulated_npu(decode_on: str, tokens_differ: bool) -> None:
+    """Single tokens are rounded otherwise on the CPU: what they left in a state is not kept."""
+    pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
+    options = {"npu": "qnn", "scheme": "w8a16", "decode_on": decode_on}
+    name = "llama_biased_gguf"
+    with load(name, 32, prefix_cache="memory", **options) as cached, load(name, 32, **options) as plain:
+        assert cached.prefix_cache is not None
+        assert cached.prefix_cache.exactness.tokens_differ == tokens_differ
+        tokens = Prompts(2, plain.plan.vocab_size).known[0]
+        for num_cached, prompt in ((0, tokens[:60]), (58, tokens[:60]), (40, [*tokens[:40], *tokens[:9]])):
+            with cached.session() as session, plain.session() as expected:
+                found = session.prefill(prompt)
+                assert found.num_cached == num_cached + (num_cached == 58 and not tokens_differ)
+                np.testing.assert_array_equal(found.logits, expected.prefill(prompt).logits)
+                said = [[piece.token_id for piece in one.generate(max_new_tokens=3)] for one in (session, expected)]
+                assert said[0] == said[1]
+                again = list(session.tokens)
+        assert cached.session().prefill([*again, 1, 2, 3]).num_cached == 49 + (0 if tokens_differ else 2)
+
+
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
 def test_types_of_caches(cache_dtype: str) -> None:
     with (
