@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -12,6 +13,8 @@ from fixture_checkpoints import NAMES, checkpoint
 
 import chunkrt
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.prefix_cache.cache import Exactness
+from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.run import Run, RunResult
 
@@ -264,3 +267,45 @@ def test_switched_off_nothing_is_kept() -> None:
 def test_what_is_no_place_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="prefix_cache is"):
         load(CACHES_ONLY, 8, prefix_cache=value)
+
+
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
+def test_what_is_counted_is_what_is_held(name: str) -> None:
+    """And no more than the limit, which evicts all the time."""
+    with load(name, 8, prefix_cache="memory", prefix_cache_memory=60_000) as engine:
+        prompts, cache = Prompts(6, engine.plan.vocab_size), engine.prefix_cache
+        assert cache is not None
+        most = 0
+        for _ in range(40):
+            with engine.session() as session:
+                session.prefill(prompts.next())
+                list(session.generate(max_new_tokens=3))
+            held = sum(node.num_bytes for tree in cache._trees.values() for node in tree.nodes())
+            assert cache.num_bytes == held <= 60_000
+            most = max(most, held)
+        assert most > 40_000
+
+
+def test_with_ranks_there_is_none_and_asking_for_one_is_an_error() -> None:
+    with load(CACHES_ONLY, 8) as engine:
+        for place in ("memory", "disk", "/somewhere"):
+            engine.options = replace(engine.options, prefix_cache=place)
+            with pytest.raises(ConfigError, match="ranks have no prefix cache"):
+                open_cache(engine, Exactness(step=1, tokens_differ=False), has_ranks=True, is_npu_lost=bool)
+        for place in (None, "off"):
+            engine.options = replace(engine.options, prefix_cache=place)
+            exactness = Exactness(step=1, tokens_differ=False)
+            assert open_cache(engine, exactness, has_ranks=True, is_npu_lost=bool) is None
+
+
+def test_an_npu_that_is_lost_ends_it() -> None:
+    """What it computed is not what the CPU computes from then on."""
+    with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
+        is_lost = [False]
+        assert engine.prefix_cache is not None
+        engine.prefix_cache._is_lost = lambda: is_lost[0]
+        found = []
+        for lost in (False, False, True):
+            is_lost[0] = lost
+            found.append(engine.session().prefill(range(1, 40)).num_cached)
+        assert found == [0, 38, 0]
