@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -12,6 +13,8 @@ from fixture_checkpoints import NAMES, checkpoint
 
 import chunkrt
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.prefix_cache.cache import Exactness
+from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.run import Run, RunResult
 
@@ -113,6 +116,29 @@ def test_other_backends_hit_at_borders_of_chunks(name: str, npu: str) -> None:
         tokens = prompts.known[0][:30]
         cached.session().prefill(tokens)
         assert cached.session().prefill(tokens).num_cached == 24
+
+
+@pytest.mark.parametrize(
+    ("decode_on", "tokens_differ"), [("cpu", True), pytest.param("npu", False, marks=pytest.mark.exhaustive)]
+)
+def test_on_an_emulated_npu(decode_on: str, tokens_differ: bool) -> None:
+    """Single tokens are rounded otherwise on the CPU: what they left in a state is not kept."""
+    pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
+    options = {"npu": "qnn", "scheme": "w8a16", "decode_on": decode_on}
+    name = "llama_biased_gguf"
+    with load(name, 32, prefix_cache="memory", **options) as cached, load(name, 32, **options) as plain:
+        assert cached.prefix_cache is not None
+        assert cached.prefix_cache.exactness.tokens_differ == tokens_differ
+        tokens = Prompts(2, plain.plan.vocab_size).known[0]
+        for num_cached, prompt in ((0, tokens[:60]), (58, tokens[:60]), (40, [*tokens[:40], *tokens[:9]])):
+            with cached.session() as session, plain.session() as expected:
+                found = session.prefill(prompt)
+                assert found.num_cached == num_cached + (num_cached == 58 and not tokens_differ)
+                np.testing.assert_array_equal(found.logits, expected.prefill(prompt).logits)
+                said = [[piece.token_id for piece in one.generate(max_new_tokens=3)] for one in (session, expected)]
+                assert said[0] == said[1]
+                again = list(session.tokens)
+        assert cached.session().prefill([*again, 1, 2, 3]).num_cached == 49 + (0 if tokens_differ else 2)
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
@@ -241,3 +267,45 @@ def test_switched_off_nothing_is_kept() -> None:
 def test_what_is_no_place_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="prefix_cache is"):
         load(CACHES_ONLY, 8, prefix_cache=value)
+
+
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
+def test_what_is_counted_is_what_is_held(name: str) -> None:
+    """And no more than the limit, which evicts all the time."""
+    with load(name, 8, prefix_cache="memory", prefix_cache_memory=60_000) as engine:
+        prompts, cache = Prompts(6, engine.plan.vocab_size), engine.prefix_cache
+        assert cache is not None
+        most = 0
+        for _ in range(40):
+            with engine.session() as session:
+                session.prefill(prompts.next())
+                list(session.generate(max_new_tokens=3))
+            held = sum(node.num_bytes for tree in cache._trees.values() for node in tree.nodes())
+            assert cache.num_bytes == held <= 60_000
+            most = max(most, held)
+        assert most > 40_000
+
+
+def test_with_ranks_there_is_none_and_asking_for_one_is_an_error() -> None:
+    with load(CACHES_ONLY, 8) as engine:
+        for place in ("memory", "disk", "/somewhere"):
+            engine.options = replace(engine.options, prefix_cache=place)
+            with pytest.raises(ConfigError, match="ranks have no prefix cache"):
+                open_cache(engine, Exactness(step=1, tokens_differ=False), has_ranks=True, is_npu_lost=bool)
+        for place in (None, "off"):
+            engine.options = replace(engine.options, prefix_cache=place)
+            exactness = Exactness(step=1, tokens_differ=False)
+            assert open_cache(engine, exactness, has_ranks=True, is_npu_lost=bool) is None
+
+
+def test_an_npu_that_is_lost_ends_it() -> None:
+    """What it computed is not what the CPU computes from then on."""
+    with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
+        is_lost = [False]
+        assert engine.prefix_cache is not None
+        engine.prefix_cache._is_lost = lambda: is_lost[0]
+        found = []
+        for lost in (False, False, True):
+            is_lost[0] = lost
+            found.append(engine.session().prefill(range(1, 40)).num_cached)
+        assert found == [0, 38, 0]

@@ -89,7 +89,7 @@ class PrefixCache:
     def num_bytes(self) -> int:
         """That are held."""
         with self._lock:
-            return sum(node.num_bytes for tree in self._trees.values() for node in tree.nodes())
+            return sum(tree.num_bytes for tree in self._trees.values())
 
     def find(self, tokens: Sequence[int], state: State, limit: int) -> Prefix | None:
         """The longest prefix of some tokens beyond what a state has seen of them, and of `limit` tokens at most."""
@@ -182,7 +182,8 @@ class PrefixCache:
             end = addition.pieces[-1].end
             with self._adding, self._lock:
                 tree.add(tokens[:end], addition, clock)
-                if evict(list(self._trees.values()), self.limit) and tree.matched(tokens) < end:
+                evict(list(self._trees.values()), self.limit)
+                if tree.matched(tokens) < end:
                     return
 
     def _is_off(self) -> bool:

@@ -39,6 +39,10 @@ class Node:
         self.children: dict[Tokens, Node] = {}
         self.recurrent: dict[int, tuple[Array, ...]] = {}
 
+    def begins(self, tokens: Tokens) -> bool:
+        """Whether all its tokens are the first of these."""
+        return self.tokens == tokens[: len(self.tokens)]
+
     @property
     def num_bytes(self) -> int:
         """That it holds, its children not counted."""
@@ -65,6 +69,15 @@ class PrefixTree:
         self._step = step
         """Hits end at multiples of it."""
         self._root = Node(None, (), PrefixPiece(0, 0, (), None), 0)
+        self._num_bytes: int | None = 0
+        """None while something changes: an interrupt may leave it so."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That all nodes hold."""
+        if self._num_bytes is None:
+            self._num_bytes = sum(node.num_bytes for node in self.nodes())
+        return self._num_bytes
 
     def path(self, tokens: Sequence[int]) -> list[Node]:
         """The nodes that hold the first of some tokens; of the last perhaps only some."""
@@ -135,23 +148,40 @@ class PrefixTree:
 
     def add(self, tokens: Sequence[int], addition: Addition, clock: int) -> None:
         """Add what is not there by now; nothing behind a node that is gone."""
+        before, self._num_bytes = self.num_bytes, None
+        self._num_bytes = before + self._add(tokens, addition, clock)
+
+    def _add(self, tokens: Sequence[int], addition: Addition, clock: int) -> int:
+        """As `add`; the bytes that have come."""
         pieces = {piece.start: piece for piece in addition.pieces}
-        node: Node = self._root
+        node, added = self._root, 0
         for start in range(0, len(tokens), STEP):
             part = tuple(tokens[start : start + STEP])
             child = _beginning_with(node, part)
             piece = pieces.get(start)
             if child is None:
                 if piece is None or len(piece.caches) < len(self.forms.caches):
-                    return
+                    return added
+                added -= sum(one.num_bytes for one in node.children.values() if one.begins(part))
                 child = self._grown(node, part, piece, clock)
+                added += child.num_bytes
             elif piece is not None and child.piece.rings is None and child.tokens == part:
                 child.piece = child.piece._replace(rings=piece.rings)
+                added += sum(array.nbytes for array in piece.rings or ())
             child.used = clock
             for position, kept in addition.recurrent.items():
-                if start < position <= start + len(part):
+                if start < position <= start + len(part) and position not in child.recurrent:
                     child.recurrent[position] = kept
+                    added += sum(array.nbytes for array in kept)
             node = child
+        return added
+
+    def remove(self, leaf: Node) -> None:
+        """Remove a node without children."""
+        assert leaf.parent is not None
+        before, self._num_bytes = self.num_bytes, None
+        leaf.parent.children.pop(leaf.tokens, None)
+        self._num_bytes = before - leaf.num_bytes
 
     def nodes(self) -> Iterator[Node]:
         """All of them, a parent before its children."""
@@ -164,7 +194,7 @@ class PrefixTree:
     def _grown(self, parent: Node, tokens: Tokens, piece: PrefixPiece, clock: int) -> Node:
         """A new child, in place of those that hold only the first of its tokens."""
         node = Node(parent, tokens, piece, clock)
-        shorter = [child for child in parent.children.values() if child.tokens == tokens[: len(child.tokens)]]
+        shorter = [child for child in parent.children.values() if child.begins(tokens)]
         for child in shorter:
             node.recurrent |= child.recurrent
         if shorter:
@@ -211,21 +241,22 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def evict(trees: Sequence[PrefixTree], limit: int) -> int:
-    """Remove leaves, the least recently used first, until all take no more than a limit. Returns what is left."""
-    nodes = [node for tree in trees for node in tree.nodes()]
-    num_bytes = sum(node.num_bytes for node in nodes)
+def evict(trees: Sequence[PrefixTree], limit: int) -> None:
+    """Remove leaves, the least recently used first, if all take more than a limit.
+
+    A little more goes than has to, so that not every call looks for them.
+    """
+    num_bytes = sum(tree.num_bytes for tree in trees)
     if num_bytes <= limit:
-        return num_bytes
-    order = count()
-    leaves = [(node.used, next(order), node) for node in nodes if not node.children]
+        return
+    order, least = count(), limit - limit // 16
+    leaves = [(node.used, next(order), node, tree) for tree in trees for node in tree.nodes() if not node.children]
     heapq.heapify(leaves)
-    while leaves and num_bytes > limit:
-        _, _, leaf = heapq.heappop(leaves)
+    while leaves and num_bytes > least:
+        _, _, leaf, tree = heapq.heappop(leaves)
         parent = leaf.parent
         assert parent is not None
         num_bytes -= leaf.num_bytes
-        parent.children.pop(leaf.tokens, None)
+        tree.remove(leaf)
         if not parent.children and parent.parent is not None:
-            heapq.heappush(leaves, (parent.used, next(order), parent))
-    return num_bytes
+            heapq.heappush(leaves, (parent.used, next(order), parent, tree))
