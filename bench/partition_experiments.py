@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 
 import chunkrt
-from chunkrt.cli.options import progress_bar
 from chunkrt.graph.placement import Placement
+from chunkrt.progress import ShownProgress
 from chunkrt.simulate.experiments import Row
 
 PLACEMENTS: dict[str, Placement] = {
@@ -34,7 +34,7 @@ PLACEMENTS: dict[str, Placement] = {
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write tokens/s by chunk length here.")
 def main(model: str, device: str, prompt_length: int, best: int, workers: int | None, plot: Path | None) -> None:
     """Print the fastest choices of MODEL, placement by placement."""
-    with progress_bar() as progress:
+    with ShownProgress() as progress:
         rows = chunkrt.experiment(
             model,
             devices=[device],

@@ -253,7 +253,7 @@ def test_the_traceback_comes_with_v(command, flag):
 
 
 def test_what_nobody_foresaw_is_one_line_too(command, monkeypatch):
-    def fail(self, prompt):
+    def fail(self, prompt, **options):
         raise ZeroDivisionError("by\nzero")
 
     monkeypatch.setattr(Session, "prefill", fail)
@@ -263,7 +263,7 @@ def test_what_nobody_foresaw_is_one_line_too(command, monkeypatch):
 
 
 def test_ctrl_c_is_said_and_is_status_130(command, monkeypatch):
-    def interrupt(self, prompt):
+    def interrupt(self, prompt, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Session, "prefill", interrupt)

@@ -1,0 +1,95 @@
+"""docs/json.md: every command with --json has a schema there, and what it prints is valid under it."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.cli import COMMANDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+GGUF = str(checkpoint("llama_biased_gguf"))
+SCHEMAS = {
+    name: json.loads(text)
+    for name, text in re.findall(r"^## `(.+?)`\n.*?```json\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+}
+WAYS = {
+    "run": ([GGUF, "-p", "hello", "-n", 2], [GGUF, "-p", "hello", "-n", 1]),
+    "run --prompts": ([GGUF, "--prompts", "{prompts}", "-n", 2],),
+    "bench": ([GGUF, "-p", 8, "-n", 2, "-r", 1],),
+    "bench --parallel": ([GGUF, "-p", 8, "-n", 2, "-r", 1, "--parallel", 2],),
+    "trace": (["{trace}"],),
+    "support": ([GGUF], [str(checkpoint("llama_mha"))]),
+    "plan": ([GGUF], [GGUF, "--scheme", "w8a16"]),
+    "ops": ([GGUF],),
+    "calibrate": ([GGUF, "--tokens", 64], [GGUF, "--tokens", 128, "--scheme", "w8a8", "--shadow", "auto"]),
+    "eval": ([GGUF, "--text", "{text}", "--window", 16, "--windows", 2, "--base", "w8a8-dynamic"],),
+    "fit": ([GGUF, "--soc", "8gen3"], [GGUF, "--soc", "8gen3", "--ram", "0.0001"]),
+    "simulate": (["qwen1.5-1.8b", "--device", "8gen3", "-p", 32, "--chunk", 32],),
+    "simulate --arrivals": (
+        [
+            *("qwen1.5-1.8b", "--device", "8gen3", "--chunk", 32, "--arrivals", "poisson:1"),
+            *("--prompt", 32, "--generate", 4, "--requests", 4),
+        ],
+    ),
+    "tune": ([GGUF, "--device", "8gen3", "-o", "{folder}/tuned.toml", "-p", 16, "--chunk", 32],),
+    "profile": ([GGUF, "-o", "{folder}/profile.toml", "-r", 1, "--budgets", 1, "--chunk", 8],),
+    "compile": ([GGUF, "-o", "{folder}/engine"],),
+    "export": ([GGUF, "-o", "{folder}/decoder.onnx", "--window", 8, "--context", 32],),
+    "models": ([],),
+    "models --remove": (["--remove", GGUF],),
+    "pull": (["mine"],),
+    "doctor": ([],),
+}
+
+
+@pytest.fixture
+def places(tmp_path, command, monkeypatch):
+    """Files that the commands take, and a catalogue with a model that is here."""
+    monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
+    (tmp_path / "mine.toml").write_text(
+        'family = "llama"\nscheme = "float"\ncontext_length = 64\nlicence = "mit"\n'
+        f'[source]\nkind = "path"\npath = "{GGUF}"\n'
+    )
+    (tmp_path / "prompts.jsonl").write_text('"hello"\n{"prompt": "more", "id": "a"}\n')
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten " * 20)
+    names = {"folder": tmp_path, "prompts": tmp_path / "prompts.jsonl", "text": tmp_path / "text.txt"}
+    return names | {"trace": tmp_path / "trace.json"}
+
+
+def printed(command, name, places):
+    """The values that a command prints, in each of its ways."""
+    what, _, option = name.partition(" ")
+    if what == "trace":
+        assert command("run", GGUF, "-p", "hello", "-n", 2, "--trace", places["trace"]).status == 0
+    if option == "--remove":
+        assert command("run", GGUF, "-p", "hello", "-n", 1).status == 0
+    for arguments in WAYS[name]:
+        finished = command(what, *(str(a).format(**places) for a in arguments), "--json")
+        assert finished.status in (0, 3), finished.err
+        texts = finished.out.splitlines() if option == "--prompts" else [finished.out]
+        yield from map(json.loads, texts)
+
+
+@pytest.mark.parametrize("name", sorted(WAYS))
+def test_what_is_printed_has_its_schema(command, name, places):
+    for value in printed(command, name, places):
+        jsonschema.validate(value, SCHEMAS[name], cls=jsonschema.Draft202012Validator)
+
+
+def test_every_command_with_json_has_a_schema():
+    with_json = {
+        name
+        for name in COMMANDS
+        for p in getattr(importlib.import_module(f"chunkrt.cli.{name}"), name).params
+        if "--json" in p.opts
+    }
+    assert {name.partition(" ")[0] for name in SCHEMAS} == with_json
+    assert set(SCHEMAS) == set(WAYS)
+    for schema in SCHEMAS.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema.get("additionalProperties", schema.get("items", {}).get("additionalProperties")) is False
