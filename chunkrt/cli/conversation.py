@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.generation import Answer
+from chunkrt.cli.generation import SAMPLING, Answer
 from chunkrt.cli.prompts import read_messages
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import ConfigError, unknown_name
@@ -20,7 +20,7 @@ ASKS_AGAIN, LEAVES = "again", "leave"
 """What a command wants of the loop: that the last turn is answered anew; that the chat ends."""
 
 _NUMBERS = {"max_new_tokens": int, "top_k": int, "seed": int}
-SETTINGS = ("max_new_tokens", *SamplingOptions.__dataclass_fields__)
+SETTINGS = ("max_new_tokens", *SAMPLING)
 
 
 @dataclass

@@ -43,11 +43,14 @@ _OPTIONS = (
     click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep tokens up to this probability."),
     click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely at least."),
     click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: none."),
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: none."),
     click.option("-s", "--seed", type=int, callback=none_if(-1), help="Of the random numbers; -1: a fresh one."),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system", help="A system message before the prompt."),
 )
-_SAMPLING = tuple(SamplingOptions.__dataclass_fields__)
+SAMPLING = tuple(name for name in SamplingOptions.__dataclass_fields__ if name != "logit_bias")
+"""Fields that are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOpti
     Raises:
         ConfigError: a sampling option is out of range, or does nothing.
     """
-    sampling = SamplingOptions(**{name: options.pop(name) for name in _SAMPLING})
+    sampling = SamplingOptions(**{name: options.pop(name) for name in SAMPLING})
     if sampling.temperature == 0:
         neutral = SamplingOptions()
         idle = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(neutral, name)]

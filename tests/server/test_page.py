@@ -25,8 +25,14 @@ def page(browser):
     page = browser.new_page()
     page.wrong = []
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
-    page.route("**/*", lambda route: route.continue_() if "127.0.0.1" in route.request.url else route.abort())
-    page.on("requestfailed", lambda request: page.wrong.append(request.url))
+
+    def pass_on(route):
+        if route.request.url.startswith("http://127.0.0.1:"):
+            return route.continue_()
+        page.wrong.append(route.request.url)
+        return route.abort()
+
+    page.route("**/*", pass_on)
     yield page
     page.close()
 
