@@ -291,6 +291,8 @@ def _check(plan: Plan) -> None:
         _check_tensor(plan, name, tensor)
     names = [subgraph.name for subgraph in plan.subgraphs]
     require(len(set(names)) == len(names), "two subgraphs share a name")
+    nodes = [node.name for subgraph in plan.subgraphs for node in subgraph.nodes]
+    require(len(set(nodes)) == len(nodes), "two nodes share a name")
     known, states = set(plan.inputs), set[str]()
     for subgraph in plan.subgraphs:
         is_alone = known.isdisjoint(subgraph.outputs) and states.isdisjoint(subgraph.state)

@@ -51,6 +51,7 @@ def test_json_holds_nothing_but_json(plan):
         lambda data: data["subgraphs"][1]["nodes"][0].update(inputs=["model.norm.output"]),
         lambda data: data["subgraphs"][1]["nodes"][0].update(op=["Add"]),
         lambda data: data["subgraphs"][1]["nodes"][0].update(attributes=[]),
+        lambda data: data["subgraphs"][1]["nodes"][0].update(name=data["subgraphs"][0]["nodes"][0]["name"]),
         lambda data: data["subgraphs"].reverse(),
         lambda data: data.update(output="model.tail"),
         lambda data: data.update(vocab_size="61"),
