@@ -38,7 +38,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Quantisation": ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation"),
     "Where it runs": ("npu", "soc", "htp", "on_npu_failure", "decode_on", "placement", "ops"),
     "How it runs": ("threads", "affinity", "chunk_length", "policy", "chunks_in_flight", "batcher", "queue"),
-    "Context and memory": ("context_length", "context_shift", "context_keep", "cache_dtype", "cache_memory"),
+    "Context and memory": (
+        "context_length",
+        "context_shift",
+        "context_keep",
+        "cache_dtype",
+        "cache_memory",
+        "prefix_cache",
+        "prefix_cache_memory",
+        "prefix_cache_disk",
+    ),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 

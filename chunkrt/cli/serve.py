@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
+from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 
 
-@click.command()
+@click.command(cls=GroupedCommand, first=("host", "port", "api_key_file", "max_sessions", "npu"))
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")

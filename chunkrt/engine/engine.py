@@ -123,14 +123,14 @@ class Engine(ManyPrompts):
         ).build()
         self.npu_backend = executors.npu_backend
         self._has_ranks = communicator is not None
-        self.prefix_cache = open_cache(
-            self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
-        )
         self._conductor = Conductor(
             executors.lanes,
             find_batcher(options.batcher),
             followers=mirror,
             takes_turns=communicator is not None and mirror is None,
+        )
+        self.prefix_cache = open_cache(
+            self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
         )
 
     @property

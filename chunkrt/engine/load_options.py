@@ -33,6 +33,9 @@ class LoadOptions(TypedDict, total=False):
     batcher: str
     decode_on: DecodeOn
     cache_memory: int | None
+    prefix_cache: str | Path | None
+    prefix_cache_memory: int | None
+    prefix_cache_disk: int | None
     queue: int
     chunks_in_flight: int | None
     threads: int | None

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.cache import PrefixCache
 from chunkrt.engine.prefix_cache.reuse import Reuse
-from chunkrt.engine.session_file import Conversation
-from chunkrt.errors import ClosedError, ConfigError
+from chunkrt.engine.session_file import Conversation, SessionFile
+from chunkrt.errors import ClosedError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Cancel, Logits, Run, RunResult
@@ -201,10 +201,22 @@ class TokenSequence:
             follows_text=self.follows_text,
         )
 
-    def go_on(self, said: Conversation) -> None:
-        """Have said this; the state has been loaded."""
-        self.tokens, self._dropped = said.tokens.tolist(), said.dropped.tolist()
-        self.logits, self.follows_text = said.logits, said.follows_text
+    def load(self, file: SessionFile) -> None:
+        """Be what a file holds. Raises as `State.load`; then nothing has changed. Broken off, all tokens are run again."""
+        self._reuse.before_run(0)  # what is loaded, nobody knows to be exact
+        try:
+            self.state.load(file)
+            said = file.conversation
+            assert said is not None
+            self.logits = self._after_prompt = None
+            self.tokens, self._dropped = said.tokens.tolist(), said.dropped.tolist()
+            self.logits, self.follows_text = said.logits, said.follows_text
+        except ModelError:
+            raise
+        except BaseException:
+            self.logits = self._after_prompt = None
+            self.state.reset(self.state.rope_offset)
+            raise
 
     def keep_prefix(self) -> None:
         """Give the prefix cache what it lacks of the state."""

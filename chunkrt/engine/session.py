@@ -223,10 +223,7 @@ class Session:
         """
         self._check_open()
         with self._one_user():
-            file = self._engine.session_file(path)
-            self._sequence.state.load(file)
-            assert file.conversation is not None
-            self._sequence.go_on(file.conversation)
+            self._sequence.load(self._engine.session_file(path))
 
     def cancel(self) -> None:
         """Stop the prefill or generation that another thread runs in this session; it raises ClosedError there."""

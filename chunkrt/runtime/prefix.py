@@ -67,7 +67,7 @@ class StateForms:
         self.rings = _forms(tensors.rings)
         self.recurrent = {name: array.shape for name, array in tensors.recurrent.items()}
         self.ring_slots = tensors.ring_slots if tensors.rings else 0
-        self.first_seen = tensors.first_seen
+        self.window = tensors.window
         self.cache_bytes = sum(form.position_bytes for form in self.caches)
         """Of a position."""
         self.ring_bytes = sum(form.position_bytes for form in self.rings)

@@ -33,6 +33,11 @@ def state_bytes(tensor: Tensor, slots: Mapping[str, int]) -> int:
     return prod(resolve(tensor.shape, slots)) * np.dtype(np.float16 if has_positions else np.float32).itemsize
 
 
+def first_seen(window: int | None, position: int) -> int:
+    """The first position that a row at `position`, or after it, sees in a ring."""
+    return max(0, position - window + 1) if window else 0
+
+
 class StateTensors:
     """The tensors of one state, zero at first.
 
@@ -65,11 +70,11 @@ class StateTensors:
         by_name = self.caches | self.rings | self.recurrent
         self.by_name: Mapping[str, Array] = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
         self.ring_slots = slots["W"]
-        self._window = plan.window
+        self.window = plan.window
 
     def first_seen(self, position: int) -> int:
         """The first position that a row at `position`, or after it, sees in a ring."""
-        return max(0, position - self._window + 1) if self._window else 0
+        return first_seen(self.window, position)
 
     def can_rewind(self, first: int, position: int) -> bool:
         """Whether all that rows from `position` on need is here, if rings hold what comes after `first`."""

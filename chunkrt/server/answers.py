@@ -81,7 +81,7 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
         try:
             await _answer(service, index, prompts[index], wanted, events.put_nowait)
         except* Exception as several:  # of choices, which run at the same time: the first that failed ended the others
-            events.put_nowait(_first_of(several))
+            events.put_nowait(first_of(several))
         else:
             events.put_nowait(None)
 
@@ -91,7 +91,10 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
         while left:
             event = await events.get()
             if isinstance(event, BaseException):
-                raise event
+                try:
+                    raise event
+                finally:
+                    del event  # whose traceback holds this frame, and with it states
             if event is None:
                 left -= 1
             else:
@@ -102,7 +105,8 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _first_of(several: BaseException) -> BaseException:
+def first_of(several: BaseException) -> BaseException:
+    """What was raised first, of a group."""
     while isinstance(several, BaseExceptionGroup):
         several = several.exceptions[0]
     return several

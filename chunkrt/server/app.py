@@ -198,7 +198,7 @@ async def _page(service: Service, http: HttpRequest) -> Response:
 
 
 async def _health(service: Service, http: HttpRequest) -> Response:
-    service.engine.check_ready()
+    await service.beside(service.engine.check_ready)
     return JSONResponse({"status": "ok"})
 
 

@@ -50,10 +50,12 @@ class _LogProbabilities:
         text = self._service.token_text(token_id)
         self.tokens.append(text)
         self.values.append(None if told is None else told.own)
-        top = None
+        top: dict[str, float] | None = None
         if told is not None:
-            top = {self._service.token_text(other): value for other, value in told.top[: self._number]}
-            top[text] = told.own
+            top = dict[str, float]()
+            for other, value in (*told.top[: self._number], (token_id, told.own)):
+                name = self._service.token_text(other)  # parts of characters may have one name
+                top[name] = max(value, top.get(name, value))
         self.top.append(top)
         self.offsets.append(self._length)
         self._length += len(text)

@@ -163,8 +163,8 @@ class CompletionRequest(Generating, kw_only=True):
         for one in given:
             if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
                 raise RequestError("prompt: expected text, token ids, or a list of either", param="prompt")
-        if not given:
-            raise RequestError("prompt: the list is empty", param="prompt")
+        if not 1 <= len(given) <= MOST_PROMPTS:
+            raise RequestError(f"prompt: the list has {len(given)}, expected 1 to {MOST_PROMPTS}", param="prompt")
         return given
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from chunkrt.engine.scoring import Score, encode_pair
-from chunkrt.errors import ConfigError
+from chunkrt.server.answers import first_of
 from chunkrt.server.errors import RequestError
 from chunkrt.server.requests import RerankRequest, ScoreRequest
 from chunkrt.server.service import Service
@@ -81,12 +81,18 @@ async def _scores(service: Service, pairs: Sequence[Pair]) -> list[Score]:
             for index in indices:
                 found[index] = await session.ascore(*pairs[index])
 
+    failed = None
     try:
         async with asyncio.TaskGroup() as group:
             for indices in groups.values():
                 group.create_task(work(indices))
-    except* ConfigError as several:
-        raise RequestError(str(several.exceptions[0])) from several
+    except* Exception as several:
+        failed = first_of(several)
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed  # whose traceback holds this frame
     return [found[index] for index in range(len(pairs))]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from chunkrt.engine.engine import Engine
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.server.admission import Admission
 from chunkrt.server.errors import RequestError
 from chunkrt.server.metrics import Metrics
@@ -72,7 +72,7 @@ class Service:
         """The tokens of a chat up to where the answer begins. Raises RequestError if the messages are malformed."""
         try:
             return self.tokenizer.encode_chat([_as_template_takes_it(message) for message in messages])
-        except ConfigError as error:
+        except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:

@@ -135,6 +135,7 @@ def test_a_tensor_of_the_wrong_shape_leaves_nothing(tmp_path):
 
 
 def test_of_two_threads_one_compiles_and_the_other_waits(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
     compiling, waiting, compiled = threading.Event(), threading.Event(), []
     monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
@@ -223,6 +224,7 @@ def test_an_engine_directory_runs_anywhere_without_its_checkpoint(engine_folder,
 
 
 def test_a_second_load_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
     expected = logits(path)
 

@@ -364,7 +364,7 @@ def test_ranks_that_would_compute_otherwise_are_refused(of_others, message):
 
 def test_a_state_of_the_first_rank_alone_is_refused(ranks):
     engine = ranks.engine
-    state = State(engine.plan, engine.context_length, engine._cache_dtype, chunk_length=engine.chunk_length)
+    state = State(engine.plan, engine.context_length, engine.cache_dtype, chunk_length=engine.chunk_length)
     with pytest.raises(ConfigError, match="the state is this rank's alone; take that of a session"):
         engine.run(Run(np.array([5]), state))
 

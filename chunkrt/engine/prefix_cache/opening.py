@@ -24,7 +24,7 @@ SHARE_OF_FREE = 8
 DISK_BYTES = 8 * 2**30
 
 
-_UNIMPORTANT = ("context length", "chunk length", "tokenizer")
+_UNIMPORTANT = ("context length", "chunk length", "executors", "tokenizer")
 """Of an engine's identity: no bit of a state depends on it."""
 
 

@@ -16,6 +16,7 @@ from itertools import count
 
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms
+from chunkrt.runtime.state_tensors import first_seen
 
 STEP = 32
 """Tokens of a node."""
@@ -221,7 +222,7 @@ class PrefixTree:
                 break
             first = node.piece.start
         first = max(first, position - self.forms.ring_slots)
-        return first if first <= self.forms.first_seen(position) else None
+        return first if first <= first_seen(self.forms.window, position) else None
 
 
 def _beginning_with(node: Node, tokens: Tokens) -> Node | None:

@@ -276,8 +276,8 @@ class MirroredState(State):
     @contextmanager
     def _mirrored(self, method: str | None, *arguments: object) -> Iterator[None]:
         """Have the followers do what the block does, if that goes well. What it calls in turn is not told of."""
-        is_outermost, self._is_changing = not self._is_changing, True
         with self._leader.communicator.interrupts:
+            is_outermost, self._is_changing = not self._is_changing, True
             try:
                 yield
             finally:
