@@ -7,8 +7,8 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.generation import Piece
 from chunkrt.engine.loading import load
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.prefill_result import PrefillResult
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.sequence import PrefillResult
 from chunkrt.engine.session import Session
 from chunkrt.errors import ChunkrtError
 

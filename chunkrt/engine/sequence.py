@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.prefill_result import PrefillResult, joined
 from chunkrt.engine.prefix_cache.cache import PrefixCache
 from chunkrt.engine.prefix_cache.reuse import Reuse
 from chunkrt.engine.session_file import Conversation, SessionFile
@@ -24,7 +25,6 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Cancel, Logits, Run, RunResult
 from chunkrt.runtime.state import State
-from chunkrt.runtime.tasks import TaskEvent
 
 Float32 = NDArray[np.float32]
 
@@ -46,32 +46,6 @@ class SequenceEngine(Protocol):
     def fork_state(self, state: State) -> State:
         """A copy of a state. Raises BusyError if there is no room for it."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillResult:
-    """What a prefill gave.
-
-    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `num_tokens`: that
-    were run, earlier ones that the state had lost among them. `num_cached`: that were not, since the prefix cache had
-    them. `seconds`: wall time. `events`: one record a task, for figures and traces.
-    """
-
-    logits: Float32 | None
-    num_tokens: int
-    num_cached: int = 0
-    num_chunks: int
-    seconds: float
-    events: Sequence[TaskEvent]
-
-    def __repr__(self) -> str:
-        """Figures for a person; arrays and events by their sizes."""
-        logits = "none" if self.logits is None else f"float32 {list(self.logits.shape)}"
-        rate = self.num_tokens / self.seconds if self.seconds else 0
-        return (
-            f"PrefillResult({self.num_tokens} tokens in {self.num_chunks} chunks, {self.seconds:.3f} s, "
-            f"{rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
-        )
 
 
 class TokenSequence:
@@ -202,7 +176,7 @@ class TokenSequence:
         )
 
     def load(self, file: SessionFile) -> None:
-        """Be what a file holds. Raises as `State.load`; then nothing has changed. Broken off, all tokens are run again."""
+        """Be what a file holds. Raises as `State.load`; nothing has changed then. Broken off, all is run again."""
         self._reuse.before_run(0)  # what is loaded, nobody knows to be exact
         try:
             self.state.load(file)
@@ -287,7 +261,7 @@ class TokenSequence:
             self.state.restore(state)
             raise
         rows = [result.logits for result in results if result.logits is not None]
-        return replace(_joined(results), logits=np.concatenate(rows) if logits == "all" else results[-1].logits)
+        return replace(joined(results), logits=np.concatenate(rows) if logits == "all" else results[-1].logits)
 
     def _catch_up(self, num_new: int, logits: Logits) -> Steps[PrefillResult]:
         """Run the tokens that the state has not seen, of which the last `num_new` are new ones, but for those that the
@@ -321,7 +295,7 @@ class TokenSequence:
                 state.return_to(before)
             raise
         seconds = time.perf_counter() - start
-        return replace(results[0] if len(results) == 1 else _joined(results), num_cached=num_cached, seconds=seconds)
+        return replace(results[0] if len(results) == 1 else joined(results), num_cached=num_cached, seconds=seconds)
 
     def _pending(self) -> list[int]:
         """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
@@ -348,15 +322,3 @@ class TokenSequence:
             seconds=seconds,
             events=[event for record in run.records for event in record.events],
         )
-
-
-def _joined(results: Sequence[PrefillResult]) -> PrefillResult:
-    """The figures of several, and the logits of the last."""
-    return PrefillResult(
-        logits=results[-1].logits,
-        num_tokens=sum(result.num_tokens for result in results),
-        num_cached=sum(result.num_cached for result in results),
-        num_chunks=sum(result.num_chunks for result in results),
-        seconds=sum(result.seconds for result in results),
-        events=[event for result in results for event in result.events],
-    )

@@ -11,9 +11,10 @@ from chunkrt.engine.arguments import as_token_ids, require_whole
 from chunkrt.engine.driving import OneUser, drive, drive_async
 from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.prefill_progress import telling
+from chunkrt.engine.prefill_result import PrefillResult
 from chunkrt.engine.sampling import GREEDY, SamplingOptions, StopStrings
 from chunkrt.engine.scoring import Score, score_continuation
-from chunkrt.engine.sequence import PrefillResult, Steps, TokenSequence
+from chunkrt.engine.sequence import Steps, TokenSequence
 from chunkrt.engine.session_engine import SessionEngine
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
 from chunkrt.files import Progress

@@ -39,8 +39,8 @@ class Admission:
             raise RequestError(f"n is {number}, but {self.most} sequences run at a time (--max-sessions)", param="n")
         if self.num_active + number > self.most and self.num_waiting >= self.most_waiting:
             raise BusyError(
-                f"{self.num_active} sequences are under way and {self.num_waiting} wait (--max-sessions, --max-waiting); "
-                "try again later"
+                f"{self.num_active} sequences are under way and {self.num_waiting} wait (--max-sessions, "
+                "--max-waiting); try again later"
             )
 
     @asynccontextmanager

@@ -1,0 +1,51 @@
+"""What a prefill gave, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.runtime.tasks import TaskEvent
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillResult:
+    """What a prefill gave.
+
+    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `num_tokens`: that
+    were run, earlier ones that the state had lost among them. `num_cached`: that were not, since the prefix cache had
+    them. `seconds`: wall time. `events`: one record a task, for figures and traces.
+    """
+
+    logits: Float32 | None
+    num_tokens: int
+    num_cached: int = 0
+    num_chunks: int
+    seconds: float
+    events: Sequence[TaskEvent]
+
+    def __repr__(self) -> str:
+        """Figures for a person; arrays and events by their sizes."""
+        logits = "none" if self.logits is None else f"float32 {list(self.logits.shape)}"
+        rate = self.num_tokens / self.seconds if self.seconds else 0
+        return (
+            f"PrefillResult({self.num_tokens} tokens in {self.num_chunks} chunks, {self.seconds:.3f} s, "
+            f"{rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
+        )
+
+
+def joined(results: Sequence[PrefillResult]) -> PrefillResult:
+    """The figures of several, and the logits of the last."""
+    return PrefillResult(
+        logits=results[-1].logits,
+        num_tokens=sum(result.num_tokens for result in results),
+        num_cached=sum(result.num_cached for result in results),
+        num_chunks=sum(result.num_chunks for result in results),
+        seconds=sum(result.seconds for result in results),
+        events=[event for result in results for event in result.events],
+    )
