@@ -181,7 +181,7 @@ def test_lines_that_are_pasted_are_one_turn(terminal, command, chat_model, tmp_p
     screen.type("more\x1b\rlines\r")  # Alt-Enter
     screen.wait_for(r"\[prompt ", 2)
     screen.type(f"/save {saved}\r")
-    screen.wait_for("goes on from there")
+    screen.wait_for(r"goes on from there[\s\S]*>")
     screen.type("\x04")
     screen.process.wait(SECONDS)
     said = [m["content"] for m in json.loads(saved.read_text())["messages"] if m["role"] == "user"]
