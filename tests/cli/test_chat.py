@@ -11,30 +11,20 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from chat_model import write_chat_model
 from fixture_checkpoints import checkpoint
 from rich.console import Console
 
 from chunkrt.cli.terminal import Shown, _block_end
-from chunkrt.compile.compiler import compile_checkpoint
-from chunkrt.engine_directory.manifest import write_manifest
-from chunkrt.quant.scheme import SCHEMES, Recipe
 
 GGUF = checkpoint("llama_biased_gguf")
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 SECONDS = 60
 
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """An engine directory with a chat template of one letter a role."""
-    folder = tmp_path_factory.mktemp("chat") / "engine"
-    compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, folder, model="toy")
-    path = folder / "text.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    write_manifest(folder, model="toy", scheme=SCHEMES["w8a8-dynamic"])
-    return folder
+    return write_chat_model(tmp_path_factory.mktemp("chat") / "engine")
 
 
 def talk(command, chat_model, *lines):

@@ -3,18 +3,13 @@
 import json
 
 import pytest
+from chat_model import write_chat_model
 from fixture_checkpoints import checkpoint
 from one_line import expect_one_line
 
 import chunkrt
-from chunkrt.compile.compiler import compile_checkpoint
-from chunkrt.engine_directory.manifest import write_manifest
-from chunkrt.quant.scheme import SCHEMES, Recipe
 
 GGUF = checkpoint("llama_biased_gguf")
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 
 
 def answer(prompt, count=8, model=GGUF, parse_special=False):
@@ -27,12 +22,7 @@ def answer(prompt, count=8, model=GGUF, parse_special=False):
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """An engine directory with a chat template of one letter a role."""
-    folder = tmp_path_factory.mktemp("chat") / "engine"
-    compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, folder, model="toy")
-    path = folder / "text.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    write_manifest(folder, model="toy", scheme=SCHEMES["w8a8-dynamic"])
-    return folder
+    return write_chat_model(tmp_path_factory.mktemp("chat") / "engine")
 
 
 @pytest.mark.parametrize(

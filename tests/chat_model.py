@@ -1,0 +1,23 @@
+"""A tiny model that chats: its template gives a message one letter a role."""
+
+import json
+
+from fixture_checkpoints import checkpoint
+
+from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.engine_directory.manifest import write_manifest
+from chunkrt.quant.scheme import SCHEMES, Recipe
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def write_chat_model(folder):
+    """An engine directory of it; returns the folder."""
+    recipe = Recipe(scheme=SCHEMES["w8a8-dynamic"])
+    compile_checkpoint(checkpoint("llama_biased_gguf"), recipe, {}, folder, model="toy")
+    path = folder / "text.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    write_manifest(folder, model="toy", scheme=recipe.scheme)
+    return folder
