@@ -208,6 +208,22 @@ def with_many_inputs(graph):
         graph.input.append(helper.make_tensor_value_info(f"past_key_values.{number + 9}.key", 1, [1]))
 
 
+def without_a_type_of_states(graph):
+    next(value for value in graph.input if value.name.startswith("past")).ClearField("type")
+
+
+def without_a_type_of_elements_of_states(graph):
+    next(value for value in graph.input if value.name.startswith("past")).type.tensor_type.ClearField("elem_type")
+
+
+def with_states_of_text(graph):
+    next(value for value in graph.input if value.name.startswith("past")).type.tensor_type.elem_type = TensorProto.STRING
+
+
+def without_a_type_of_tokens(graph):
+    next(value for value in graph.input if value.name == "input_ids").ClearField("type")
+
+
 DAMAGES = [value for name, value in list(globals().items()) if name.startswith(("with_", "without_"))]
 DAMAGES = [damage for damage in DAMAGES if damage is not with_data_at]
 

@@ -148,5 +148,6 @@ def _state_shape(value: ir.Value, probe: Probe, width: int) -> list[int]:
 
 
 def _numpy(value: ir.Value) -> np.dtype[np.generic]:
-    assert value.dtype is not None
+    if value.dtype in (None, ir.DataType.UNDEFINED, ir.DataType.STRING):
+        raise ModelError(f"the input {value.name!r} is of no type that numbers have")
     return np.dtype(value.dtype.numpy())
