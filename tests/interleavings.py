@@ -2,6 +2,7 @@
 
     python tests/interleavings.py 10000
     python tests/interleavings.py 1000 --context 1024 --longest 400 --fault-every 400
+    python tests/interleavings.py 1000 --context 512 --longest 200 --prefix-cache 500000
     python tests/interleavings.py 50 --model smollm2-135m-instruct --npu qnn --sessions 4 --longest 24
 
 tries so many, over all tiny checkpoints in turn or on one model, and tells those that differ.
@@ -36,6 +37,8 @@ from chunkrt.runtime.tasks import Task
 CONTEXT = 128
 LENGTHS = (8, 32, 100)
 """Of chunks."""
+VARIETY = 3
+"""Prompts that begin each step otherwise: few, so that one has computed what another needs."""
 Step = tuple[str, int]
 TEXT = range(1000, 9000, 13)
 """Tokens of a real model's vocabulary."""
@@ -98,7 +101,7 @@ def tell(
     found: list[Any] = []
     context = session.context_length
     for index, (kind, number) in enumerate(story):
-        ids = [vocabulary[(7 * index + 3 * i + number) % len(vocabulary)] for i in range(number)]
+        ids = [vocabulary[(7 * index + 3 * i + number % VARIETY) % len(vocabulary)] for i in range(number)]
         if kind in ("prefill", "all") and session.position + number < context - 20:
             found.append(prefill(session, ids, logits="all" if kind == "all" else "last"))
         elif kind == "decode" and session.position + number < context:
@@ -177,10 +180,12 @@ def check_interleaving(
     most: int = 12,
     longest: int = 60,
     faults: Faults | None = None,
+    plain: Engine | None = None,
 ) -> None:
     """2 to `most` sessions at once, then each alone; AssertionError where one got other bits.
 
-    The first prompt of each has up to `longest` tokens.
+    The first prompt of each has up to `longest` tokens. Alone they have the `plain` engine, if it is given: the same
+    without its prefix cache.
     """
     random = Random(seed)
     stories = [make_story(random, longest) for _ in range(random.randint(2, most))]
@@ -203,19 +208,23 @@ def check_interleaving(
             assert not thread.is_alive(), "deadlock"
     assert not errors, errors
     for story, late, one in zip(stories, too_late, found, strict=True):
-        alone = tell(engine.session(), story, vocabulary, late, is_alone=True)
+        alone = tell((plain or engine).session(), story, vocabulary, late, is_alone=True)
         assert len(alone) == len(one)
         for here, there in zip(one, alone, strict=True):
             np.testing.assert_array_equal(here, there, err_msg=f"seed {seed}, story {story}")
 
 
 def load_for_interleavings(
-    model: str | Path, chunk_length: int, context_length: int = CONTEXT, npu: str = "native"
+    model: str | Path,
+    chunk_length: int,
+    context_length: int = CONTEXT,
+    npu: str = "native",
+    prefix_cache_memory: int | None = None,
 ) -> Engine:
-    """Load a model as all these tests do."""
-    return chunkrt.load(
-        model, npu=npu, chunk_length=chunk_length, context_length=context_length, threads=2, prefix_cache="off"
-    )
+    """Load a model as all these tests do; without a prefix cache, if no bytes are given for it."""
+    kept = {"prefix_cache": "memory", "prefix_cache_memory": prefix_cache_memory} if prefix_cache_memory else {}
+    options = {"chunk_length": chunk_length, "context_length": context_length, "threads": 2, "prefix_cache": "off"}
+    return chunkrt.load(model, npu=npu, **(options | kept))
 
 
 def with_longer_context(name: str, length: int, folder: Path) -> Path:
@@ -238,13 +247,21 @@ def with_longer_context(name: str, length: int, folder: Path) -> Path:
 @click.option("--sessions", type=click.IntRange(2), default=12, show_default=True, help="At most.")
 @click.option("--longest", type=click.IntRange(1), default=60, show_default=True, help="Tokens of a first prompt.")
 @click.option("--fault-every", type=click.IntRange(2), help="Tasks from one injected fault to the next.")
+@click.option("--prefix-cache", type=click.IntRange(1), help="Bytes of a cache that sessions at once have.")
 @click.option("--model", help="This one alone, rather than all tiny checkpoints.")
 @click.option("--npu", default="native", show_default=True)
 def main(
-    number: int, context: int, sessions: int, longest: int, fault_every: int | None, model: str | None, npu: str
+    number: int,
+    context: int,
+    sessions: int,
+    longest: int,
+    fault_every: int | None,
+    prefix_cache: int | None,
+    model: str | None,
+    npu: str,
 ) -> None:
     """Try NUMBER interleavings."""
-    engines: dict[tuple[str, int], Engine] = {}
+    engines: dict[tuple[str, int], tuple[Engine, Engine]] = {}
     faults = Faults(fault_every) if fault_every else None
     failed, start = 0, time.monotonic()
     names = [model] if model else NAMES
@@ -255,20 +272,26 @@ def main(
             if key not in engines:
                 path = model or with_longer_context(name, context, Path(folder))
                 most = 128 if isinstance(path, Path) and path.is_file() else context
-                engines[key] = load_for_interleavings(path, key[1], most, npu)
+                plain = load_for_interleavings(path, key[1], most, npu)
+                cached = prefix_cache and load_for_interleavings(path, key[1], most, npu, prefix_cache)
+                engines[key] = cached or plain, plain
+            engine, plain = engines[key]
             vocabulary = TEXT if model else input_ids(name)
-            fits = min(longest, engines[key].context_length // 2)
+            fits = min(longest, plain.context_length // 2)
             try:
-                check_interleaving(engines[key], seed, vocabulary, most=sessions, longest=fits, faults=faults)
+                check_interleaving(engine, seed, vocabulary, most=sessions, longest=fits, faults=faults, plain=plain)
             except AssertionError as error:
                 failed += 1
                 click.echo(f"{name}, chunks of {key[1]}, seed {seed}: {error}")
             if (count + 1) % (10 if model else 500) == 0 or count + 1 == number:
                 told = f", {faults.num} faults injected" if faults else ""
+                if prefix_cache:
+                    told += f", {sum(each.stats().cached_tokens for each, _ in engines.values())} tokens from the cache"
                 seconds = time.monotonic() - start
                 click.echo(f"{count + 1} interleavings in {seconds:.0f} s, {failed} failed{told}")
-        for engine in engines.values():
-            engine.close()
+        for pair in engines.values():
+            for engine in pair:
+                engine.close()
     sys.exit(min(failed, 1))
 
 

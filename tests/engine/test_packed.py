@@ -55,6 +55,16 @@ def test_random_interleavings_with_faults(name, engines):
     assert faults.num > 1
 
 
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("name", NAMES)
+def test_random_interleavings_with_a_prefix_cache(name, engines):
+    """One too small for what they leave; alone they have none."""
+    with load_for_interleavings(checkpoint(name), 32, prefix_cache_memory=60_000) as cached:
+        for seed in (5, 6):
+            check_interleaving(cached, seed, input_ids(name), faults=Faults(every=31), plain=engines(name, 32))
+        assert cached.stats().cached_tokens
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_more_random_interleavings(name, engines):
