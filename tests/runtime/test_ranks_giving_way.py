@@ -1,4 +1,7 @@
-"""A lone prompt that gives way on several ranks: none has begun a chunk that the first one withdraws."""
+"""A lone prompt that gives way on several ranks: none has begun a chunk that the first one withdraws.
+
+All ranks have one policy, since they are started alike.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ class Rank:
             processors=with_link(processors, plan, slots),
             policy=find_policy(policy),
         )
+        self.is_concurrent = find_policy(policy).is_concurrent
         self.free = {processor.name: processor.workers for processor in self.schedule.processors}
         self.running: list[tuple[Task, str]] = []
         self.inbox: deque[Task | int] = deque()
@@ -51,8 +55,11 @@ class Rank:
             assert self.schedule.withdraw(self.kept) == self.kept
 
     def claim(self, random: Random) -> Task | None:
-        """A task for some processor that has nothing to do."""
-        for processor in random.sample(self.schedule.processors, len(self.schedule.processors)):
+        """A task for some processor that has nothing to do; one thread alone asks for them in their order."""
+        processors = self.schedule.processors
+        if self.is_concurrent:
+            processors = random.sample(processors, len(processors))
+        for processor in processors:
             if self.free[processor.name] and (task := self.schedule.claim(processor)) is not None:
                 self.free[processor.name] -= 1
                 self.running.append((task, processor.name))
@@ -82,16 +89,8 @@ def test_no_rank_has_begun_what_the_first_withdraws(
     flow = plan.flow
     first = Rank(plan, flow.routes(num_chunks, wanted), slots, shared_cpu(1), policy)
     routes = [flow.with_sums if chunk in wanted else flow.without_logits for chunk in range(num_chunks)]
-    others = [
-        Rank(
-            plan,
-            routes,
-            slots,
-            random.choice([shared_cpu(1), shared_cpu(2), npu_and_cpu(2)]),
-            random.choice(list(POLICIES)),
-        )
-        for _ in range(random.randint(1, 2))
-    ]
+    processors = [shared_cpu(1), shared_cpu(2), *([npu_and_cpu(2)] if first.is_concurrent else [])]
+    others = [Rank(plan, routes, slots, random.choice(processors), policy) for _ in range(random.randint(1, 2))]
     ranks = [first, *others]
     handed_out: dict[Rank, set[Task]] = {rank: set() for rank in ranks}
     gives_way_at, num_steps = random.randint(0, 40), 0
