@@ -13,11 +13,11 @@ TEMPLATE = (
 )
 
 
-def write_chat_model(folder):
-    """An engine directory of it; returns the folder."""
+def write_chat_model(folder, **settings):
+    """An engine directory of it, with settings of its texts perhaps; returns the folder."""
     recipe = Recipe(scheme=SCHEMES["w8a8-dynamic"])
     compile_checkpoint(checkpoint("llama_biased_gguf"), recipe, {}, folder, model="toy")
     path = folder / "text.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE} | settings))
     write_manifest(folder, model="toy", scheme=recipe.scheme)
     return folder

@@ -8,9 +8,10 @@ import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.conversation import ASKS_AGAIN, LEAVES, Conversation
-from chunkrt.cli.generation import generation_options, split_options, stream_answer
+from chunkrt.cli.generation import as_advised, generation_options, refuse_idle, split_options, stream_answer
 from chunkrt.cli.options import engine_options_but, open_engine
 from chunkrt.cli.terminal import Shown, line_reader
+from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer import Tokenizer
@@ -27,15 +28,16 @@ def chat(model: str, markdown: bool, **options: Any) -> None:
     """Talk with MODEL. What was said stays in the cache; only new tokens are prefilled.
 
     Enter ends a turn; several lines that are pasted are one turn, and Alt-Enter begins a new line. /help lists what
-    else there is: settings, saving and loading, trying again. From a pipe, a line is a turn.
+    else there is: settings, saving and loading, trying again. From a pipe, a line is a turn. Sampling options that are
+    not given are those that the model's makers advise (generation_config.json), if they do.
 
     A turn that does not fit the context is refused, and an answer ends where the context is full, unless
     --context-shift drops what was said first.
     """
     settings, sampling, generation = split_options(options)
-    conversation = Conversation(model=model, sampling=sampling, **generation)
     with open_engine(model, settings) as engine, engine.session() as session:
         tokenizer = engine.require_tokenizer()
+        conversation = Conversation(model=model, sampling=sampling_of(tokenizer, sampling), **generation)
         click.echo(HELP, err=True)
         read = line_reader()
         while (line := read()) is not None:
@@ -55,6 +57,25 @@ def chat(model: str, markdown: bool, **options: Any) -> None:
                 continue
             answer_turn(conversation, session, tokenizer, Shown(renders=markdown))
     click.echo("", err=True)
+
+
+def sampling_of(tokenizer: Tokenizer, given: SamplingOptions) -> SamplingOptions:
+    """The sampling options that were given, and what the model's makers advise for the rest, which is told.
+
+    Raises:
+        ConfigError: an option was given that does nothing.
+    """
+    try:
+        sampling = as_advised(given, tokenizer.settings.sampling)
+    except ConfigError as error:
+        click.echo(f"the sampling options that this model comes with are left out: {error}", err=True)
+        sampling = given
+    refuse_idle(sampling)
+    if sampling != given:
+        new = {name: v for name, v in vars(sampling).items() if v != getattr(given, name)}
+        told = ", ".join(f"{name} {value:g}" for name, value in new.items())
+        click.echo(f"as this model's makers advise: {told}; --temp 0 or /set temperature 0 is greedy", err=True)
+    return sampling
 
 
 def answer_turn(conversation: Conversation, session: Session, tokenizer: Tokenizer, shown: Shown) -> None:

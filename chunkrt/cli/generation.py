@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
-from chunkrt.engine.sampling import SamplingOptions
+from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.progress import ShownProgress
 
@@ -51,6 +52,8 @@ _OPTIONS = (
 )
 SAMPLING = tuple(name for name in SamplingOptions.__dataclass_fields__ if name != "logit_bias")
 """Fields that are numbers."""
+RANDOM = ("top_k", "top_p", "min_p")
+"""Those of them that greedy answers do not ask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +100,33 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOpti
     """Sort a command's keyword arguments into the engine's, the sampler's, and the rest of the generation's.
 
     Raises:
-        ConfigError: a sampling option is out of range, or does nothing.
+        ConfigError: a sampling option is out of range.
     """
     sampling = SamplingOptions(**{name: options.pop(name) for name in SAMPLING})
-    if sampling.temperature == 0:
-        neutral = SamplingOptions()
-        idle = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(neutral, name)]
-        refuse_without("--temperature above 0", *idle)
     generation = {name: options.pop(name) for name in ("max_new_tokens", "stop", "system")}
     return options, sampling, generation
+
+
+def refuse_idle(sampling: SamplingOptions) -> None:
+    """Raises ConfigError if the present command was given a sampling option that does nothing."""
+    if sampling.temperature == 0:
+        idle = [name for name in RANDOM if getattr(sampling, name) != getattr(GREEDY, name)]
+        refuse_without("--temperature above 0", *idle)
+
+
+def as_advised(sampling: SamplingOptions, advised: Mapping[str, float]) -> SamplingOptions:
+    """The sampling options of the present command, with what a model's makers advise for those that nobody gave.
+
+    A temperature of 0 is greedy, whatever else is advised.
+
+    Raises:
+        ConfigError: an advised number is out of range.
+    """
+    source = click.get_current_context().get_parameter_source
+    taken = {name: value for name, value in advised.items() if source(name) is ParameterSource.DEFAULT}
+    if (taken if "temperature" in taken else vars(sampling))["temperature"] == 0:
+        taken = {name: value for name, value in taken.items() if name not in RANDOM}
+    return replace(sampling, **taken)  # type: ignore[arg-type]
 
 
 def stream_answer(

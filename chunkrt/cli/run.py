@@ -11,7 +11,7 @@ import click
 
 from chunkrt.cli.batch import answer_prompts
 from chunkrt.cli.command import GroupedCommand, model_argument
-from chunkrt.cli.generation import generation_options, split_options, stream_answer
+from chunkrt.cli.generation import generation_options, refuse_idle, split_options, stream_answer
 from chunkrt.cli.options import engine_options, open_engine, refuse_without, trace_option, written_trace
 from chunkrt.cli.prompts import read_prompt, read_prompts
 
@@ -52,6 +52,7 @@ def run(
     perhaps an "id"; they share chunks.
     """
     engine_settings, sampling, generation = split_options(options)
+    refuse_idle(sampling)
     system = generation.pop("system")
     if prompts_file is not None:
         if prompt is not None or files or messages_file or prefill_answer or trace:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.tokenizer.library import byte_pair_encoding
-from chunkrt.tokenizer.text_settings import TextSettings, end_ids
+from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -91,6 +91,15 @@ _KEEPS_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 Source: llama.cpp, src/llama-vocab.cpp; "rstrip" in the models' tokenizer.json.
 """
 
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""What GGUF calls the sampling options of Transformers. Source: gguf.constants.Keys.General."""
+
 
 def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
     """The tokenizer that GGUF metadata describes, or None if it describes none.
@@ -120,6 +129,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     else:
         library = _sentence_piece(metadata, vocab, types, adds_space)
         default_bos, default_eos, add_bos = 1, 2, True
+    advised = {name: metadata.get(key) for name, key in _SAMPLING.items()}
     bos_id = _id(metadata, "bos", len(tokens), default_bos)
     ends = [_id(metadata, "eos", len(tokens), default_eos)]
     ends += [_id(metadata, name, len(tokens)) for name in ("eot", "eom")]
@@ -142,6 +152,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
         eos_ids=end_ids((end for end in ends if end is not None), control),
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
         chat_template=_text(metadata, "tokenizer.chat_template", "") or None,
+        sampling=advised_sampling(advised, is_random=advised["temperature"] is not None),
     )
 
 

@@ -12,7 +12,7 @@ import tokenizers
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import read_text
 from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
-from chunkrt.tokenizer.text_settings import TextSettings, end_ids
+from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
 
 def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
@@ -53,6 +53,7 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
         eos_ids=end_ids(declared, special),
         add_bos=add_bos,
         chat_template=_chat_template(folder, config),
+        sampling=advised_sampling(generation, is_random=generation.get("do_sample") is True),
     )
 
 

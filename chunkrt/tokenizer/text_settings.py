@@ -1,10 +1,12 @@
-"""What a tokenizer.json does not say: where texts begin and end, and how a chat becomes a prompt."""
+"""What a tokenizer.json does not say: where texts begin and end, how a chat becomes a prompt, how answers are drawn."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from chunkrt.errors import ModelError
 
@@ -28,6 +30,10 @@ Source: llama.cpp, src/llama-vocab.cpp, the tokens it counts as end of generatio
 """
 
 
+ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling options of which makers of models tell what suits them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextSettings:
     """Kept in the engine directory as text.json.
@@ -37,6 +43,7 @@ class TextSettings:
         eos_ids: every token that ends a generation; the first is what chat templates call eos_token.
         add_bos: whether a text that is not a chat starts with `bos_id`.
         chat_template: Jinja source, if the model was tuned for chat.
+        sampling: what the model's makers advise for chats, of the options in ADVISED; empty for greedy.
 
     Raises:
         ModelError: a value of another type, or `add_bos` without a `bos_id`.
@@ -46,6 +53,7 @@ class TextSettings:
     eos_ids: tuple[int, ...]
     add_bos: bool
     chat_template: str | None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bos_id is not None and not _is_id(self.bos_id):
@@ -56,6 +64,8 @@ class TextSettings:
             raise ModelError(f"add_bos_token is {self.add_bos!r:.80}, expected true or false")
         if not isinstance(self.chat_template, str | None):
             raise ModelError(f"the chat_template is of type {type(self.chat_template).__name__}, expected text")
+        if not isinstance(self.sampling, Mapping) or _numbers(self.sampling) != self.sampling:
+            raise ModelError(f"the sampling options are {self.sampling!r:.80}, expected numbers by name")
         if self.add_bos and self.bos_id is None:
             raise ModelError("the tokenizer is to begin every text with its beginning token, but declares none")
 
@@ -79,6 +89,30 @@ class TextSettings:
 
 def _is_id(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those among some values that are sampling options' and finite numbers."""
+    known = ((name, values.get(name)) for name in ADVISED)
+    return {
+        name: v for name, v in known if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
+    }
+
+
+def advised_sampling(values: Mapping[str, Any], *, is_random: bool) -> dict[str, float]:
+    """What the sampling options that a model comes with mean, by their names in Transformers' generation_config.json.
+
+    As there a `top_k` of 0 keeps all tokens. What is no number advises nothing.
+
+    Args:
+        is_random: whether answers are drawn; if not they are greedy, whatever is said of temperatures.
+    """
+    numbers = _numbers(values)
+    if not is_random:
+        return {name: v for name, v in numbers.items() if name == "repetition_penalty"}
+    if not numbers.get("top_k"):
+        numbers.pop("top_k", None)
+    return {"temperature": 1.0} | numbers
 
 
 def end_ids(declared: Iterable[int], special: dict[str, int]) -> tuple[int, ...]:

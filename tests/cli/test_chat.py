@@ -63,6 +63,46 @@ def test_settings_change_in_mid_chat(command, chat_model):
     assert "1 turns" in finished.err
 
 
+@pytest.fixture(scope="module")
+def advised_model(tmp_path_factory):
+    """The same, whose makers advise a temperature and more."""
+    advised = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.5}
+    return write_chat_model(tmp_path_factory.mktemp("advised") / "engine", sampling=advised)
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "given"),
+    [
+        (("--seed", 1), "temperature 0.7, top_p 0.9, repetition_penalty 1.5", ("--temp", 0.7, "--top-p", 0.9)),
+        (("--seed", 1, "--top-k", 5), "temperature 0.7", ("--temp", 0.7, "--top-p", 0.9, "--top-k", 5)),
+        (("--seed", 1, "--top-p", 1), "temperature 0.7, repetition_penalty 1.5", ("--temp", 0.7)),
+        (("--temp", 0), "repetition_penalty 1.5", ()),
+        (("--temp", 0.2, "--seed", 1), "top_p 0.9, repetition_penalty 1.5", ("--temp", 0.2, "--top-p", 0.9)),
+        (("--temp", 0, "--repetition-penalty", 1.5), "", ()),
+    ],
+)
+def test_what_is_not_given_is_as_the_makers_advise(command, chat_model, advised_model, options, told, given):
+    found = command("chat", advised_model, "-n", 8, *options, stdin="hi\n")
+    assert found.err.count("as this model's makers advise") == bool(told)
+    assert f"as this model's makers advise: {told}" in found.err or not told
+    seed = ("--seed", 1) if "--seed" in options else ()
+    given = (*given, *seed, "--repetition-penalty", 1.5)
+    assert found.out == command("chat", chat_model, "-n", 8, *given, stdin="hi\n").out
+
+
+def test_what_makers_advise_and_nobody_can_do_is_told(command, chat_model, tmp_path):
+    model = write_chat_model(tmp_path / "engine", sampling={"temperature": -1.0})
+    found = command("chat", model, "-n", 4, stdin="hi\n")
+    assert "the sampling options that this model comes with are left out: temperature: found -1.0" in found.err
+    assert found.out == command("chat", chat_model, "-n", 4, stdin="hi\n").out
+
+
+def test_an_option_that_does_nothing_is_refused(command, chat_model):
+    found = command("chat", chat_model, "--top-k", 5, stdin="hi\n")
+    assert found.status == 1
+    assert "--top-k does nothing without --temperature above 0" in found.err
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -217,7 +217,9 @@ def without_a_type_of_elements_of_states(graph):
 
 
 def with_states_of_text(graph):
-    next(value for value in graph.input if value.name.startswith("past")).type.tensor_type.elem_type = TensorProto.STRING
+    next(
+        value for value in graph.input if value.name.startswith("past")
+    ).type.tensor_type.elem_type = TensorProto.STRING
 
 
 def without_a_type_of_tokens(graph):

@@ -69,6 +69,26 @@ def test_tokenizer_config_comes_first_then_generation_config(folder):
     assert tokenizer.settings.eos_ids == (IM_END, 9, 6, END_OF_TEXT)
 
 
+@pytest.mark.parametrize(
+    ("generation", "advised"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_p": 0.9}, {}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+        ),
+        ({"do_sample": True, "top_k": 0, "temperature": None}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": "hot", "min_p": True}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+    ],
+)
+def test_what_makers_advise_is_taken_as_transformers_does(folder, generation, advised):
+    write(folder, "generation_config.json", **generation)
+    assert read(folder).settings.sampling == advised
+
+
 def test_a_null_beginning_token_is_none(folder):
     write(folder, "tokenizer_config.json", bos_token=None)
     assert read(folder, bos_token_id=5).settings.bos_id is None

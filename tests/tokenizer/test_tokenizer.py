@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_vocabularies import TEXTS, make_tokenizer
+from small_vocabularies import REFERENCE, TEXTS, make_tokenizer
 
 from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError
 from chunkrt.tokenizer import IncrementalDecoder, TextSettings, Tokenizer
+from chunkrt.tokenizer.gguf_vocabulary import read_metadata
 
 BYTE_LEVEL = make_tokenizer("byte_level", pre="smollm")
 SENTENCE_PIECE = make_tokenizer("sentence_piece")
@@ -142,6 +143,17 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path):
     assert Tokenizer.load(tmp_path) is None
 
 
+SOUND = '"bos_id": null, "eos_ids": [], "add_bos": false, "chat_template": null'
+
+
+def test_what_a_version_without_sampling_options_wrote_has_none(tmp_path):
+    BYTE_LEVEL.save(tmp_path)
+    (tmp_path / "text.json").write_text(f"{{{SOUND}}}")
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded is not None
+    assert loaded.settings.sampling == {}
+
+
 @pytest.mark.parametrize(
     ("file", "contents"),
     [
@@ -154,6 +166,9 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path):
         ("text.json", '{"bos_id": "1", "eos_ids": [], "add_bos": false, "chat_template": null}'),
         ("text.json", '{"bos_id": null, "eos_ids": [-1], "add_bos": false, "chat_template": null}'),
         ("text.json", '{"bos_id": null, "eos_ids": [], "add_bos": true, "chat_template": null}'),
+        ("text.json", f'{{{SOUND}, "sampling": ["temperature"]}}'),
+        ("text.json", f'{{{SOUND}, "sampling": {{"temperature": "hot"}}}}'),
+        ("text.json", f'{{{SOUND}, "sampling": {{"heat": 1.0}}}}'),
         ("text.json", None),
     ],
 )
@@ -167,7 +182,9 @@ def test_a_damaged_engine_directory_is_a_model_error(tmp_path, file, contents):
 
 
 def test_settings_survive_json():
-    settings = TextSettings(bos_id=3, eos_ids=(9, 2), add_bos=True, chat_template="{{ 'é' }}")
+    settings = TextSettings(
+        bos_id=3, eos_ids=(9, 2), add_bos=True, chat_template="{{ 'é' }}", sampling={"temperature": 0.7, "top_k": 20}
+    )
     assert TextSettings.from_json(settings.to_json()) == settings
     assert json.loads(settings.to_json())["chat_template"] == "{{ 'é' }}"
 
@@ -202,6 +219,25 @@ def test_a_contradictory_vocabulary_is_an_error_that_names_the_file(vocabulary, 
     assert type(caught.value) is error
     assert str(caught.value).startswith("small.gguf: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "advised"),
+    [
+        ({}, {}),
+        ({"top_k": 20}, {}),
+        ({"penalty_repeat": 1.1}, {"repetition_penalty": 1.1}),
+        (
+            {"temp": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+        ),
+    ],
+)
+def test_what_makers_advise_is_taken_from_gguf(given, advised):
+    metadata = REFERENCE["vocabularies"]["byte_level"] | {"tokenizer.ggml.pre": "smollm"}
+    metadata |= {f"general.sampling.{name}": value for name, value in given.items()}
+    _, settings = read_metadata(metadata)
+    assert settings.sampling == advised
 
 
 def test_a_checkpoint_without_a_vocabulary_has_no_tokenizer():
