@@ -10,6 +10,7 @@ tries so many, over all tiny checkpoints in turn or on one model, and tells thos
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import shutil
 import sys
@@ -205,7 +206,9 @@ def check_interleaving(
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-            assert not thread.is_alive(), "deadlock"
+            if thread.is_alive():
+                faulthandler.dump_traceback(all_threads=True)
+                raise AssertionError(f"deadlock, after {errors}")
     assert not errors, errors
     for story, late, one in zip(stories, too_late, found, strict=True):
         alone = tell((plain or engine).session(), story, vocabulary, late, is_alone=True)

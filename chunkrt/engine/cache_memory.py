@@ -143,5 +143,8 @@ class CacheMemory:
 
     def _tell(self) -> None:
         """Have the first look. It may be called wherever the garbage collector runs, so it takes no lock."""
-        if waiting := tuple(self._waiting)[:1]:
-            waiting[0]()
+        try:
+            first = self._waiting[0]  # in one step: another thread may be changing them
+        except IndexError:
+            return
+        first()
