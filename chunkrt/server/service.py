@@ -26,10 +26,11 @@ class ServerOptions:
     Args:
         api_key: what clients have to give; None: nothing.
         max_sessions: sequences under way at a time.
-        queue: sequences that wait beside them.
+        queue: requests that wait for places.
         max_body_bytes: of a request.
         body_seconds: in which a request's body has to come.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
+        allow_hosts: names beside "localhost" by which the server may be asked ("*" for any); addresses may always be.
     """
 
     api_key: str | None = None
@@ -38,6 +39,7 @@ class ServerOptions:
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     allow_origin: str | None = None
+    allow_hosts: Sequence[str] = ()
 
 
 class Service:
@@ -83,10 +85,6 @@ class Service:
         if outside := [token for token in prompt if not 0 <= token < vocab_size]:
             raise RequestError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}", param="prompt")
         return list(prompt)
-
-    def token_text(self, token_id: int) -> str:
-        """A token by itself, whatever its bytes."""
-        return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes; none for one that only the model has, for padding."""
