@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chunkrt.engine.scoring import TokenLogProbabilities
@@ -12,6 +12,7 @@ from chunkrt.server.errors import RequestError
 from chunkrt.server.form import Form, Json, LogProbabilities
 from chunkrt.server.requests import ChatRequest
 from chunkrt.server.service import Service
+from chunkrt.server.tool_calls import Call, CallReader, tool_names
 
 
 class Chat(Form):
@@ -21,12 +22,15 @@ class Chat(Form):
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
 
+    _readers: Sequence[CallReader] = ()
+    """Of calls, for each choice, if there are tools."""
+
     @staticmethod
     async def of(service: Service, request: ChatRequest) -> Chat:
         """Raises RequestError if the request asks for what cannot be done."""
         service.check_model(request)
-        if request.tools and request.tool_choice != "none":
-            raise RequestError("tools: this server does not parse calls of tools", param="tools")
+        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        names = None if tools is None else _check_tools(service, request, tools)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise RequestError("give max_completion_tokens or max_tokens, one of them", param="max_tokens")
         wanted = Wanted(
@@ -37,27 +41,59 @@ class Chat(Form):
             constraint=await service.beside(constraint_maker, service, request.response_format),
             progress=request.progress,
         )
-        return Chat(service, request, [await service.beside(service.encode_chat, request.messages)], wanted)
+        prompt = await service.beside(service.encode_chat, request.messages, tools)
+        chat = Chat(service, request, [prompt], wanted)
+        if names is not None:
+            chat._readers = [CallReader(names) for _ in wanted.sampling]
+        return chat
 
     def _log_probabilities(self) -> LogProbabilities:
         return _LogProbabilities(self._service)
 
     def _choice(self, index: int, text: str) -> Json:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._take_told(index),
-            "finish_reason": self._reasons[index],
-        }
+        content, calls = self._divide(index, text)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        reason = self._reasons[index]
+        return {"index": index, "message": message, "logprobs": self._take_told(index), "finish_reason": reason}
 
     def _begun(self, index: int) -> Json:
         return self._delta(index, {"role": "assistant", "content": ""}, None)
 
     def _continued(self, index: int, text: str) -> Json:
-        return self._delta(index, {"content": text} if text else {}, self._take_told(index))
+        content, calls = self._divide(index, text)
+        delta: Json = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        return self._delta(index, delta, self._take_told(index))
+
+    def _divide(self, index: int, text: str) -> tuple[str, list[Call]]:
+        """What a choice says that is text, and its calls once it is finished."""
+        if not self._readers:
+            return text, []
+        reader, calls = self._readers[index], list[Call]()
+        text = reader.push(text)
+        if self._reasons[index] is not None:
+            rest, calls = reader.finish()
+            text += rest
+        if calls and self._reasons[index] == "stop":
+            self._reasons[index] = "tool_calls"
+        return text, calls
 
     def _delta(self, index: int, delta: Mapping[str, Any], told: Json | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": told, "finish_reason": self._reasons[index]}
+
+
+def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """What tools are called. Raises RequestError if the model, or this server, cannot do what is asked of them."""
+    if not service.tokenizer.takes_tools:
+        raise RequestError("tools: this model's chat template has no place for them", param="tools")
+    if request.tool_choice not in (None, "auto"):
+        raise RequestError("tool_choice: the model chooses; send 'auto' or 'none'", param="tool_choice")
+    if request.parallel_tool_calls is False:
+        raise RequestError("parallel_tool_calls: the model decides how many it makes", param="parallel_tool_calls")
+    return tool_names(tools)
 
 
 class _LogProbabilities:

@@ -14,6 +14,7 @@ from chunkrt.server.admission import Admission
 from chunkrt.server.errors import RequestError
 from chunkrt.server.metrics import Metrics
 from chunkrt.server.requests import Request
+from chunkrt.server.tool_calls import with_arguments_read
 from chunkrt.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -70,10 +71,12 @@ class Service:
         """Do what takes a while in a thread, while the event loop goes on."""
         return await asyncio.to_thread(work, *arguments)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """The tokens of a chat up to where the answer begins. Raises RequestError if the messages are malformed."""
         try:
-            return self.tokenizer.encode_chat([_as_template_takes_it(message) for message in messages])
+            return self.tokenizer.encode_chat([_as_template_takes_it(message) for message in messages], tools=tools)
         except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
 
@@ -94,6 +97,7 @@ class Service:
 
 def _as_template_takes_it(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is text: parts of text are joined, others refused."""
+    message = with_arguments_read(message)
     content = message.get("content")
     if not isinstance(content, list):
         return {**message, "content": "" if content is None else content}
