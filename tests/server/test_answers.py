@@ -152,7 +152,8 @@ def test_no_room_for_the_copies_has_a_status_in_a_stream_too(engine, monkeypatch
 
     monkeypatch.setattr(engine, "fork_state", full)
     with serving(engine) as (_, url):
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "n": 2, "stream": True})
+        body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert answer.status_code == 503
 
 
