@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from chunkrt.engine.sequence import Steps
@@ -38,8 +39,14 @@ def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
         steps.close()  # an interrupt may have fallen between a run and what the sequence makes of it
 
 
-async def drive_async(steps: Steps[Result], run: Callable[[Run], Awaitable[RunResult]]) -> Result:
-    """As `drive`, while the event loop goes on. A task that is cancelled ends the run at the next chunk."""
+async def drive_async(
+    steps: Steps[Result], run: Callable[[Run], Awaitable[RunResult]], *, in_threads: bool = False
+) -> Result:
+    """As `drive`, while the event loop goes on. A task that is cancelled ends the run at the next chunk.
+
+    Args:
+        in_threads: what the steps make of a result takes a while, and is done beside the event loop.
+    """
     try:
         wanted = next(steps)
         while True:
@@ -47,13 +54,43 @@ async def drive_async(steps: Steps[Result], run: Callable[[Run], Awaitable[RunRe
                 result = await run(wanted)
             except BaseException as error:
                 wanted = steps.throw(error)
-            else:
+                continue
+            if not in_threads:
                 wanted = steps.send(result)
+                continue
+            following, ended = await in_thread(partial(_send, steps, result))
+            if ended is not None:
+                return ended.value  # type: ignore[no-any-return]
+            assert following is not None
+            wanted = following
     except StopIteration as end:
         value: Result = end.value
         return value
     finally:
         steps.close()
+
+
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Do what takes a while beside the event loop. Who is cancelled waits for its end: it uses what would go."""
+    import asyncio
+
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        while not working.done():
+            with suppress(asyncio.CancelledError):  # it is on its way already
+                await asyncio.wait([working])
+        working.cancelled() or working.exception()  # nobody asks for it any more
+        raise
+
+
+def _send(steps: Steps[Result], result: RunResult) -> tuple[Run | None, StopIteration | None]:
+    """The next run, or the end: no future can raise StopIteration."""
+    try:
+        return steps.send(result), None
+    except StopIteration as end:
+        return None, end
 
 
 class OneUser:

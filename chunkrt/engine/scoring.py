@@ -6,7 +6,7 @@ prefilled in pieces, and what needs float64 goes through rows a few at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,17 +61,35 @@ def score_continuation(
             f"{sequence.context_length}"
         )
     yield from _go_to(sequence, context[:-1])
-    tokens, start = [context[-1], *continuation[:-1]], 0
     log_probability, is_greedy = 0.0, True
-    for length in piece_lengths(len(tokens), sequence.vocab_size, chunk_length):
-        piece = slice(start, start + length)
-        result = yield from sequence.extend(tokens[piece], "all")
-        assert result.logits is not None
-        scores = score_tokens(result.logits, np.array(continuation[piece], np.int64))
+
+    def take(logits: Float32, start: int) -> None:
+        nonlocal log_probability, is_greedy
+        scores = score_tokens(logits, np.array(continuation[start : start + len(logits)], np.int64))
         log_probability += float(scores.log_probabilities.sum())
         is_greedy = is_greedy and bool(scores.is_top.all())
-        start += length
+
+    yield from _run_in_pieces(sequence, [context[-1], *continuation[:-1]], chunk_length, take)
     return Score(log_probability=log_probability, is_greedy=is_greedy)
+
+
+def tell_of_tokens(
+    sequence: TokenSequence, tokens: Sequence[int], number: int, *, chunk_length: int
+) -> Steps[list[TokenLogProbabilities]]:
+    """Run tokens, and tell of each from the second on, and of the `number` that were likeliest in its place.
+
+    Raises:
+        ConfigError: they do not fit the context.
+        BackendError: a subgraph failed.
+    """
+    told = list[TokenLogProbabilities]()
+
+    def take(logits: Float32, start: int) -> None:
+        following = tokens[start + 1 : start + 1 + len(logits)]  # nothing follows the last
+        told.extend(likeliest(row, token, number) for row, token in zip(logits, following, strict=False))
+
+    yield from _run_in_pieces(sequence, tokens, chunk_length, take)
+    return told
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -84,6 +102,18 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     whole = tokenizer.encode(context + continuation, add_special=True, parse_special=False)
     start = tokenizer.encode(kept, add_special=True, parse_special=False)
     return start, whole[len(start) :]
+
+
+def _run_in_pieces(
+    sequence: TokenSequence, tokens: Sequence[int], chunk_length: int, take: Callable[[Float32, int], None]
+) -> Steps[None]:
+    """Run tokens; `take` is given their logits, a bounded number of rows at a time, and which token the first is of."""
+    start = 0
+    for length in piece_lengths(len(tokens), sequence.vocab_size, chunk_length):
+        result = yield from sequence.extend(tokens[start : start + length], "all")
+        assert result.logits is not None
+        take(result.logits, start)
+        start += length
 
 
 def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> Steps[None]:
@@ -172,5 +202,16 @@ def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilit
         ModelError: a logit is not finite.
     """
     found = log_softmax(logits[None])[0]
-    top = np.argsort(-found, kind="stable")[:number] if number else ()
-    return TokenLogProbabilities(own=float(found[token_id]), top=[(int(i), float(found[i])) for i in top])
+    return TokenLogProbabilities(
+        own=float(found[token_id]), top=[(int(i), float(found[i])) for i in _largest(found, number)]
+    )
+
+
+def _largest(values: Float64, number: int) -> Tokens:
+    """The indices of the largest values, the largest first; of equal ones the lower index."""
+    if not number:
+        return np.empty(0, np.int64)
+    rest = max(len(values) - number, 0)
+    least = np.partition(values, rest)[rest]
+    candidates = np.flatnonzero(values >= least)  # more than `number` where several equal the least
+    return candidates[np.argsort(-values[candidates], kind="stable")[:number]]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import get_args
 
 from chunkrt.engine.arguments import as_token_ids, require_whole
-from chunkrt.engine.driving import OneUser, drive, drive_async
+from chunkrt.engine.async_session import AsyncSession
+from chunkrt.engine.driving import OneUser, drive
 from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.prefill_progress import telling
 from chunkrt.engine.prefill_result import PrefillResult
@@ -23,7 +24,7 @@ from chunkrt.runtime.run import Logits
 from chunkrt.runtime.state import State
 
 
-class Session:
+class Session(AsyncSession):
     """Tokens in, text out.
 
     One is for one thread or task at a time; others get an error. Those of one engine that run at the same time share
@@ -97,14 +98,6 @@ class Session:
         with self._one_user(), self._telling(progress, prompt):
             return drive(self._extension(prompt, logits), self._engine.run)
 
-    async def aprefill(
-        self, prompt: str | Sequence[int], *, logits: Logits = "last", progress: Progress | bool | None = None
-    ) -> PrefillResult:
-        """As `prefill`, while the event loop goes on. Cancelling the task ends it at the next chunk; the session is as
-        it was."""
-        with self._one_user(), self._telling(progress, prompt):
-            return await drive_async(self._extension(prompt, logits), self._engine.arun)
-
     def generate(
         self,
         *,
@@ -132,18 +125,6 @@ class Session:
         """
         return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
-    def agenerate(
-        self,
-        *,
-        max_new_tokens: int = 256,
-        sampling: SamplingOptions = GREEDY,
-        stop: Sequence[str] = (),
-        log_probabilities: int | None = None,
-        constraint: Constraint | None = None,
-    ) -> AsyncIterator[Piece]:
-        """As `generate`, while the event loop goes on."""
-        return self._apieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
-
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
         """Score some tokens after others, whatever the session holds; it goes back as far as these tokens differ.
 
@@ -159,11 +140,6 @@ class Session:
         """
         with self._one_user():
             return drive(self.scoring(context, continuation), self._engine.run)
-
-    async def ascore(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
-        """As `score`, while the event loop goes on."""
-        with self._one_user():
-            return await drive_async(self.scoring(context, continuation), self._engine.arun)
 
     def answer(
         self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
@@ -196,12 +172,8 @@ class Session:
 
     def fork(self) -> Session:
         """A session of its own that has seen the same tokens."""
-        self._check_open()
         with self._one_user():
-            sequence = self._sequence.fork()
-        copy = Session(self._engine, sequence.state)
-        copy._sequence = sequence
-        return copy
+            return self._copy()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a file, aside first and then renamed; `Engine.load_session` goes on with it, in
@@ -249,12 +221,6 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> Session:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
     def _generation(
         self,
         max_new_tokens: int,
@@ -296,19 +262,22 @@ class Session:
                 piece = drive(generation.next_piece(), self._engine.run)
             yield piece
 
-    async def _apieces(self, generation: Generation) -> AsyncIterator[Piece]:
-        while not generation.is_finished:
-            with self._one_user():
-                piece = await drive_async(generation.next_piece(), self._engine.arun)
-            yield piece
+    def _copy(self) -> Session:
+        self._check_open()
+        sequence = self._sequence.fork()
+        copy = Session(self._engine, sequence.state)
+        copy._sequence = sequence
+        return copy
 
-    def _extension(self, prompt: str | Sequence[int], logits: Logits) -> Steps[PrefillResult]:
+    def _extension(
+        self, prompt: str | Sequence[int], logits: Logits, follows_text: bool | None = None
+    ) -> Steps[PrefillResult]:
         self._check_open()
         if not isinstance(logits, str):
             raise ConfigError(f"logits is {logits!r}, expected one of: {', '.join(get_args(Logits))}")
         self._sequence.cancel.clear()
         result = yield from self._sequence.extend(self._encode(prompt), logits)
-        self._sequence.follows_text = isinstance(prompt, str)
+        self._sequence.follows_text = isinstance(prompt, str) if follows_text is None else follows_text
         return result
 
     def _telling(self, progress: Progress | bool | None, prompt: str | Sequence[int]) -> AbstractContextManager[object]:

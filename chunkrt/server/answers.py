@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from chunkrt.engine.engine import Engine
 from chunkrt.engine.generation import Constraint, Piece
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.scoring import Float32, TokenLogProbabilities, likeliest, piece_lengths
+from chunkrt.engine.scoring import TokenLogProbabilities
 from chunkrt.engine.session import Session
+from chunkrt.server.admission import Turn
 from chunkrt.server.errors import RequestError
 from chunkrt.server.service import Service
 
@@ -23,7 +23,8 @@ class Wanted:
 
     max_new_tokens: None for as many as the context holds. sampling: of each choice. likeliest: of how
     many tokens log-probabilities are told; None: of none. constraint: makes one for each choice. echo: whether
-    log-probabilities of the prompt are told. progress: whether it is told how far the prompt is.
+    log-probabilities of the prompt are told too, if any are. progress: whether it is told how far the prompt is.
+    follows_text: whether the answer goes on in the text of the prompt, or begins one.
     """
 
     max_new_tokens: int | None
@@ -33,6 +34,7 @@ class Wanted:
     constraint: Callable[[], Constraint] | None = None
     echo: bool = False
     progress: bool = False
+    follows_text: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +66,24 @@ class Said:
 Event = Progress | Prefilled | Said
 
 
-async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> AsyncIterator[Event]:
+async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> AsyncGenerator[Event]:
     """Answer prompts, all at the same time. Whoever closes the iterator ends them all at the next chunk.
 
     Raises:
         RequestError: a prompt does not fit the context.
-        BusyError: as many sequences wait as may.
+        BusyError: as many requests wait as may.
+        ClosedError: the server ends.
         ChunkrtError: a sequence failed; the others are ended.
     """
     for prompt in prompts:
         check_fits(service, len(prompt), wanted.max_new_tokens)
     service.admission.check(len(wanted.sampling))
     events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+    turn = Turn()
 
     async def answer(index: int) -> None:
         try:
-            await _answer(service, index, prompts[index], wanted, events.put_nowait)
+            await _answer(service, index, prompts[index], wanted, turn, events.put_nowait)
         except* Exception as several:  # of choices, which run at the same time: the first that failed ended the others
             events.put_nowait(first_of(several))
         else:
@@ -130,20 +134,22 @@ def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) ->
 
 
 async def _answer(
-    service: Service, index: int, prompt: Sequence[int], wanted: Wanted, tell: Callable[[Event], None]
+    service: Service, index: int, prompt: Sequence[int], wanted: Wanted, turn: Turn, tell: Callable[[Event], None]
 ) -> None:
     """One prompt: it is run once, and each choice continues a copy of what has seen it."""
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(service.admission.places(len(wanted.sampling)))
+        await stack.enter_async_context(service.admission.places(len(wanted.sampling), turn))
         begin = time.perf_counter()
         first = await stack.enter_async_context(await service.engine.asession())
-        tell(await _prefill(service, first, index, prompt, wanted, tell))
+        prefilled = await _prefill(service, first, index, prompt, wanted, tell)
         service.metrics.first_token.observe(time.perf_counter() - begin)
+        sessions = [first]
+        if wanted.max_new_tokens != 0:
+            for _ in range(1, len(wanted.sampling)):
+                sessions.append(await stack.enter_async_context(await first.afork()))
+        tell(prefilled)  # now that there is room for every choice: what a stream begins with has no status of an error
         if wanted.max_new_tokens == 0:
             return
-        sessions = [first]
-        for _ in range(1, len(wanted.sampling)):
-            sessions.append(await stack.enter_async_context(first.fork()))
         async with asyncio.TaskGroup() as group:
             for number, session in enumerate(sessions):
                 group.create_task(_say(service, session, index * len(wanted.sampling) + number, number, wanted, tell))
@@ -163,31 +169,16 @@ async def _prefill(
         if num_tokens:
             loop.call_soon_threadsafe(tell, Progress(num_done=num_done, num_tokens=num_tokens))
 
-    if wanted.echo:
-        told, num_cached = await _echoed(session, prompt, wanted.likeliest or 0, service.engine), 0
+    if wanted.echo and wanted.likeliest is not None:
+        told, num_cached = await session.atell(prompt, wanted.likeliest), 0
     else:
-        result = await session.aprefill(prompt, progress=progress if wanted.progress else None)
+        result = await session.aprefill(
+            prompt, progress=progress if wanted.progress else None, follows_text=wanted.follows_text
+        )
         told, num_cached = [], result.num_cached
     service.metrics.prompt_tokens.inc(len(prompt))
     service.metrics.cached_tokens.inc(num_cached)
     return Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told)
-
-
-async def _echoed(session: Session, prompt: Sequence[int], number: int, engine: Engine) -> list[TokenLogProbabilities]:
-    """Run a prompt, in pieces whose logits take bounded memory, and tell of its tokens from the second on."""
-    told, start, carried = list[TokenLogProbabilities](), 0, list[Float32]()
-    for length in piece_lengths(len(prompt), engine.plan.vocab_size, engine.chunk_length):
-        result = await session.aprefill(prompt[start : start + length], logits="all")
-        assert result.logits is not None
-        rows = [*carried, *result.logits]
-        following = prompt[start + 1 - len(carried) : start + length]
-        told += await asyncio.to_thread(_tell_of, rows, following, number)
-        carried, start = [result.logits[-1]], start + length
-    return told
-
-
-def _tell_of(rows: Sequence[Float32], tokens: Sequence[int], number: int) -> list[TokenLogProbabilities]:
-    return [likeliest(row, token, number) for row, token in zip(rows, tokens, strict=False)]
 
 
 async def _say(
@@ -199,7 +190,7 @@ async def _say(
         sampling=wanted.sampling[number],
         stop=wanted.stop,
         log_probabilities=wanted.likeliest,
-        constraint=wanted.constraint() if wanted.constraint else None,
+        constraint=await service.beside(wanted.constraint) if wanted.constraint else None,
     )
     async for piece in pieces:
         now = time.perf_counter()

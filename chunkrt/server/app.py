@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from importlib.resources import files
@@ -23,9 +22,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from chunkrt.server import scoring
+from chunkrt.server.access import check_access
 from chunkrt.server.chat import Chat
 from chunkrt.server.completions import Completion
 from chunkrt.server.errors import RequestError, as_request_error, error_body, error_response
+from chunkrt.server.form import Form
 from chunkrt.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -52,20 +53,23 @@ class ClientGoneError(Exception):
 
 def make_app(service: Service) -> Starlette:
     """The server's application."""
+    answers: dict[str, tuple[str, Answer]] = {
+        "/": ("GET", _page),
+        "/health": ("GET", _health),
+        "/metrics": ("GET", _metrics),
+        "/stats": ("GET", _stats),
+        "/v1/models": ("GET", _models),
+        "/v1/models/{name:path}": ("GET", _model),
+        "/v1/chat/completions": ("POST", _chat),
+        "/v1/completions": ("POST", _completions),
+        "/v1/embeddings": ("POST", _embeddings),
+        "/v1/score": ("POST", _score),
+        "/v1/rerank": ("POST", _rerank),
+        "/tokenize": ("POST", _tokenize),
+        "/detokenize": ("POST", _detokenize),
+    }
     routes = [
-        Route("/", _endpoint(service, _page), methods=["GET"]),
-        Route("/health", _endpoint(service, _health), methods=["GET"]),
-        Route("/metrics", _endpoint(service, _metrics), methods=["GET"]),
-        Route("/stats", _endpoint(service, _stats), methods=["GET"]),
-        Route("/v1/models", _endpoint(service, _models), methods=["GET"]),
-        Route("/v1/models/{name:path}", _endpoint(service, _model), methods=["GET"]),
-        Route("/v1/chat/completions", _endpoint(service, _chat), methods=["POST"]),
-        Route("/v1/completions", _endpoint(service, _completions), methods=["POST"]),
-        Route("/v1/embeddings", _endpoint(service, _embeddings), methods=["POST"]),
-        Route("/v1/score", _endpoint(service, _score), methods=["POST"]),
-        Route("/v1/rerank", _endpoint(service, _rerank), methods=["POST"]),
-        Route("/tokenize", _endpoint(service, _tokenize), methods=["POST"]),
-        Route("/detokenize", _endpoint(service, _detokenize), methods=["POST"]),
+        Route(path, _endpoint(service, path, answer), methods=[method]) for path, (method, answer) in answers.items()
     ]
     middleware = []
     if service.options.allow_origin is not None:
@@ -76,24 +80,29 @@ def make_app(service: Service) -> Starlette:
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_such_thing})
 
 
-def _endpoint(service: Service, answer: Answer) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """An endpoint that asks for the key, tells errors as OpenAI's API does, and counts."""
+def _endpoint(service: Service, path: str, answer: Answer) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """An endpoint that asks who is there, tells errors as OpenAI's API does, and counts."""
 
     async def endpoint(http: HttpRequest) -> Response:
         try:
-            _check_key(service, http)
+            check_access(service.options, http, needs_key=path not in OPEN_PATHS)
             response = await answer(service, http)
         except (ClientGoneError, ClientDisconnect):
             response = Response(status_code=499)
         except Exception as error:
-            told = as_request_error(error)
-            if told.status == 500:
-                LOG.error("%s %s failed", http.method, http.url.path, exc_info=error)
-            response = error_response(told)
-        service.metrics.requests.labels(http.scope["route"].path, response.status_code).inc()
+            response = error_response(_noted(f"{http.method} {http.url.path}", error))
+        service.metrics.requests.labels(path, response.status_code).inc()
         return response
 
     return endpoint
+
+
+def _noted(what: str, error: Exception) -> RequestError:
+    """An error as the client is told of it; what is the server's fault is in the log."""
+    told = as_request_error(error)
+    if told.status == 500:
+        LOG.error("%s failed", what, exc_info=error)
+    return told
 
 
 async def _no_such_thing(http: HttpRequest, error: Exception) -> Response:
@@ -102,20 +111,6 @@ async def _no_such_thing(http: HttpRequest, error: Exception) -> Response:
     response = error_response(RequestError(what, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
-
-
-def _check_key(service: Service, http: HttpRequest) -> None:
-    """Raises RequestError unless the key is the right one, in a time that does not tell how much of it is."""
-    key = service.options.api_key
-    if key is None or http.scope["route"].path in OPEN_PATHS:
-        return
-    scheme, _, given = http.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), key.encode()):
-        raise RequestError(
-            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-            status=401,
-            code="invalid_api_key",
-        )
 
 
 async def _body(service: Service, http: HttpRequest) -> bytes:
@@ -151,6 +146,7 @@ async def _while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result])
         gone.cancel()
         task.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+        del task, gone  # what failed holds this frame, and this frame what failed
 
 
 async def _disconnected(http: HttpRequest) -> None:
@@ -158,14 +154,15 @@ async def _disconnected(http: HttpRequest) -> None:
         pass
 
 
-async def _respond(http: HttpRequest, answer: Chat | Completion, *, stream: bool | None) -> Response:
+async def _respond(http: HttpRequest, making: Coroutine[Any, Any, Form], *, stream: bool | None) -> Response:
+    answer = await _while_connected(http, making)
     if not stream:
         return JSONResponse(await _while_connected(http, answer.whole()))
     events = answer.events()
     try:
         first = await _while_connected(http, _next(events))  # an error of the beginning has a status of its own
     except BaseException:
-        await events.aclose()  # type: ignore[attr-defined]
+        await events.aclose()
         raise
     return EventSourceResponse(_stream(first, events), sep="\n", headers={"Cache-Control": "no-store"})
 
@@ -175,17 +172,16 @@ async def _next(events: AsyncIterator[Mapping[str, Any]]) -> Mapping[str, Any] |
 
 
 async def _stream(
-    first: Mapping[str, Any] | None, events: AsyncIterator[Mapping[str, Any]]
+    first: Mapping[str, Any] | None, events: AsyncGenerator[Mapping[str, Any]]
 ) -> AsyncIterator[ServerSentEvent]:
-    async with aclosing(events):  # type: ignore[type-var]
+    async with aclosing(events):
         try:
             if first is not None:
                 yield _event(first)
                 async for event in events:
                     yield _event(event)
         except Exception as error:
-            LOG.error("a stream failed", exc_info=error)
-            yield _event(error_body(as_request_error(error)))
+            yield _event(error_body(_noted("a stream", error)))
         yield ServerSentEvent("[DONE]")
 
 
@@ -208,7 +204,7 @@ async def _metrics(service: Service, http: HttpRequest) -> Response:
 
 async def _stats(service: Service, http: HttpRequest) -> Response:
     admission = service.admission
-    waits = {"active_sequences": admission.num_active, "waiting_sequences": admission.num_waiting}
+    waits = {"active_sequences": admission.num_active, "waiting_requests": admission.num_waiting}
     return JSONResponse({"model": service.name, **waits, **asdict(service.engine.stats())})
 
 
@@ -238,12 +234,12 @@ async def _model(service: Service, http: HttpRequest) -> Response:
 
 async def _chat(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), ChatRequest)
-    return await _respond(http, await Chat.of(service, request), stream=request.stream)
+    return await _respond(http, Chat.of(service, request), stream=request.stream)
 
 
 async def _completions(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), CompletionRequest)
-    return await _respond(http, await Completion.of(service, request), stream=request.stream)
+    return await _respond(http, Completion.of(service, request), stream=request.stream)
 
 
 async def _embeddings(service: Service, http: HttpRequest) -> Response:

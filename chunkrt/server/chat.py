@@ -2,114 +2,118 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
-from chunkrt.engine.generation import Piece
-from chunkrt.server.answers import Prefilled, Progress, Said, Wanted, answers
-from chunkrt.server.completions import finish_reason, usage
+from chunkrt.engine.scoring import TokenLogProbabilities
+from chunkrt.server.answers import Wanted
 from chunkrt.server.constraints import constraint_maker
 from chunkrt.server.errors import RequestError
+from chunkrt.server.form import Form, Json, LogProbabilities
 from chunkrt.server.requests import ChatRequest
 from chunkrt.server.service import Service
+from chunkrt.server.tool_calls import Call, CallReader, tool_names
 
 
-class Chat:
+class Chat(Form):
     """One request, and what its choices have said so far."""
 
-    def __init__(self, service: Service, request: ChatRequest, prompt: list[int]) -> None:
-        self._service, self._request, self._prompt = service, request, prompt
-        self._id, self._created = f"chatcmpl-{uuid4().hex}", int(time.time())
-        number = request.n or 1
-        self._texts = [""] * number
-        self._told: list[list[dict[str, Any]]] = [[] for _ in range(number)]
-        self._reasons: list[str | None] = [None] * number
-        self._counts = [0, 0, 0]
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
+
+    _readers: Sequence[CallReader] = ()
+    """Of calls, for each choice, if there are tools."""
 
     @staticmethod
     async def of(service: Service, request: ChatRequest) -> Chat:
         """Raises RequestError if the request asks for what cannot be done."""
         service.check_model(request)
-        if request.tools and request.tool_choice != "none":
-            raise RequestError("tools: this server does not parse calls of tools", param="tools")
+        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        names = None if tools is None else _check_tools(service, request, tools)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise RequestError("give max_completion_tokens or max_tokens, one of them", param="max_tokens")
-        return Chat(service, request, await service.beside(service.encode_chat, request.messages))
-
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What a stream tells, one object an event; texts and counts gather here meanwhile."""
-        request = self._request
         wanted = Wanted(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
             sampling=[request.sampling(choice) for choice in range(request.n or 1)],
             stop=request.stops,
             likeliest=request.num_likeliest,
-            constraint=constraint_maker(self._service, request.response_format),
+            constraint=await service.beside(constraint_maker, service, request.response_format),
             progress=request.progress,
         )
-        async for event in answers(self._service, [self._prompt], wanted):
-            if isinstance(event, Progress):
-                progress = {"tokens_done": event.num_done, "tokens": event.num_tokens}
-                yield self._object("chat.completion.chunk", [], progress=progress)
-            elif isinstance(event, Prefilled):
-                self._counts[0], self._counts[2] = event.num_tokens, event.num_cached
-                for index in range(len(self._texts)):
-                    yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
-            else:
-                yield self._note(event)
-        if request.usage:
-            yield self._object("chat.completion.chunk", [], usage=usage(*self._counts))
+        prompt = await service.beside(service.encode_chat, request.messages, tools)
+        chat = Chat(service, request, [prompt], wanted)
+        if names is not None:
+            chat._readers = [CallReader(names) for _ in wanted.sampling]
+        return chat
 
-    async def whole(self) -> dict[str, Any]:
-        """All choices, once they are finished."""
-        async for _ in self.events():
-            pass
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": {"content": self._told[index]} if self._request.logprobs else None,
-                "finish_reason": self._reasons[index],
-            }
-            for index, text in enumerate(self._texts)
-        ]
-        return self._object("chat.completion", choices, usage=usage(*self._counts))
+    def _log_probabilities(self) -> LogProbabilities:
+        return _LogProbabilities(self._service)
 
-    def _note(self, said: Said) -> dict[str, Any]:
-        piece, index = said.piece, said.choice
-        self._texts[index] += piece.text
-        self._reasons[index] = finish_reason(piece.finish_reason)
-        self._counts[1] += piece.token_id is not None
-        told = self._tell(piece)
-        self._told[index] += told
-        return self._chunk(index, {"content": piece.text} if piece.text else {}, told, self._reasons[index])
+    def _choice(self, index: int, text: str) -> Json:
+        content, calls = self._divide(index, text)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        reason = self._reasons[index]
+        return {"index": index, "message": message, "logprobs": self._take_told(index), "finish_reason": reason}
 
-    def _tell(self, piece: Piece) -> list[dict[str, Any]]:
-        told = piece.log_probabilities
-        if told is None or piece.token_id is None:
-            return []
-        top = [self._token(token_id, value) for token_id, value in told.top]
-        return [{**self._token(piece.token_id, told.own), "top_logprobs": top}]
+    def _begun(self, index: int) -> Json:
+        return self._delta(index, {"role": "assistant", "content": ""}, None)
 
-    def _token(self, token_id: int, value: float) -> dict[str, Any]:
+    def _continued(self, index: int, text: str) -> Json:
+        content, calls = self._divide(index, text)
+        delta: Json = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        return self._delta(index, delta, self._take_told(index))
+
+    def _divide(self, index: int, text: str) -> tuple[str, list[Call]]:
+        """What a choice says that is text, and its calls once it is finished."""
+        if not self._readers:
+            return text, []
+        reader, calls = self._readers[index], list[Call]()
+        text = reader.push(text)
+        if self._reasons[index] is not None:
+            rest, calls = reader.finish()
+            text += rest
+        if calls and self._reasons[index] == "stop":
+            self._reasons[index] = "tool_calls"
+        return text, calls
+
+    def _delta(self, index: int, delta: Mapping[str, Any], told: Json | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": self._reasons[index]}
+
+
+def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """What tools are called. Raises RequestError if the model, or this server, cannot do what is asked of them."""
+    if not service.tokenizer.takes_tools:
+        raise RequestError("tools: this model's chat template has no place for them", param="tools")
+    if request.tool_choice not in (None, "auto"):
+        raise RequestError("tool_choice: the model chooses; send 'auto' or 'none'", param="tool_choice")
+    if request.parallel_tool_calls is False:
+        raise RequestError("parallel_tool_calls: the model decides how many it makes", param="parallel_tool_calls")
+    return tool_names(tools)
+
+
+class _LogProbabilities:
+    """A list with an object for each token. Parts of characters may have one text; their bytes tell them apart."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._content: list[Json] = []
+
+    def add(self, token_id: int, told: TokenLogProbabilities | None) -> None:
+        """See `LogProbabilities.add`."""
+        assert told is not None, "a chat is not echoed"
+        top = [self._token(other, value) for other, value in told.top]
+        self._content.append({**self._token(token_id, told.own), "top_logprobs": top})
+
+    def take(self) -> Json:
+        """See `LogProbabilities.take`."""
+        content, self._content = self._content, []
+        return {"content": content}
+
+    def _token(self, token_id: int, value: float) -> Json:
         token = self._service.token_bytes(token_id)
         return {"token": token.decode(errors="replace"), "logprob": value, "bytes": list(token)}
-
-    def _chunk(
-        self, index: int, delta: Mapping[str, Any], told: list[dict[str, Any]] | None, reason: str | None
-    ) -> dict[str, Any]:
-        logprobs = {"content": told} if self._request.logprobs and told is not None else None
-        choice = {"index": index, "delta": dict(delta), "logprobs": logprobs, "finish_reason": reason}
-        return self._object("chat.completion.chunk", [choice])
-
-    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._service.name,
-            "choices": choices,
-            **more,
-        }

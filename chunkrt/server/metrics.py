@@ -29,7 +29,7 @@ class Metrics:
         self.first_token = self._times("first_token_seconds", "From a place for a prompt to its logits.")
         self.token_gap = self._times("token_gap_seconds", "From a token to the next of the same answer.")
         self._gauge("active_sequences", "Sequences under way.", lambda: admission.num_active)
-        self._gauge("waiting_sequences", "Sequences that wait.", lambda: admission.num_waiting)
+        self._gauge("waiting_requests", "Requests that wait.", lambda: admission.num_waiting)
         self._gauge("cache_bytes", "Reserved for caches.", lambda: engine.stats().cache_bytes)
         self._gauge("shared_chunks", "Chunks computed for sequences together.", lambda: engine.stats().shared_chunks)
         self._gauge("shared_rows", "Rows in these chunks.", lambda: engine.stats().shared_rows)

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from chunkrt.engine.scoring import Score, encode_pair
+from chunkrt.server.admission import Turn
 from chunkrt.server.answers import first_of
 from chunkrt.server.errors import RequestError
 from chunkrt.server.requests import RerankRequest, ScoreRequest
@@ -71,13 +72,14 @@ async def rerank(service: Service, request: RerankRequest) -> dict[str, Any]:
 async def _scores(service: Service, pairs: Sequence[Pair]) -> list[Score]:
     """Pairs with one context share a session, which runs it once."""
     service.admission.check()
+    turn = Turn()
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, (context, _) in enumerate(pairs):
         groups.setdefault(tuple(context), []).append(index)
     found: dict[int, Score] = {}
 
     async def work(indices: list[int]) -> None:
-        async with service.admission.places(1), await service.engine.asession() as session:
+        async with service.admission.places(1, turn), await service.engine.asession() as session:
             for index in indices:
                 found[index] = await session.ascore(*pairs[index])
 

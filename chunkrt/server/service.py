@@ -14,6 +14,7 @@ from chunkrt.server.admission import Admission
 from chunkrt.server.errors import RequestError
 from chunkrt.server.metrics import Metrics
 from chunkrt.server.requests import Request
+from chunkrt.server.tool_calls import with_arguments_read
 from chunkrt.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -26,10 +27,11 @@ class ServerOptions:
     Args:
         api_key: what clients have to give; None: nothing.
         max_sessions: sequences under way at a time.
-        queue: sequences that wait beside them.
+        queue: requests that wait for places.
         max_body_bytes: of a request.
         body_seconds: in which a request's body has to come.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
+        allow_hosts: names beside "localhost" by which the server may be asked ("*" for any); addresses may always be.
     """
 
     api_key: str | None = None
@@ -38,6 +40,7 @@ class ServerOptions:
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     allow_origin: str | None = None
+    allow_hosts: Sequence[str] = ()
 
 
 class Service:
@@ -68,10 +71,12 @@ class Service:
         """Do what takes a while in a thread, while the event loop goes on."""
         return await asyncio.to_thread(work, *arguments)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """The tokens of a chat up to where the answer begins. Raises RequestError if the messages are malformed."""
         try:
-            return self.tokenizer.encode_chat([_as_template_takes_it(message) for message in messages])
+            return self.tokenizer.encode_chat([_as_template_takes_it(message) for message in messages], tools=tools)
         except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
 
@@ -84,10 +89,6 @@ class Service:
             raise RequestError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}", param="prompt")
         return list(prompt)
 
-    def token_text(self, token_id: int) -> str:
-        """A token by itself, whatever its bytes."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes; none for one that only the model has, for padding."""
         tokenizer = self.tokenizer
@@ -96,6 +97,7 @@ class Service:
 
 def _as_template_takes_it(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is text: parts of text are joined, others refused."""
+    message = with_arguments_read(message)
     content = message.get("content")
     if not isinstance(content, list):
         return {**message, "content": "" if content is None else content}

@@ -57,8 +57,9 @@ class ChatTemplate:
         add_generation_prompt: bool,
         bos_token: str,
         eos_token: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt.
+        """The prompt. Without `tools` the template sees no such variable.
 
         Raises:
             ConfigError: the messages are not a list of JSON objects, each with a role.
@@ -66,6 +67,7 @@ class ChatTemplate:
         """
         variables = {
             "messages": _plain(messages),
+            **({} if tools is None else {"tools": list(tools)}),
             "add_generation_prompt": add_generation_prompt,
             "bos_token": bos_token,
             "eos_token": eos_token,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -131,19 +132,37 @@ class Tokenizer:
         decoder = IncrementalDecoder(self)
         return "".join([*map(decoder.push, token_ids), decoder.flush()])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template says what tools there are."""
+        return re.search(r"\btools\b", self.settings.chat_template or "") is not None
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """The tokens of a chat. A control token that a message spells out becomes one, as in Transformers.
 
         Arguments and errors are `apply_chat_template`'s.
         """
-        prompt = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+        prompt = self.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return self.encode(prompt, add_special=False, parse_special=True)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt of a chat, as text.
 
         Args:
             messages: each with "role" and "content", as in {"role": "user", "content": "Hello"}.
+            tools: that the model may call, each a JSON object as OpenAI's API has it; see `takes_tools`.
             add_generation_prompt: end where the model's answer begins.
 
         Raises:
@@ -152,6 +171,7 @@ class Tokenizer:
         """
         return self._chat_template.render(
             messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             bos_token=self._token(self.settings.bos_id),
             eos_token=self._token(next(iter(self.settings.eos_ids), None)),

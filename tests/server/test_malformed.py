@@ -54,7 +54,7 @@ def test_malformed_requests(served, number, caplog):
         for count in range(number):
             path = random.choice(PATHS)
             body = make_body(random, path)
-            answer = client.post(path, content=body)
+            answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code in (200, 400, 404), (path, body, answer.text)
             if answer.status_code != 200:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -241,7 +241,7 @@ def test_embeddings_are_refused(client):
 def test_no_body_breaks_it(served, body):
     import httpx
 
-    answer = httpx.post(f"{served[1]}/v1/completions", content=body)
+    answer = httpx.post(f"{served[1]}/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -283,7 +283,7 @@ def test_a_body_that_is_too_long_or_too_slow(engine):
     with serving(engine, max_body_bytes=1000, body_seconds=0.3) as (_, url):
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a" * 2000})
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
-        answer = httpx.post(f"{url}/v1/completions", content=slowly())
+        answer = httpx.post(f"{url}/v1/completions", content=slowly(), headers={"Content-Type": "application/json"})
         assert answer.status_code == 408
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 1}).status_code == 200
 

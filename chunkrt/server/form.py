@@ -1,0 +1,133 @@
+"""Answers in OpenAI's form: what chats and completions have in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, Protocol
+from uuid import uuid4
+
+from chunkrt.engine.generation import FinishReason
+from chunkrt.engine.scoring import TokenLogProbabilities
+from chunkrt.server.answers import Event, Prefilled, Progress, Wanted, answers
+from chunkrt.server.requests import Generating
+from chunkrt.server.service import Service
+
+Json = dict[str, Any]
+
+
+class LogProbabilities(Protocol):
+    """Of the tokens of a choice, in the form that they are told in."""
+
+    def add(self, token_id: int, told: TokenLogProbabilities | None) -> None:
+        """A token; the first of a prompt has nothing before it that could tell of it."""
+        ...
+
+    def take(self) -> Json:
+        """What has come since the last time."""
+        ...
+
+
+class Form(ABC):
+    """One request, and what its choices have said so far."""
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    """Of the whole; `event_kind` of an event of a stream."""
+    event_kind: ClassVar[str]
+
+    def __init__(self, service: Service, request: Generating, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
+        self._service, self._request, self._prompts, self._wanted = service, request, prompts, wanted
+        self._id, self._created = f"{self.id_prefix}-{uuid4().hex}", int(time.time())
+        self._choices_each = len(wanted.sampling)
+        number = len(prompts) * self._choices_each
+        self._texts = [""] * number
+        self._reasons: list[str | None] = [None] * number
+        self._told = [self._log_probabilities() for _ in range(number)]
+        self._num_prompt = self._num_new = self._num_cached = 0
+
+    async def whole(self) -> Json:
+        """All choices, once they are finished."""
+        async for event in answers(self._service, self._prompts, self._wanted):
+            self._note(event)
+        choices = [self._choice(index, text) for index, text in enumerate(self._texts)]
+        return self._object(self.kind, choices, usage=self._usage())
+
+    async def events(self) -> AsyncGenerator[Json]:
+        """What a stream tells, one object an event."""
+        async with aclosing(answers(self._service, self._prompts, self._wanted)) as events:
+            async for event in events:
+                self._note(event)
+                if isinstance(event, Progress):
+                    progress = {"tokens_done": event.num_done, "tokens": event.num_tokens}
+                    yield self._object(self.event_kind, [], progress=progress)
+                elif isinstance(event, Prefilled):
+                    for index in self._choices_of(event):
+                        if (choice := self._begun(index)) is not None:
+                            yield self._object(self.event_kind, [choice])
+                else:
+                    yield self._object(self.event_kind, [self._continued(event.choice, event.piece.text)])
+        if self._request.usage:
+            yield self._object(self.event_kind, [], usage=self._usage())
+
+    @abstractmethod
+    def _log_probabilities(self) -> LogProbabilities:
+        """Of a choice, none yet."""
+
+    @abstractmethod
+    def _choice(self, index: int, text: str) -> Json:
+        """A choice that is finished."""
+
+    @abstractmethod
+    def _begun(self, index: int) -> Json | None:
+        """What an event tells of a choice when its prompt has been run; None: nothing."""
+
+    @abstractmethod
+    def _continued(self, index: int, text: str) -> Json:
+        """What an event tells of a choice that has said more."""
+
+    def _choices_of(self, event: Prefilled) -> range:
+        first = event.prompt * self._choices_each
+        return range(first, first + self._choices_each)
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Prefilled):
+            self._num_prompt += event.num_tokens
+            self._num_cached += event.num_cached
+        elif not isinstance(event, Progress):
+            piece = event.piece
+            self._texts[event.choice] += piece.text
+            self._reasons[event.choice] = _finish_reason(piece.finish_reason)
+            if piece.token_id is not None:
+                self._num_new += 1
+                if piece.log_probabilities is not None:
+                    self._told[event.choice].add(piece.token_id, piece.log_probabilities)
+
+    def _take_told(self, index: int) -> Json | None:
+        """Log-probabilities that have come, if they are wanted."""
+        return None if self._wanted.likeliest is None else self._told[index].take()
+
+    def _usage(self) -> Json:
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_new,
+            "total_tokens": self._num_prompt + self._num_new,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
+
+    def _object(self, kind: str, choices: list[Json], **more: Mapping[str, Any]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._service.name,
+            "choices": choices,
+            **more,
+        }
+
+
+def _finish_reason(reason: FinishReason | None) -> str | None:
+    """As OpenAI's API has it: an answer that ends with the context ends for its length."""
+    return "length" if reason == "context" else reason

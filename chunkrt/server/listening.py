@@ -1,0 +1,109 @@
+"""Listening at an address, until a signal says that it shall end: uvicorn, with an end of our own.
+
+Uvicorn cancels what is left when the time is over, which shows as failures with tracebacks; from Python 3.12 on, a
+second signal waits for clients all the same. Here requests are told that the server ends, then their connections close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from socket import socket
+
+import uvicorn
+
+from chunkrt.errors import ConfigError
+from chunkrt.server.app import make_app
+from chunkrt.server.service import Service
+
+LOG = logging.getLogger("uvicorn.error")
+LAST_SECONDS = 1.0
+"""In which those whose answers were ended are told so."""
+
+
+async def listen(service: Service, host: str, port: int, *, grace_seconds: float, tell: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or an interrupt.
+
+    Then nothing new is taken, what waits is refused, and what runs is finished, in `grace_seconds` at most; a second
+    signal ends it at once.
+
+    Args:
+        port: 0 for a free one.
+        tell: given the URL, once requests are taken.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+    config = uvicorn.Config(
+        make_app(service), host=host, port=port, log_level="error", access_log=False, lifespan="off"
+    )
+    server = _Server(config, service, grace_seconds, tell)
+    try:
+        await server.serve()
+    except SystemExit as error:  # uvicorn's, when it cannot listen
+        raise ConfigError(
+            f"cannot listen at {host}:{port} ({'; '.join(server.complaints)}); choose another --host or --port"
+        ) from error
+
+
+class _Server(uvicorn.Server):
+    def __init__(
+        self, config: uvicorn.Config, service: Service, grace_seconds: float, tell: Callable[[str], None]
+    ) -> None:
+        super().__init__(config)
+        self._service, self._grace_seconds, self._tell = service, grace_seconds, tell
+        self._hurry = asyncio.Event()
+        self.complaints: list[str] = []
+        """Of uvicorn's, when it cannot listen: whoever called says them, in a line of its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's would raise the signal once more when all is over."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                loop.add_signal_handler(number, self._end)
+            except NotImplementedError:  # Windows
+                signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._end))
+        yield
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Says where it is, once it is there."""
+        LOG.addFilter(self._keep)
+        try:
+            await super().startup(sockets)
+        finally:
+            LOG.removeFilter(self._keep)
+        if not self.should_exit:
+            host, port, *_ = self.servers[0].sockets[0].getsockname()
+            self._tell(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Uvicorn's waits for what runs."""
+        ending = asyncio.create_task(self._end_in_time())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    def _keep(self, record: logging.LogRecord) -> bool:
+        self.complaints.append(record.getMessage())
+        return False
+
+    def _end(self) -> None:
+        if self.should_exit:
+            self._hurry.set()
+        self.should_exit = True
+        self._service.admission.close()
+
+    async def _end_in_time(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_seconds):
+                await self._hurry.wait()
+        self._service.admission.end()
+        await asyncio.sleep(LAST_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -1,0 +1,118 @@
+"""Calls of tools in answers: what a model writes that was told of tools, as OpenAI's API has it.
+
+Two ways of writing them are known. Hermes' and Qwen's models write `<tool_call>{"name": ..., "arguments": {...}}`,
+closed by `</tool_call>`, several times if they like, with text before. Llama 3's answer nothing but
+`{"name": ..., "parameters": {...}}`. What is neither, or names no tool that there is, stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+from uuid import uuid4
+
+from chunkrt.server.errors import RequestError
+
+MARK = "<tool_call>"
+_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+Call = dict[str, Any]
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """What the tools are called. Raises RequestError if one is no function with a name."""
+    names = set()
+    for tool in tools:
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if tool.get("type") != "function" or not isinstance(name, str) or not name:
+            raise RequestError('tools: expected {"type": "function", "function": {"name": ...}}', param="tools")
+        names.add(name)
+    return frozenset(names)
+
+
+class CallReader:
+    """Divides an answer, as it comes, into text and calls.
+
+    Args:
+        names: of the tools.
+    """
+
+    def __init__(self, names: Set[str]) -> None:
+        self._names = names
+        self._held = ""
+        self._has_told = False
+
+    def push(self, text: str) -> str:
+        """As much of the text as can be no part of a call."""
+        self._held += text
+        if not self._has_told and self._held.lstrip()[:1] in ("", "{"):
+            return ""
+        place = self._held.find(MARK)
+        if place < 0:
+            lengths = range(min(len(MARK) - 1, len(self._held)), 0, -1)
+            place = len(self._held) - next((n for n in lengths if self._held.endswith(MARK[:n])), 0)
+        certain, self._held = self._held[:place], self._held[place:]
+        if not certain.strip() and not self._has_told:  # spaces before a call are not told
+            self._held = certain + self._held
+            return ""
+        self._has_told = True
+        return certain
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """The rest of the text, and the calls, once nothing follows."""
+        rest, self._held = self._held, ""
+        marked = _MARKED.findall(rest)
+        if marked:
+            calls = [_call(text, "arguments", self._names) for text in marked]
+        elif not self._has_told:
+            calls = [_call(rest, "parameters", self._names)]
+        else:
+            calls = []
+        if not calls or None in calls:
+            return rest, []
+        text = _MARKED.sub("", rest).strip() if marked else ""
+        return text, [call for call in calls if call is not None]
+
+
+def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have arguments as objects, as templates take them, and not as JSON in strings.
+
+    Raises:
+        RequestError: they are not JSON.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_with_arguments_read(call) for call in calls]}
+
+
+def _with_arguments_read(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"messages: the arguments of a call are not JSON: {error}", param="messages") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _call(text: str, key: str, names: Set[str]) -> Call | None:
+    """A call that JSON describes; None: it describes none."""
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+        if not isinstance(found, dict) or found.get("name") not in names or not isinstance(found.get(key), dict):
+            return None
+        arguments = json.dumps(found[key], ensure_ascii=False)
+        arguments.encode()
+    except (ValueError, TypeError, RecursionError):  # a name may be a list, a string half a character
+        return None
+    function = {"name": found["name"], "arguments": arguments}
+    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

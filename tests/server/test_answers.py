@@ -1,0 +1,188 @@
+"""What answers are made of, and that making them lets others go on."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import threading
+import weakref
+
+import httpx
+import pytest
+from server_of_tests import serving
+from small_vocabularies import make_tokenizer
+
+from chunkrt.errors import BusyError
+from chunkrt.server import app
+from chunkrt.server import chat as chats
+from chunkrt.server import completions as completed
+
+SPACE = "6"
+"""The token of a space, in the model's SentencePiece vocabulary."""
+
+
+def complete(url, **body):
+    answer = httpx.post(f"{url}/v1/completions", json={"max_tokens": 4, "temperature": 0} | body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_space_that_a_continuation_begins_with_is_kept(served, engine, echo):
+    tokens = engine.tokenizer.encode("hello", parse_special=False)
+    for prompt in ("hello", tokens):
+        for logprobs in (None, 1):
+            body = {"prompt": prompt, "logit_bias": {SPACE: 100}, "echo": echo, "n": 2, "logprobs": logprobs}
+            for choice in complete(served[1], **body)["choices"]:
+                assert choice["text"] == "hello" * echo + " " * 4
+
+
+def test_where_a_token_is_in_the_text(served):
+    (choice,) = complete(served[1], prompt="hello", logit_bias={SPACE: 100}, logprobs=1, echo=True)["choices"]
+    told = choice["logprobs"]
+    assert len(told["tokens"]) == len(told["text_offset"])
+    places = list(zip(told["tokens"], told["text_offset"], strict=True))[2:]  # after <s> and a space of no text
+    assert all(choice["text"][place:].startswith(token) for token, place in places)
+
+
+def test_bytes_that_are_no_characters_have_names_of_their_own(engine, monkeypatch):
+    """All in one name, the dictionary would hold one of them."""
+    tokenizer = make_tokenizer("byte_level")
+    parts = [i for i in range(128) if not tokenizer.token_bytes[i].isascii()]
+    assert len(parts) >= 3
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    with serving(engine) as (_, url):
+        body = {"prompt": [80, 81], "logit_bias": {str(parts[0]): 100}, "logprobs": 20, "max_tokens": 1}
+        (choice,) = complete(url, **body)["choices"]
+    (top,), (token,) = choice["logprobs"]["top_logprobs"], choice["logprobs"]["tokens"]
+    assert token == f"bytes:\\x{tokenizer.token_bytes[parts[0]][0]:02x}"
+    assert sum(name.startswith("bytes:") for name in top) >= 2
+    assert len(top) in (20, 21)
+
+
+def test_a_stream_of_nothing_but_the_prompt_says_that_it_ended(served):
+    body = {"prompt": ["hello", "there"], "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
+    lines = httpx.post(f"{served[1]}/v1/completions", json=body).text.split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert sorted((c["index"], c["text"], c["finish_reason"]) for c in choices) == [
+        (0, "", "length"),
+        (1, "", "length"),
+    ]
+    assert events[-1]["usage"]["completion_tokens"] == 0
+
+
+def test_a_batch_lets_others_in(engine):
+    finished = []
+
+    def batch(url):
+        complete(url, prompt=["hello"] * 12, max_tokens=40, logit_bias={"2": -100})
+        finished.append("batch")
+
+    with serving(engine, max_sessions=1, queue=2) as (service, url):
+        thread = threading.Thread(target=batch, args=(url,))
+        thread.start()
+        while service.admission.num_active == 0:
+            assert thread.is_alive()
+        complete(url, prompt="there")
+        finished.append("one")
+        thread.join()
+    assert finished == ["one", "batch"]
+
+
+def test_caches_are_copied_and_grammars_made_beside_the_event_loop(engine, monkeypatch):
+    loops, threads = set(), {}
+
+    def noting(name, function):
+        def noted(*arguments):
+            threads[name] = threading.get_ident()
+            return function(*arguments)
+
+        return noted
+
+    async def respond(*arguments, _respond=app._respond, **more):
+        loops.add(threading.get_ident())
+        return await _respond(*arguments, **more)
+
+    monkeypatch.setattr(app, "_respond", respond)
+    monkeypatch.setattr(engine, "fork_state", noting("fork", engine.fork_state))
+    for room in (chats, completed):
+        monkeypatch.setattr(room, "constraint_maker", noting(room.__name__, room.constraint_maker))
+    with serving(engine) as (_, url):
+        complete(url, prompt="hello", n=2)
+        httpx.post(
+            f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        )
+    assert len(threads) == 3
+    assert loops.isdisjoint(threads.values())
+
+
+def test_a_copy_that_nobody_waits_for_any_more_is_finished_before_what_it_copies_goes(engine, monkeypatch):
+    copying, go_on, copied = threading.Event(), threading.Event(), []
+    fork_state = engine.fork_state
+
+    def slowly(state):
+        copying.set()
+        assert go_on.wait(30)
+        copied.append(fork_state(state))
+        return copied[0]
+
+    monkeypatch.setattr(engine, "fork_state", slowly)
+
+    async def test():
+        async with await engine.asession() as session:
+            await session.aprefill("hello")
+            task = asyncio.create_task(session.afork())
+            await asyncio.to_thread(copying.wait, 30)
+            task.cancel()
+            task.cancel()
+            await asyncio.sleep(0.05)
+            assert not task.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert len(copied) == 1
+
+    asyncio.run(test())
+
+
+def test_no_room_for_the_copies_has_a_status_in_a_stream_too(engine, monkeypatch):
+    def full(state):
+        raise BusyError("no room")
+
+    monkeypatch.setattr(engine, "fork_state", full)
+    with serving(engine) as (_, url):
+        body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 503
+
+
+def test_what_failed_is_not_kept_by_what_waited_for_it():
+    """A cycle would keep states, with their caches, until the garbage collector comes by."""
+
+    class Held:
+        pass
+
+    class Http:
+        async def receive(self):
+            await asyncio.Event().wait()
+
+    async def work(held):
+        await asyncio.sleep(0)
+        raise ValueError(held)
+
+    async def test():
+        held = Held()
+        kept = weakref.ref(held)
+        with contextlib.suppress(ValueError):
+            await app._while_connected(Http(), work(held))
+        del held
+        await asyncio.sleep(0)  # what the loop was to call back lets go
+        return kept() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(test())
+    finally:
+        gc.enable()

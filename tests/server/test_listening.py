@@ -1,0 +1,136 @@
+"""A server in a process of its own, and how it ends."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from one_line import expect_one_line
+
+from chunkrt.cli.serve import _name
+
+SECONDS = 60
+LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0, "logit_bias": {"2": -100}, "stream": True}
+
+if sys.platform == "win32":
+    pytest.skip("signals of processes are POSIX's", allow_module_level=True)
+
+
+class Process:
+    def __init__(self, process):
+        self.process = process
+        self.err = process.stderr.readline()
+        self.url = self.err.partition(" is served at ")[2].partition(" ")[0]
+
+    def signal(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+
+    def end(self):
+        """Its exit status, the seconds until it came, and what it said beside where it is."""
+        begin = time.monotonic()
+        _, err = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, time.monotonic() - begin, err
+
+
+@pytest.fixture
+def serve(chat_folder):
+    @contextmanager
+    def serve(*arguments):
+        command = [sys.executable, "-P", "-m", "chunkrt", "serve", str(chat_folder), "--port", "0", "--threads", "1"]
+        process = subprocess.Popen([*command, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+        try:
+            yield Process(process)
+        finally:
+            process.kill()
+            process.wait()
+            process.stderr.close()
+
+    return serve
+
+
+def events_of(lines):
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_is_finished_and_what_waits_refused(serve, number):
+    refused = []
+
+    def wait(url):
+        refused.append(httpx.post(f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=SECONDS))
+
+    with serve("--max-sessions", 16) as server:
+        assert server.err.startswith("engine is served at http://127.0.0.1:")
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"n": 16}, timeout=SECONDS) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            thread = threading.Thread(target=wait, args=(server.url,))
+            thread.start()
+            while httpx.get(f"{server.url}/stats").json()["waiting_requests"] == 0:
+                assert thread.is_alive()
+            server.signal(number)
+            thread.join()
+            events = events_of(lines)
+        status, _, err = server.end()
+    assert (refused[0].status_code, refused[0].json()["error"]["code"]) == (503, "closing")
+    reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+    assert reasons.count("length") == 16
+    assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the time is over", "a second signal"])
+def test_what_cannot_be_finished_is_told_so(serve, again):
+    """Within the grace that was given, a part of a second, too; and without a traceback."""
+    with serve("--grace", 300 if again else 0.3, "--max-waiting", 2000) as server:
+        body = LONG | {"prompt": ["hello"] * 2000}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=SECONDS) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.signal()
+            if again:
+                time.sleep(0.3)  # one signal that is pending hides another
+                server.signal()
+            events = events_of(lines)
+        status, _, err = server.end()
+    assert events[-1]["error"]["code"] == "closing"
+    assert (status, err) == (0, "")
+
+
+def test_who_does_not_read_holds_nobody_up(serve):
+    with serve("--grace", 0) as server:
+        body = LONG | {"prompt": ["hello"] * 2000, "logprobs": 20}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=SECONDS):
+            time.sleep(1)
+            server.signal()
+            status, seconds, err = server.end()
+    assert (status, err) == (0, "")
+    assert seconds < 30
+
+
+def test_a_port_that_is_taken_is_one_line(command, serve, chat_folder):
+    with serve() as server:
+        port = server.url.rpartition(":")[2]
+        expect_one_line(command("serve", chat_folder, "--port", port), f"cannot listen at 127.0.0.1:{port} (")
+
+
+def test_a_name_that_is_allowed(serve):
+    with serve("--allow-host", "box.lan") as server:
+        assert httpx.get(f"{server.url}/health", headers={"Host": "box.lan"}).status_code == 200
+        assert httpx.get(f"{server.url}/health", headers={"Host": "other.lan"}).status_code == 403
+
+
+def test_what_clients_call_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    assert _name(".") == tmp_path.name
+    assert _name("model.gguf") == "model.gguf"
+    assert _name(f"{tmp_path}/") == tmp_path.name
+    assert _name("org/name:Q4_0") == "org/name:Q4_0"
+    assert _name("smollm2-135m-instruct") == "smollm2-135m-instruct"
+    assert Path(_name("..")).name == tmp_path.parent.name
