@@ -177,6 +177,7 @@ class TokenSequence:
 
     def load(self, file: SessionFile) -> None:
         """Be what a file holds. Raises as `State.load`; nothing has changed then. Broken off, all is run again."""
+        reuse = self._reuse.copy()
         self._reuse.before_run(0)  # what is loaded, nobody knows to be exact
         try:
             self.state.load(file)
@@ -186,6 +187,7 @@ class TokenSequence:
             self.tokens, self._dropped = said.tokens.tolist(), said.dropped.tolist()
             self.logits, self.follows_text = said.logits, said.follows_text
         except ModelError:
+            self._reuse = reuse
             raise
         except BaseException:
             self.logits = self._after_prompt = None
@@ -248,7 +250,7 @@ class TokenSequence:
     def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
         """Take and run tokens for which there is no room: as many as fit, then a shift, and so on."""
         tokens, dropped, last_logits = self.tokens.copy(), self._dropped.copy(), self.logits
-        state, results = self.state.snapshot(), list[PrefillResult]()
+        state, reuse, results = self.state.snapshot(), self._reuse.copy(), list[PrefillResult]()
         try:
             while new:
                 if not self._room:
@@ -258,7 +260,9 @@ class TokenSequence:
                 results.append((yield from self._extend(part, wanted)))
         except BaseException:
             self.tokens, self._dropped, self.logits = tokens, dropped, last_logits
+            self._reuse.before_run(0)  # an interrupt may fall before the state is what it was
             self.state.restore(state)
+            self._reuse = reuse
             raise
         rows = [result.logits for result in results if result.logits is not None]
         return replace(joined(results), logits=np.concatenate(rows) if logits == "all" else results[-1].logits)

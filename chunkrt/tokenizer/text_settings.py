@@ -94,9 +94,7 @@ def _is_id(value: object) -> bool:
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Those among some values that are sampling options' and finite numbers."""
     known = ((name, values.get(name)) for name in ADVISED)
-    return {
-        name: v for name, v in known if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
-    }
+    return {name: v for name, v in known if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)}
 
 
 def advised_sampling(values: Mapping[str, Any], *, is_random: bool) -> dict[str, float]:

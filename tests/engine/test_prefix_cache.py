@@ -13,7 +13,7 @@ from fixture_checkpoints import NAMES, checkpoint
 
 import chunkrt
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.prefix_cache.cache import Exactness
+from chunkrt.engine.prefix_cache.cache import Exactness, PrefixCache
 from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.run import Run, RunResult
@@ -227,6 +227,99 @@ def test_a_context_that_shifts() -> None:
                 for one in (prompt, prompt[:15], [1, 2]):
                     np.testing.assert_array_equal(session.prefill(one).logits, expected.prefill(one).logits)
         assert cached.stats().cached_tokens > 0
+
+
+class Failing:
+    """Has an engine's runs fail from the n-th on."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run, self.runs_left = engine.run, 10**9
+        monkeypatch.setattr(engine, "run", self)
+
+    def __call__(self, run: Run) -> RunResult:
+        self.runs_left -= 1
+        if self.runs_left < 0:
+            raise ConfigError("on purpose")
+        return self._run(run)
+
+
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
+def test_a_prompt_that_fails_after_a_shift_takes_nothing_from_the_cache(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the session held before is exact again, and kept when it is closed."""
+    with load(name, 8, prefix_cache="memory", context_shift=True, context_length=40) as engine:
+        failing, tokens = Failing(engine, monkeypatch), list(range(30))
+        with engine.session() as session:
+            session.prefill(tokens)
+            failing.runs_left = 2
+            with pytest.raises(ConfigError, match="on purpose"):
+                session.prefill([*tokens, *tokens, *tokens])
+            failing.runs_left = 10**9
+            assert session.prefill([7]).num_tokens == 1
+        assert engine.session().prefill([*tokens, 7, 8]).num_cached == 31
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", NAMES)
+def test_contexts_that_shift_and_prompts_that_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a session holds after shifts is not exact, and does not become so where a later prompt fails."""
+    options, random = {"context_shift": True, "context_length": 40}, Random(7)
+    with load(name, 8, prefix_cache="memory", **options) as cached, load(name, 8, **options) as plain:
+        failing = Failing(cached, monkeypatch)
+        prompt = [random.randrange(plain.plan.vocab_size) for _ in range(100)]
+        for _ in range(12):
+            with cached.session() as session, plain.session() as expected:
+                for _ in range(4):
+                    start = random.choice([0, 0, 3])
+                    part = prompt[start : start + random.randint(1, 70)]
+                    before, failing.runs_left = session.tokens, random.choice([0, 1, 2, 10**9])
+                    try:
+                        found = session.prefill(part).logits
+                    except ConfigError:
+                        assert session.tokens == before
+                        continue
+                    np.testing.assert_array_equal(found, expected.prefill(part).logits)
+                failing.runs_left = 10**9
+
+
+def test_a_prompt_that_is_too_long_for_the_cache_leaves_there_what_it_begins_with() -> None:
+    """Its own first tokens are kept as far as they fit, and nothing goes that it goes on from."""
+    with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
+        engine.session().prefill(range(64))
+        for_64 = engine.stats().prefix_bytes
+    limit = for_64 * 5 // 4
+    with load(CACHES_ONLY, 8, prefix_cache="memory", prefix_cache_memory=limit) as engine:
+        for first in (0, 100, 0):
+            prompt = [(first + i) % 128 for i in range(110)]
+            engine.session().prefill(prompt[:40])
+            engine.session().prefill(prompt)
+            assert engine.session().prefill(prompt).num_cached >= 64
+            assert engine.stats().prefix_bytes <= limit
+
+
+def test_another_prompt_of_the_same_length_has_recurrent_tensors_of_its_own() -> None:
+    """They part within the tokens of one node."""
+    with load(CONVOLUTION, 8, prefix_cache="memory") as engine:
+        for first in (1, 2):
+            prompt = [5, 5, 5, first, 7, 8]
+            engine.session().prefill(prompt)
+            assert engine.session().prefill([*prompt, 9, 9]).num_cached == len(prompt)
+
+
+def test_no_part_of_a_run_is_a_single_token_where_such_are_computed_elsewhere() -> None:
+    with load(CONVOLUTION, 8) as engine:
+        prompt = list(range(20))
+        state = engine.session()._sequence.state
+        for num_known in range(1, 20):
+            cache = PrefixCache(Exactness(step=1, tokens_differ=True), 1, LARGE)
+            with engine.session() as session:
+                session.prefill([*prompt[:num_known], 60])
+                cache.add(prompt[:num_known], session._sequence.state)
+            lengths = cache.part_lengths(prompt, state)
+            assert sum(lengths) == len(prompt)
+            assert min(lengths) > 1
+            assert len(lengths) > 1 or num_known in (1, 19)
 
 
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from random_folders import write_folder
 
 import chunkrt
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.prefix_cache import block_file, folder
+from chunkrt.engine.prefix_cache import block_file, disk, folder, opening
 from chunkrt.engine.prefix_cache.block_file import read_header
 from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.errors import ConfigError
@@ -204,6 +206,124 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     with load(model, prefix_cache=filled) as engine:
         engine.session().prefill(TOKENS[::-1])
     assert lines == [f"the prefix cache cannot write to {filled} (Read-only file system); it goes on in memory"]
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "Permission denied"), MemoryError(), folder.Timeout("lock")]
+)
+def test_what_failed_is_tried_again(
+    model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    with load(model, prefix_cache=tmp_path) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr("chunkrt.engine.prefix_cache.disk.write_block", fails)
+            engine.session().prefill(TOKENS[::-1])
+            while engine.prefix_cache._store._num_waiting_bytes:
+                time.sleep(0.01)
+        assert entries(tmp_path) == []
+        engine.session().prefill(TOKENS)
+    assert len(lines) == 1
+    assert cached_tokens(model, tmp_path, truth) == 576
+
+
+def test_a_file_that_cannot_be_read_now_is_left_alone(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    files = entries(filled)
+    with monkeypatch.context() as patched:
+        patched.setattr("chunkrt.engine.prefix_cache.disk.read_block", refuses)
+        assert cached_tokens(model, filled, truth) == 0
+    assert lines == [f"the prefix cache cannot read from {filled} (Too many open files); it goes on in memory"]
+    assert {entry.path for entry in files} <= {entry.path for entry in entries(filled)}
+    assert cached_tokens(model, filled, truth) == 576
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = block_file._read_header
+
+    def read_and_replace(file: object) -> object:
+        header = read(file)  # type: ignore[arg-type]
+        path = Path(file.name)  # type: ignore[attr-defined]
+        (path.parent / "other").write_bytes(path.read_bytes() + b"longer")
+        (path.parent / "other").replace(path)
+        return header
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file, "_read_header", read_and_replace)
+        assert cached_tokens(model, filled, truth) == 576
+    assert lines == []
+
+
+def test_what_another_build_computed_is_not_taken(
+    model: Path, filled: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "native_digest", lambda: "other kernels")
+    assert cached_tokens(model, filled, truth) == 0
+
+
+def test_a_thread_that_an_interrupt_kept_from_starting_starts_later(
+    model: Path, tmp_path: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: object) -> None:
+        raise KeyboardInterrupt
+
+    with load(model, prefix_cache=tmp_path) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(disk.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.session().prefill(TOKENS[:64])
+        engine.session().prefill(TOKENS)
+    assert cached_tokens(model, tmp_path, truth) == 576
+
+
+def test_what_was_queued_before_there_was_a_thread_is_written_at_the_end(
+    model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with load(model, prefix_cache=tmp_path) as engine, monkeypatch.context() as patched:
+        patched.setattr(disk.Thread, "start", fails)
+        np.testing.assert_array_equal(engine.session().prefill(TOKENS).logits, truth)
+    assert len(lines) == 1
+    assert cached_tokens(model, tmp_path, truth) == 576
+
+
+def test_what_waits_and_what_is_remembered_have_bounds(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, writes = Event(), threading.Semaphore(0)
+
+    def waits(*arguments: object, **options: object) -> None:
+        writes.release()
+        may_write.wait()
+        block_file.write_block(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("chunkrt.engine.prefix_cache.disk.write_block", waits)
+    monkeypatch.setattr(disk, "MOST_WAITING_BYTES", 1)
+    monkeypatch.setattr(disk, "MOST_NAMES", 2)
+    with load(model, prefix_cache=tmp_path) as engine:
+        engine.session().prefill(TOKENS)
+        writes.acquire()
+        engine.session().prefill(TOKENS[::-1])  # for which there is no room
+        store = engine.prefix_cache._store
+        assert store._queue.empty()
+        may_write.set()
+        while store._num_waiting_bytes:
+            time.sleep(0.01)
+        assert len(store._written) == 2
+        engine.session().prefill([*TOKENS[300:], *TOKENS[:100]])
+    written = {read_header(entry.path).tokens[:32] for entry in entries(tmp_path)}
+    assert tuple(TOKENS[300:332]) in written
+    assert tuple(TOKENS[::-1][:32]) not in written
 
 
 def test_what_is_no_folder_is_refused(model: Path, tmp_path: Path) -> None:

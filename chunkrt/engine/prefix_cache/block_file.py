@@ -12,6 +12,7 @@ What a reader does not find as it expects it makes the file a damaged one; nothi
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -96,7 +97,7 @@ def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
             raise ValueError("its header contradicts itself")
         size = len(header.tokens) * forms.cache_bytes + sum(header.rings) * STEP * forms.ring_bytes
         size += len(positions) * forms.recurrent_bytes + len(start) + _DIGEST_BYTES
-        if (found := path.stat().st_size) != size:
+        if (found := os.fstat(file.fileno()).st_size) != size:  # by now another file may have the name
             raise ValueError(f"it has {found} bytes, not {size}")
         arrays = _empty(header, forms)
         digest = xxhash.xxh3_128(start)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from threading import Lock
 from typing import Protocol
 
@@ -114,21 +114,22 @@ class PrefixCache:
             with self._lock:
                 wanted = tree.missing(tokens, state.first_in_rings, clock)
                 takes_recurrent = len(tokens) == state.position and tree.lacks_recurrent(tokens)
-            room, kept = self.limit, list[tuple[tuple[int, ...], int, bool]]()
-            for one in wanted:
-                part, start, is_new = one
+                extended = frozenset(tree.path(tokens))
+                room = self.limit - sum(node.num_bytes for node in extended)
+            kept = list[tuple[tuple[int, ...], int, bool]]()
+            for part, start, is_new in wanted:
                 has_rings = bool(forms.rings) and state.first_in_rings <= start
-                room -= len(part) * (is_new * forms.cache_bytes + has_rings * forms.ring_bytes) + is_new * NODE_BYTES
-                if room < 0:
+                size = len(part) * (is_new * forms.cache_bytes + has_rings * forms.ring_bytes) + is_new * NODE_BYTES
+                if size > room:
                     break
-                kept.append(one)
-            if takes_recurrent and room < forms.recurrent_bytes:
-                takes_recurrent = False
-            room -= takes_recurrent * forms.recurrent_bytes
+                room -= size
+                kept.append((part, start, is_new))
+            takes_recurrent = takes_recurrent and len(kept) == len(wanted) and forms.recurrent_bytes <= room
             if not kept and not takes_recurrent:
                 return
+            room -= takes_recurrent * forms.recurrent_bytes
             with self._lock:
-                evict(list(self._trees.values()), max(room, 0))
+                evict(list(self._trees.values()), room + sum(node.num_bytes for node in extended), extended)
             pieces = tuple(state.piece(forms, start, start + len(part), caches=is_new) for part, start, is_new in kept)
             recurrent = {len(tokens): state.recurrent()} if takes_recurrent else {}
             with self._lock:
@@ -158,9 +159,11 @@ class PrefixCache:
         wanted = {*range(between, num_tokens, between), parting // chunk * chunk}
         if forms.recurrent:
             wanted.add((num_tokens - 1) // chunk * chunk)
-        least_left = 2 if self.exactness.tokens_differ else 1
-        cuts = sorted(cut for cut in wanted if 0 < cut <= num_tokens - least_left)
-        return [end - begin for begin, end in zip([0, *cuts], [*cuts, num_tokens], strict=True)]
+        least, cuts = 2 if self.exactness.tokens_differ else 1, [0]
+        for cut in sorted(wanted):
+            if cuts[-1] + least <= cut <= num_tokens - least:
+                cuts.append(cut)
+        return [end - begin for begin, end in pairwise([*cuts, num_tokens])]
 
     def clear(self) -> None:
         """Forget everything that is in memory."""

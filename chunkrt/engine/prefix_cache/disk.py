@@ -2,8 +2,8 @@
 
 A name is the SHA-256 of the name before it and of the tokens, and the first of what an engine's bits depend on: who
 finds a file under a name has found what another computed of the same tokens, by the same model, in the same way.
-Files are written in a thread of their own. A damaged one is a miss, told in one line, and removed; where nothing can be
-written the cache goes on in memory.
+Files are written in a thread of their own. A damaged one is a miss, told in one line, and removed. What cannot be read
+or written is told once, and the cache goes on in memory; the next prompt tries again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ log = logging.getLogger(__name__)
 
 BLOCK = 8 * STEP
 """Tokens of a file at most."""
-MOST_WAITING = 64
-"""Prompts whose files wait to be written; of more none are."""
+MOST_WAITING_BYTES = 256 * 2**20
+"""What may wait to be written beside one prompt; of more prompts nothing is."""
+MOST_NAMES = 1 << 14
+"""Files of which it is remembered what they hold."""
 
 
 class _Step(NamedTuple):
@@ -42,6 +44,15 @@ class _Step(NamedTuple):
     tokens: tuple[int, ...]
     piece: PrefixPiece
     recurrent: dict[int, tuple[Array, ...]]
+
+
+class _Save(NamedTuple):
+    """Steps that follow one another from the first token on, to be written."""
+
+    forms: StateForms
+    rope_offset: int
+    steps: tuple[_Step, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +81,12 @@ class DiskStore:
         self._folder, self._owner = folder, owner
         self._written: dict[str, frozenset[object]] = {}
         """By name, what was written or read: recurrent tensors and rings may come later than the rest."""
-        self._queue: SimpleQueue[tuple[StateForms, int, list[_Step]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Save | None] = SimpleQueue()
+        self._num_waiting_bytes = 0
         self._thread: Thread | None = None
         self._starting = Lock()
-        self._is_writable = True
+        """Whoever starts the thread, or counts what waits for it, has it."""
+        self._told: set[str] = set()
 
     def load(self, forms: StateForms, tokens: Sequence[int], rope_offset: int, known: int) -> Iterator[Addition]:
         """What there is of some tokens beyond those that are known, a file at a time."""
@@ -94,20 +107,36 @@ class DiskStore:
 
     def save(self, forms: StateForms, rope_offset: int, nodes: Sequence[Node]) -> None:
         """Have nodes written that follow one another from the first token on, some time."""
-        if self._is_writable and self._queue.qsize() < MOST_WAITING:
-            steps = [_Step(n.tokens, n.piece, dict(n.recurrent)) for n in nodes if len(n.tokens) == STEP]
-            self._queue.put((forms, rope_offset, steps))
-            with self._starting:
-                if self._thread is None:
-                    self._thread = Thread(target=self._write_all, name="chunkrt prefix cache", daemon=True)
-                    self._thread.start()
+        whole = [node for node in nodes if len(node.tokens) == STEP]
+        if not whole:
+            return
+        steps = tuple(_Step(node.tokens, node.piece, dict(node.recurrent)) for node in whole)
+        save = _Save(forms, rope_offset, steps, sum(node.num_bytes for node in whole))
+        with self._starting:
+            if self._num_waiting_bytes and self._num_waiting_bytes + save.num_bytes > MOST_WAITING_BYTES:
+                return
+            self._num_waiting_bytes += save.num_bytes
+            self._queue.put(save)
+            self._have_written()
 
     def close(self) -> None:
         """Wait until all is written."""
-        if self._thread is not None:
+        with self._starting:
+            if not self._queue.empty():
+                self._have_written()  # an interrupt may have come before there was a thread
+            thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
             self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+            thread.join()
+
+    def _have_written(self) -> None:
+        """See to it that there is a thread."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=self._write_all, name="chunkrt prefix cache", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # there can be no more threads
+                self._tell("write to", error)
 
     def _read(
         self, forms: StateForms, engine: str, parent: str, start: int, tokens: tuple[int, ...]
@@ -119,34 +148,47 @@ class DiskStore:
             found = read_block(path, forms, expected)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, msgspec.ValidationError) as error:
+        except (ValueError, msgspec.ValidationError) as error:
             what = str(error) or type(error).__name__
             log.warning("%s is of no use to the prefix cache (%s); it is removed", path, " ".join(what.split()))
             self._written.pop(name, None)
             _remove(path)
             return None
+        except OSError as error:  # which says nothing of the file: too many are open, say
+            self._tell("read from", error)
+            return None
         self._folder.touch(name)
-        self._written[name] = _parts(found)
+        self._note(name, found)
         return found
 
+    def _tell(self, what: str, error: Exception) -> None:
+        """Tell the user of what does not work, once."""
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        line = f"the prefix cache cannot {what} {self._folder.path} ({reason}); it goes on in memory"
+        if line not in self._told:
+            self._told.add(line)
+            log.warning("%s", line)
+
+    def _note(self, name: str, found: Addition) -> None:
+        """Remember what a file holds."""
+        self._written[name] = _parts(found)
+        while len(self._written) > MOST_NAMES:
+            self._written.pop(next(iter(self._written)), None)
+
     def _write_all(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (save := self._queue.get()) is not None:
             try:
-                self._write(*item)
-            except OSError as error:
-                if self._is_writable:
-                    self._is_writable = False
-                    what = error.strerror or error
-                    log.warning(
-                        "the prefix cache cannot write to %s (%s); it goes on in memory", self._folder.path, what
-                    )
+                self._write(save.forms, save.rope_offset, save.steps)
+            except Exception as error:  # of this prompt nothing more is written; of the next perhaps
+                self._tell("write to", error)
+            finally:
+                with self._starting:
+                    self._num_waiting_bytes -= save.num_bytes
 
     def _write(self, forms: StateForms, rope_offset: int, steps: Sequence[_Step]) -> None:
         engine = parent = self._owner.digest(forms, rope_offset)
         for first in range(0, len(steps), BLOCK // STEP):
             several = steps[first : first + BLOCK // STEP]
-            if not self._is_writable:
-                return
             tokens = tuple(token for step in several for token in step.tokens)
             recurrent = {position: kept for step in several for position, kept in sorted(step.recurrent.items())}
             found = Addition(pieces=tuple(step.piece for step in several), recurrent=recurrent)
@@ -155,8 +197,9 @@ class DiskStore:
                 rings = tuple(piece.rings is not None for piece in found.pieces)
                 header = self._header(engine, parent, first * STEP, tokens, rings, tuple(recurrent))
                 size = block_bytes(header, found)
-                self._folder.write(name, size, partial(write_block, header=header, addition=found))
-                self._written[name] = _parts(found)
+                if not self._folder.write(name, size, partial(write_block, header=header, addition=found)):
+                    return  # what comes after it would never be found
+                self._note(name, found)
             parent = name
 
     def _header(

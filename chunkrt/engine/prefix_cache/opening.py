@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
+import xxhash
+
+from chunkrt import _native
 from chunkrt.backends import Backend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.native.cpu import selected_kernels
@@ -79,6 +84,7 @@ def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
     backends = engine.npu_backend.name, engine.cpu_backend.name
     has_htp = backends[0] == QNN
     identity = {
+        "chunkrt": [version("chunkrt"), native_digest()],  # that runs; another may have compiled
         **{name: value for name, value in engine.identity.items() if name not in _UNIMPORTANT},
         "files": [(name, digest) for name, (_, digest) in sorted(manifest.files.items()) if name in (PLAN, WEIGHTS)],
         "backends": backends,
@@ -90,6 +96,12 @@ def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
         "raw keys": options.context_shift,
     }
     return Owner(model=manifest.model, scheme=manifest.scheme.name, identity=identity)
+
+
+@cache
+def native_digest() -> str:
+    """Hexadecimal, of the compiled kernels."""
+    return xxhash.xxh3_128_hexdigest(Path(_native.__file__).read_bytes())
 
 
 def default_bytes() -> int:

@@ -10,7 +10,7 @@ Every change is one assignment, after which the tree is whole: an interrupt may 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -144,8 +144,9 @@ class PrefixTree:
 
     def lacks_recurrent(self, tokens: Sequence[int]) -> bool:
         """Whether recurrent tensors after these tokens would be new."""
-        path = self.path(tokens)
-        return bool(self.forms.recurrent) and not any(len(tokens) in node.recurrent for node in path[-1:])
+        if not self.forms.recurrent:
+            return False
+        return self.matched(tokens) < len(tokens) or len(tokens) not in self.path(tokens)[-1].recurrent
 
     def add(self, tokens: Sequence[int], addition: Addition, clock: int) -> None:
         """Add what is not there by now; nothing behind a node that is gone."""
@@ -242,8 +243,8 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def evict(trees: Sequence[PrefixTree], limit: int) -> None:
-    """Remove leaves, the least recently used first, if all take more than a limit.
+def evict(trees: Sequence[PrefixTree], limit: int, kept: Collection[Node] = ()) -> None:
+    """Remove leaves, the least recently used first, but for those that are to be kept, if all take more than a limit.
 
     A little more goes than has to, so that not every call looks for them.
     """
@@ -251,7 +252,8 @@ def evict(trees: Sequence[PrefixTree], limit: int) -> None:
     if num_bytes <= limit:
         return
     order, least = count(), limit - limit // 16
-    leaves = [(node.used, next(order), node, tree) for tree in trees for node in tree.nodes() if not node.children]
+    nodes = ((node, tree) for tree in trees for node in tree.nodes() if not node.children)
+    leaves = [(node.used, next(order), node, tree) for node, tree in nodes if node not in kept]
     heapq.heapify(leaves)
     while leaves and num_bytes > least:
         _, _, leaf, tree = heapq.heappop(leaves)
@@ -259,5 +261,5 @@ def evict(trees: Sequence[PrefixTree], limit: int) -> None:
         assert parent is not None
         num_bytes -= leaf.num_bytes
         tree.remove(leaf)
-        if not parent.children and parent.parent is not None:
+        if not parent.children and parent.parent is not None and parent not in kept:
             heapq.heappush(leaves, (parent.used, next(order), parent, tree))

@@ -128,8 +128,9 @@ class EngineMirror:
     def make_state(self, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int) -> State:
         """An empty state that has its like on every follower."""
         number = self._leader.new_number()
-        self._leader.call(self._number, "make_state", result=number)
-        return MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
+        state = MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
+        self._leader.call(self._number, "make_state", result=number)  # it goes there when that goes here, come what may
+        return state
 
     def check(self, run: Run) -> None:
         """See `Followers.check`."""
@@ -238,8 +239,8 @@ class MirroredState(State):
     def snapshot(self) -> MirroredSnapshot:
         """See `State.snapshot`."""
         snapshot = MirroredSnapshot(**vars(super().snapshot()), number=self._leader.new_number())
-        self._leader.call(self.number, "snapshot", result=snapshot.number)
         self._leader.forget_with(snapshot, snapshot.number)
+        self._leader.call(self.number, "snapshot", result=snapshot.number)
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
