@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import EXPERTS_OP, Node, Plan
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.dataflow import DataFlow
@@ -113,12 +114,17 @@ def residual_scaling(plan: Plan, calibration: Calibration) -> ResidualScaling:
     why.
 
     Args:
-        plan: the decoder as it is by nature, without shadows; the calibration is its own.
+        plan: the decoder as it is by nature, without shadows.
+
+    Raises:
+        QuantizationError: the calibration is of another decoder.
     """
     stream = _Stream(DataFlow(plan))
     obstacle = stream.follow()
     if obstacle:
         obstacle = f"it cannot be scaled: {obstacle}"
+    if unknown := sorted(stream.values - calibration.peaks.keys()):
+        raise QuantizationError(f"the calibration knows nothing of {unknown[0]!r}; calibrate this model anew")
     peak = max((calibration.peaks[name] for name in stream.values), default=0.0)
     exponent = _exponent(peak)
     if exponent > LARGEST_EXPONENT:

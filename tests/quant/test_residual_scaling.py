@@ -1,5 +1,6 @@
 """Residual scaling: chosen by calibration, exact in every family, and of no effect where float16 suffices."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import chunkrt
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.compile import compiler
 from chunkrt.compile.calibrate import calibrate
+from chunkrt.errors import QuantizationError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import read_config
@@ -196,6 +198,14 @@ def test_a_stream_that_no_scale_holds():
     model = model_of("llama_mha")
     scaling = residual_scaling(model.plan, with_peak(calibration_of(model), 1e9))
     assert (scaling.exponent, scaling.obstacle) == (0, f"it would need a scale below 2^-{LARGEST_EXPONENT}")
+
+
+def test_the_calibration_of_another_decoder():
+    message = (
+        "the calibration knows nothing of 'model.layers.0.post_feedforward_layernorm.output'; calibrate this model anew"
+    )
+    with pytest.raises(QuantizationError, match="^" + re.escape(message)):
+        residual_scaling(model_of("gemma3_scaled").plan, calibration_of(model_of("llama_mha")))
 
 
 @pytest.fixture(scope="module")
