@@ -24,6 +24,7 @@ from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.ranges import METHODS, Method
+from chunkrt.quant.residual_scaling import ResidualScaling, residual_scaling
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 
 NUM_SHOWN = 5
@@ -63,6 +64,9 @@ def calibrate(
     With --scheme w8a8 --shadow auto, or --scheme mixed, it also searches for what keeps within --budget, and prints
     what was chosen and why. The other commands find that again under the same options; those
     that use an NPU need --outputs grid for w8a8 here, and a text of one's own goes to them as the file that -o writes.
+
+    A residual stream that comes near to the end of float16, or leaves it, is scaled by a power of two when a model is
+    compiled under a static scheme; which one is printed.
 
     percentile is for models without massive values: many decoders keep single values thousands of times the median,
     and stop working when these are cut off.
@@ -105,13 +109,14 @@ def calibrate(
             )
     if output:
         calibration.save(output)
-    summary = _summary(planned.plan, calibration, output or path)
+    scaling = residual_scaling(planned.plan, calibration)
+    summary = _summary(planned.plan, calibration, scaling, output or path)
     if recipe.search:
         summary["choice"] = choice.to_dict() | {"path": str(choice_path)}
     if as_json:
         click.echo(json.dumps(summary, indent=1, ensure_ascii=False))
         return
-    _print(summary)
+    _print(summary, scaling)
     if recipe.search:
         click.echo("\n" + "\n".join(choice_lines(choice)) + f"\nsaved to {choice_path}")
 
@@ -125,7 +130,7 @@ def _read(path: Path) -> str:
         raise ConfigError(f"the text in {path} is not UTF-8: {error}") from error
 
 
-def _summary(plan: Plan, calibration: Calibration, path: Path) -> dict[str, Any]:
+def _summary(plan: Plan, calibration: Calibration, scaling: ResidualScaling, path: Path) -> dict[str, Any]:
     widest = max(calibration.peaks, key=lambda name: calibration.peaks[name])
     linears = [_linear(weight, node, calibration) for weight, node in linear_nodes(plan).items()]
     linears.sort(key=lambda row: row["ratio"] or 0, reverse=True)
@@ -135,6 +140,7 @@ def _summary(plan: Plan, calibration: Calibration, path: Path) -> dict[str, Any]
         "tokens": calibration.token_ids.size,
         "values": len(calibration.peaks),
         "widest": {"name": widest, "peak": calibration.peaks[widest]},
+        "residual_stream": {"peak": scaling.peak, "exponent": scaling.exponent, "obstacle": scaling.obstacle or None},
         "most_uneven": linears[:NUM_SHOWN],
         "path": str(path),
     }
@@ -153,11 +159,12 @@ def _linear(weight: str, node: Node, calibration: Calibration) -> dict[str, Any]
     }
 
 
-def _print(summary: dict[str, Any]) -> None:
+def _print(summary: dict[str, Any], scaling: ResidualScaling) -> None:
     widest = summary["widest"]
     click.echo(
         f"{summary['tokens']} tokens, {summary['values']} values, limits by {summary['method']}\n"
         f"widest: {widest['name']}, {widest['peak']:.5g} (float16 ends at 65504)\n"
+        f"{scaling}\n"
     )
     rows = [("linears with the most uneven outputs", "input", "8-bit limit", "largest column", "median", "ratio")]
     for row in summary["most_uneven"]:

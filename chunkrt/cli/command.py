@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Model": ("model_option", "more_models", "revision", "settings_file"),
     "Quantisation": ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation"),
-    "Where it runs": ("npu", "soc", "htp", "on_npu_failure", "decode_on", "placement", "ops"),
+    "Where it runs": ("npu", "soc", "htp", "on_npu_failure", "decode_on", "placement", "npu_strict", "ops"),
     "How it runs": ("threads", "affinity", "chunk_length", "policy", "chunks_in_flight", "batcher", "queue"),
     "Context and memory": (
         "context_length",

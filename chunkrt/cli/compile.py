@@ -23,11 +23,11 @@ from chunkrt.progress import ShownProgress
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
 @click.option("--soc", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
 @click.option("--chunk", "chunk_length", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
-@engine_fields(*QUANTISATION_FIELDS, "placement")
+@engine_fields(*QUANTISATION_FIELDS, "placement", "npu_strict")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 @engine_fields("htp")
 @verbose_option
-@settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "htp")
+@settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "npu_strict", "htp")
 def compile(
     model: str,
     output: Path,
@@ -35,6 +35,7 @@ def compile(
     chunk_length: str | int | None,
     as_json: bool,
     placement: Path | Placement | None,
+    npu_strict: bool,
     htp: HtpOptions,
     **quantisation: Any,
 ) -> None:
@@ -55,6 +56,7 @@ def compile(
     options = EngineOptions(
         npu="qnn" if soc is not None else "native",
         placement=placement,
+        npu_strict=npu_strict,
         htp=htp,
         **quantisation,
     )

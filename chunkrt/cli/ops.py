@@ -14,7 +14,8 @@ from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, defaul
 from chunkrt.backends.switches import Switches
 from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import planning_options, ranks_options
-from chunkrt.cli.plan import chosen_ranks, read_model
+from chunkrt.cli.plan import chosen_ranks, placement_of, read_model
+from chunkrt.engine.capability import plan_by_capability
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import supports_by_role
 
@@ -44,6 +45,7 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
     switches, registry = Switches.parse(options.ops), registered_operators()
     check_switches(switches, registry)
     plan, scheme, _ = read_model(model, options, chosen_ranks(model, rank, size))
+    plan, _ = plan_by_capability(plan, scheme, options, placement_of(model, options))
     dispatcher = Dispatcher(plan, scheme, registry, switches, default=default_base(options.npu))
     players = supports_by_role(options, scheme)
     supports, roles = dict(players.values()), {device: name for device, (name, _) in players.items()}

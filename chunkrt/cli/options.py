@@ -80,6 +80,7 @@ PLANNING_FIELDS = (
     "chunk_length",
     "context_length",
     "placement",
+    "npu_strict",
     "soc",
     "htp",
     "cache_dtype",
@@ -93,7 +94,7 @@ ALIASES = {
 }
 """What peers call an option, llama.cpp before all."""
 _CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8"}
-_FOR_NPUS = ("soc", "htp", "on_npu_failure", "decode_on")
+_FOR_NPUS = ("soc", "htp", "on_npu_failure", "decode_on", "npu_strict")
 _READERS: dict[str, Callable[[Any], Any]] = {
     "budget": _number("--budget", "kl=NATS, as in kl=0.01", prefix="kl="),
     "equalisation": _number("--equalise", "0 to 1, or off", word="off"),

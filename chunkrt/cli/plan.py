@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import planning_options, ranks_options
+from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement
@@ -26,6 +28,7 @@ from chunkrt.engine_directory.manifest import is_engine_directory, open_weights,
 from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
+from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.progress import ShownProgress
@@ -54,6 +57,8 @@ def plan(
 ) -> None:
     """Show the subgraphs of MODEL: device, weights, bytes across the boundary, FLOPs, state.
 
+    cpu* marks what goes there because the NPU cannot compile it, and a line says why.
+
     A plan that --npu and --ops could not run is refused, but with --save-onnx: another may run the files.
     """
     options = EngineOptions(**settings)
@@ -69,7 +74,9 @@ def plan(
         prompt_length = min(DEFAULT_PROMPT_LENGTH, context_length)
     if not 1 <= prompt_length <= context_length:
         raise ConfigError(f"--prompt-length is {prompt_length}, expected 1 to {context_length}, the context")
+    moved: list[Moved] = []
     if save_onnx is None:
+        found, moved = plan_by_capability(found, scheme, options, placement_of(model, options))
         check_runs(found, scheme, options)
     figures = subgraph_figures(found, scheme, chunk_length=chunk_length)
     attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
@@ -84,14 +91,24 @@ def plan(
             "prompt_length": prompt_length,
             "subgraphs": [asdict(f) for f in figures],
             "attention": asdict(attention),
+            "moved": [asdict(each) for each in moved],
             "plan": json.loads(found.to_json()),
         }
         click.echo(json.dumps(summary, indent=1))
     else:
-        _print(figures, attention, ranks, chunk_length, prompt_length)
+        nodes = {each.node for each in moved}
+        marked = {s.name for s in found.subgraphs if any(node.name in nodes for node in s.nodes)}
+        _print(figures, attention, ranks, chunk_length, prompt_length, marked)
+        if moved:
+            click.echo(f"* {told(moved)}")
         if scheme.weight_bits == 4:
             counts = linears_by_weight_bits(found, scheme)
             click.echo(f"weights of {counts[4]} linears have 4 bits, of {counts[8]} 8 bits")
+
+
+def placement_of(model: str, options: EngineOptions) -> Placement:
+    """What a model's plan is placed by: an engine directory's own placement, or that of the options."""
+    return read_manifest(Path(model)).placement if is_engine_directory(Path(model)) else options_placement(options)
 
 
 def chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:
@@ -154,6 +171,7 @@ def _print(
     ranks: Ranks,
     chunk_length: int,
     prompt_length: int,
+    marked: Container[str],
 ) -> None:
     row = "{:14} {:4} {:8} {:>6} {:>12} {:>13} {:>14} {:>6}"
     click.echo(row.format("subgraph", "on", "kind", "nodes", "weights MB", "boundary KB", "linear MFLOP", "state"))
@@ -161,7 +179,8 @@ def _print(
         kind = "sum" if f.device == "link" else "static" if f.is_static else "dynamic"
         weights, crossing = f"{f.weight_bytes / 1e6:.2f}", f"{f.crossing_bytes / 1e3:.1f}"
         flops = f"{f.linear_flops / 1e6:.1f}"
-        click.echo(row.format(f.name, f.device, kind, f.num_nodes, weights, crossing, flops, len(f.state_slots)))
+        device = f"{f.device}*" if f.name in marked else f.device
+        click.echo(row.format(f.name, device, kind, f.num_nodes, weights, crossing, flops, len(f.state_slots)))
     for device in ("npu", "cpu"):
         mine = [f for f in figures if f.device == device]
         total_flops, total_bytes = sum(f.linear_flops for f in mine), sum(f.weight_bytes for f in mine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
@@ -30,6 +31,7 @@ from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.onnx.importing import OnnxSource, import_decoder, is_onnx, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
+from chunkrt.quant.residual_scaling import residual_scaling
 from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.tokenizer import Tokenizer
 
@@ -96,7 +98,7 @@ def compile_checkpoint(
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
             left behind.
     """
-    scheme, ranges = recipe.scheme, None
+    scheme, ranges, scaling = recipe.scheme, None, None
     check_scheme_of_ranks(scheme, ranks.size)
     source, decoder = open_decoder(checkpoint, ranks)
     if isinstance(source, OnnxSource) or scheme.is_static:
@@ -105,7 +107,11 @@ def compile_checkpoint(
             verify(source, plain.plan, plain.load)
         if scheme.is_static:
             scheme, ranges = prepare(plain, checkpoint, recipe, calibration, model=model, progress=progress)
+            scaling = residual_scaling(plain.plan, ranges)
     planned = plan_decoder(source, decoder, placement, scheme.is_shadowed)
+    if ranges is not None and scaling is not None:
+        log.log(logging.WARNING if scaling.obstacle else logging.INFO, "%s", scaling)
+        planned, ranges = replace(planned, plan=scaling.plan(planned.plan)), scaling.calibration(planned.plan, ranges)
     scheme = settle(planned, scheme)
     if check is not None:
         check(planned.plan, scheme)

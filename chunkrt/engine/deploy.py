@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn import QnnBackend, find_soc
+from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.roles import contexts_folder
@@ -19,7 +20,6 @@ from chunkrt.engine_directory.manifest import (
     NpuTarget,
     open_weights,
     read_manifest,
-    read_plan,
     write_manifest,
 )
 from chunkrt.errors import ConfigError, ModelError
@@ -55,7 +55,8 @@ def compile_engine(
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
-    manifest, plan, weights = read_manifest(engine), read_plan(engine), open_weights(engine)
+    manifest, weights = read_manifest(engine), open_weights(engine)
+    plan = plan_to_run(engine, manifest, options)
     scheme = manifest.scheme
     if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")

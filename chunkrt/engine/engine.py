@@ -17,6 +17,7 @@ from chunkrt.backends.dispatch import Dispatcher, default_base, registered_opera
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.cache_memory import CacheMemory
+from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.checks import check_cache, check_cache_memory, check_shift, default_cache_dtype
 from chunkrt.engine.executors import ExecutorBuilder
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
@@ -29,7 +30,7 @@ from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine.session_file import Conversation, SessionFile
 from chunkrt.engine.stats import EngineStats
-from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_plan
+from chunkrt.engine_directory.manifest import open_weights, read_manifest
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.errors import ClosedError, ConfigError, ModelError, OutOfMemoryError
@@ -69,8 +70,7 @@ class Engine(ManyPrompts):
         if self.manifest.ranks != (ranks := ranks_of(communicator)):
             raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
         self._verification = Verification(folder, self.manifest)
-        plan = read_plan(folder)
-        self.plan: Plan = plan.with_raw_keys() if options.context_shift else plan
+        self.plan: Plan = plan_to_run(folder, self.manifest, options)
         self.scheme: Scheme = self.manifest.scheme
         self.context_length = choose_context_length(self.plan, options)
         check_shift(self.context_length, options)

@@ -42,6 +42,7 @@ class LoadOptions(TypedDict, total=False):
     affinity: str
     context_length: int | None
     placement: Path | Placement | None
+    npu_strict: bool
     soc: str | None
     on_npu_failure: OnNpuFailure | None
     htp: HtpOptions

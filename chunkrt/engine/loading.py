@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Unpack
 from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import check_switches, registered_operators
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.capability import check_plan
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.load_options import LoadOptions, shows_options
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
-from chunkrt.engine.roles import check_runs
 from chunkrt.errors import ConfigError, OutOfMemoryError, unknown_name
 from chunkrt.files import Progress, no_progress
 from chunkrt.progress import find_progress
@@ -91,7 +91,7 @@ def _load(
         engine = load_part(str(model), chosen, launch, tell, mirror)
         mirror.check_loaded(engine.identity)
         return engine
-    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator), check=check_runs)
+    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator), check=check_plan)
     return Engine(folder, chosen, progress=tell, communicator=communicator)
 
 
@@ -110,7 +110,7 @@ def load_part(
     mirror: EngineMirror | None = None,
 ) -> Engine:
     """Load this rank's part of a model; the ranks of a machine share its processor."""
-    folder = engine_folder(model, options, progress, ranks_of(launch), check=check_runs)
+    folder = engine_folder(model, options, progress, ranks_of(launch), check=check_plan)
     if options.threads is None:
         options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
     return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)

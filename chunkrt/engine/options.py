@@ -234,6 +234,11 @@ class EngineOptions:
         "TOML file that places modules.",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
     )
+    npu_strict: bool = _option(
+        "--npu-strict/--no-npu-strict",
+        "Refuse a model of which the NPU cannot compile a part.  [default: that part goes to the CPU]",
+        default=False,
+    )
     soc: str | None = _option(
         "--soc", "The SoC whose NPU is used or emulated.  [default: this one, or SM8650]", check=find_soc
     )

@@ -79,3 +79,11 @@ def place(decoder: Module, placement: Placement) -> None:
             for below in module.modules():
                 if below is not module:
                     below.device = by_themselves[below.path]
+
+
+def placed_by_name(placement: Placement, node: str) -> Place | None:
+    """Where a placement puts a node, whose name begins with the path of its module; None where it says nothing."""
+    parts = node.split(".")
+    paths = [".".join(parts[:length]) for length in range(len(parts))]
+    devices = [device for pattern, device in placement.items() if any(fnmatchcase(path, pattern) for path in paths)]
+    return devices[-1] if devices else None

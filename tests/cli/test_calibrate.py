@@ -9,6 +9,7 @@ from fixture_checkpoints import checkpoint
 from chunkrt.compile import calibrate as calibration_module
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.graph.plan import linear_nodes
+from chunkrt.quant import residual_scaling
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import SCHEMES, Recipe
 
@@ -51,6 +52,7 @@ def test_the_same_as_data(command, cache, text):
         "tokens": 12,
         "values": len(made.peaks),
         "widest": {"name": widest, "peak": made.peaks[widest]},
+        "residual_stream": {"peak": stream_peak(made), "exponent": 0, "obstacle": None},
         "path": str(path),
     }
     ratios = {name: limits.max() / np.median(limits) for name, limits in made.column_peaks.items()}
@@ -62,6 +64,25 @@ def test_the_same_as_data(command, cache, text):
         assert (row["input"], row["input_limit"]) == (made.peaks[node.inputs[0]], made.limits[node.inputs[0]])
         assert row["largest_column"] == limits.max()
         assert row["median_column"] == np.median(limits)
+
+
+def stream_peak(calibration):
+    """Of the embeddings, of what is added to them, and of the sums."""
+    added = (f"{linear}.{value}" for linear in ("o_proj", "down_proj") for value in ("product", "output"))
+    stream = ("embed_tokens.output", *added, "attention_residual", "layers.0.output", "layers.1.output")
+    return max(peak for name, peak in calibration.peaks.items() if name.endswith(stream))
+
+
+def test_the_scale_of_the_residual_stream(command, text, monkeypatch):
+    finished = command("calibrate", GGUF, "--text", text)
+    (line,) = (line for line in finished.out.splitlines() if line.startswith("the residual stream reaches "))
+    assert line.endswith(" and keeps its scale (float16 ends at 65504)")
+    peak = float(line.split()[4])
+    monkeypatch.setattr(residual_scaling, "HEADROOM", 65_504 / peak * 3)
+    finished = command("calibrate", GGUF, "--text", text)
+    assert f"the residual stream reaches {peak:.6g} and is scaled by 2^-2, to {peak / 4:.6g}\n" in finished.out
+    summary = json.loads(command("calibrate", GGUF, "--text", text, "--json").out)
+    assert summary["residual_stream"]["exponent"] == 2
 
 
 def test_a_copy_where_one_wants_it(command, cache, text, tmp_path):

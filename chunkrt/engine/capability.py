@@ -1,0 +1,138 @@
+"""Placement by capability: what the NPU's backend cannot compile goes to the CPU.
+
+Decided on the plan when an engine is loaded, since one engine directory serves any NPU and none. What a placement puts
+on the NPU by name stays there, and is refused; with `npu_strict` everything is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from chunkrt.backends import Support
+from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
+from chunkrt.backends.sections import cut
+from chunkrt.backends.switches import Switches
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import options_placement
+from chunkrt.engine.roles import Supports, check_runs, linear_refusal, npu_under
+from chunkrt.engine_directory.manifest import Manifest, read_plan
+from chunkrt.errors import PartitionError
+from chunkrt.graph.placement import Placement, placed_by_name
+from chunkrt.graph.plan import Device, Plan, Subgraph
+from chunkrt.graph.uses import Use
+from chunkrt.quant.scheme import Scheme
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """An operator that goes to the CPU: its name, its last node, and the NPU's reason."""
+
+    operator: str
+    node: str
+    reason: str
+
+
+def plan_by_capability(
+    plan: Plan, scheme: Scheme, options: EngineOptions, placement: Placement
+) -> tuple[Plan, list[Moved]]:
+    """Move what the NPU cannot compile to the CPU: its subgraph is cut there.
+
+    A plan of which the NPU takes everything is returned as it is; so is any where no NPU is used, where the NPU has no
+    linears under the scheme, and with `npu_strict`: `check_runs` refuses what cannot be run.
+
+    Args:
+        placement: what the plan was placed by.
+
+    Raises:
+        PartitionError: nobody has an operator; the placement puts one on the NPU that cannot compile it.
+        ConfigError, BackendUnavailableError: see `check_runs`.
+    """
+    supports = npu_under(options, scheme)
+    if supports is None or options.npu_strict or linear_refusal(supports, scheme):
+        return plan, []
+    name = "qnn" if options.npu == "auto" else options.npu
+    dispatcher = Dispatcher(
+        plan,
+        scheme,
+        registered_operators(),
+        Switches.parse(options.ops),
+        default=default_base(options.npu),
+        warns=False,
+    )
+    subgraphs: list[Subgraph] = []
+    moved: list[Moved] = []
+    for subgraph in plan.subgraphs:
+        if subgraph.device != "npu" or _is_taken(dispatcher, subgraph, name, supports, scheme):
+            subgraphs.append(subgraph)
+            continue
+        uses = _checked_alone(dispatcher, subgraph, plan, name, supports, scheme)
+        refused = [each for _, each in uses if each]
+        for each in refused:
+            if placed_by_name(placement, each.node) == "npu":
+                raise PartitionError(f"{name} cannot run node {each.node}, which is placed on the NPU: {each.reason}")
+        subgraphs += _cut(subgraph, plan, uses)
+        moved += refused
+    return (replace(plan, subgraphs=tuple(subgraphs)), moved) if moved else (plan, [])
+
+
+def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Plan:
+    """The plan of an engine directory as an engine runs it. Raises as `plan_by_capability`, and ModelError."""
+    plan = read_plan(folder)
+    plan = plan.with_raw_keys() if options.context_shift else plan
+    plan, moved = plan_by_capability(plan, manifest.scheme, options, manifest.placement)
+    if moved:
+        log.warning("%s", told(moved))
+    return plan
+
+
+def check_plan(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
+    """Refuse a plan that is to be compiled, and that an engine could not run. Raises as those that it calls."""
+    check_runs(plan_by_capability(plan, scheme, options, options_placement(options))[0], scheme, options)
+
+
+def told(moved: Sequence[Moved]) -> str:
+    """One line: how many of each operator go to the CPU, the first of them, and why."""
+    groups = [list(group) for _, group in groupby(sorted(moved, key=lambda m: m.operator), key=lambda m: m.operator)]
+    parts = [f"{len(group)} {group[0].operator} (first {group[0].node}: {group[0].reason})" for group in groups]
+    return f"the CPU runs what the NPU cannot: {'; '.join(parts)}; --npu-strict refuses such a model"
+
+
+def _is_taken(dispatcher: Dispatcher, subgraph: Subgraph, name: str, supports: Supports, scheme: Scheme) -> bool:
+    sections = dispatcher.sections(subgraph, name)
+    return all(section.steps or supports(section.subgraph, section.plan, scheme) for section in sections)
+
+
+def _checked_alone(
+    dispatcher: Dispatcher, subgraph: Subgraph, plan: Plan, name: str, supports: Supports, scheme: Scheme
+) -> list[tuple[Use, Moved | None]]:
+    """The operators of a subgraph, and of those that a backend does not take by themselves, why."""
+    runners = dispatcher.runners(subgraph, name)
+    parts = cut(subgraph, plan, [use.nodes for use, _ in runners])
+    alone = _with_parts(plan, subgraph, parts)
+    found: list[tuple[Use, Moved | None]] = []
+    for (use, runner), part in zip(runners, parts, strict=True):
+        support = supports(part, alone, scheme) if runner.function is None else Support(ok=True)
+        moved = Moved(operator=use.operator, node=support.node or use.node.name, reason=support.reason)
+        found.append((use, None if support else moved))
+    return found
+
+
+def _cut(subgraph: Subgraph, plan: Plan, uses: Sequence[tuple[Use, Moved | None]]) -> list[Subgraph]:
+    """Where the device changes."""
+    groups = [(is_moved, list(group)) for is_moved, group in groupby(uses, key=lambda use: use[1] is not None)]
+    if len(groups) == 1:
+        return [replace(subgraph, device="cpu") if groups[0][0] else subgraph]
+    parts = cut(subgraph, plan, [[node for use, _ in group for node in use.nodes] for _, group in groups])
+    devices: list[Device] = ["cpu" if is_moved else "npu" for is_moved, _ in groups]
+    return [replace(part, device=device) for part, device in zip(parts, devices, strict=True)]
+
+
+def _with_parts(plan: Plan, subgraph: Subgraph, parts: Sequence[Subgraph]) -> Plan:
+    index = plan.subgraphs.index(subgraph)
+    return replace(plan, subgraphs=(*plan.subgraphs[:index], *parts, *plan.subgraphs[index + 1 :]))
