@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock
 from time import perf_counter_ns
 
 from chunkrt.errors import ClosedError
@@ -23,6 +25,10 @@ class TicketQueue:
         """Those that have not ended, in the order in which they came."""
         self._inbox: SimpleQueue[Ticket | None] = SimpleQueue()
         """New tickets; None stands for a look at those that there are."""
+        self._bell = Lock()
+        """Free once a message has come. `SimpleQueue.get` itself is not given a timeout: before Python 3.13 it waits
+        for ever if its thread is put aside for longer than that while it begins."""
+        self._bell.acquire()
         self._is_closed = False
         self._last_states: frozenset[int] = frozenset()
         """The states, by their serials, whose last row was in the last chunk; and until when they are waited for."""
@@ -41,10 +47,12 @@ class TicketQueue:
     def put(self, ticket: Ticket) -> None:
         """Have a ticket taken in, or looked at again. Nothing is locked, wherever an interrupt falls."""
         self._inbox.put(ticket)
+        self._ring()
 
     def wake(self) -> None:
         """Have all looked at."""
         self._inbox.put(None)
+        self._ring()
 
     def close(self) -> None:
         """End all that there are and that come."""
@@ -61,10 +69,9 @@ class TicketQueue:
         if len(self._last_states) < 2 and not self.tickets:
             return False
         while self._absent() and (left_ns := self._linger_until_ns - perf_counter_ns()) > 0:
-            try:
-                self._take_in(self._inbox.get(timeout=left_ns / 1e9))
-            except Empty:
+            if not self._bell.acquire(timeout=left_ns / 1e9):  # it may have been for messages that are taken by now
                 break
+            self._take_in()
         return bool(self.tickets)
 
     @property
@@ -89,6 +96,10 @@ class TicketQueue:
         for ticket in self.tickets:
             ticket.end(error)
         self.tickets = []
+
+    def _ring(self) -> None:
+        with suppress(RuntimeError):  # it is free already
+            self._bell.release()
 
     def _absent(self) -> frozenset[int]:
         """The states that had their last row in the last chunk and have not come back."""

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.run import Logits, Run, RunResult
 from chunkrt.runtime.state import State
+from chunkrt.runtime.ticket_queue import TicketQueue
 from chunkrt.runtime.trace.file import read_trace, write_trace
 from chunkrt.runtime.trace.idle import where_time_went
 from chunkrt.runtime.trace.shared import joined, packing
@@ -520,3 +523,38 @@ def test_a_record_that_cannot_be_made_is_told_to_who_waits(monkeypatch: pytest.M
     with pytest.raises(MemoryError, match="none left"):
         ticket.result()
     assert state.position == 0
+
+
+class Inbox:
+    """A `SimpleQueue` whose `get` takes no timeout: before Python 3.13 it would wait for ever, now and then, if that
+    were over before it has begun to wait."""
+
+    def __init__(self) -> None:
+        queue: SimpleQueue[Any] = SimpleQueue()
+        self.put, self.empty = queue.put, queue.empty
+        self._get = queue.get
+
+    def get(self) -> Any:
+        return self._get()
+
+
+def test_waiting_for_those_who_may_come_back_ends_however_short_it_is() -> None:
+    queue = TicketQueue()
+    queue._inbox = Inbox()  # type: ignore[assignment]
+    queue._last_states = frozenset((-1, -2))  # of nobody
+    for count in range(3000):
+        queue.wake()
+        queue.wait()
+        queue._linger_until_ns = perf_counter_ns() + count * 100
+        assert not queue.somebody_waits()
+        assert perf_counter_ns() >= queue._linger_until_ns
+
+
+def test_a_message_ends_the_waiting_for_those_who_may_come_back() -> None:
+    queue = TicketQueue()
+    queue._last_states = frozenset((-1, -2))
+    queue._linger_until_ns = perf_counter_ns() + 10**12
+    timer = threading.Timer(0.05, lambda: (setattr(queue, "_linger_until_ns", 0), queue.wake()))
+    timer.start()
+    assert not queue.somebody_waits()
+    timer.join()
