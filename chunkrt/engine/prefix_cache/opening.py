@@ -10,7 +10,6 @@ from typing import Protocol
 
 import xxhash
 
-from chunkrt import _native
 from chunkrt.backends import Backend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.native.cpu import selected_kernels
@@ -101,6 +100,8 @@ def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
 @cache
 def native_digest() -> str:
     """Hexadecimal, of the compiled kernels."""
+    from chunkrt import _native
+
     return xxhash.xxh3_128_hexdigest(Path(_native.__file__).read_bytes())
 
 
