@@ -71,7 +71,7 @@ def serve(
         max_sessions=max_sessions,
         queue=max_waiting,
         max_body_bytes=max_body,
-        allow_origin=allow_origin,
+        allow_origin=allow_origin and allow_origin.rstrip("/").lower(),  # as browsers write it
         allow_hosts=(host, *allow_host),
     )
     with open_engine(model, {"queue": max(max_sessions, 1), **settings}) as engine:
@@ -96,8 +96,8 @@ def _read_key(path: Path | None) -> str | None:
         key = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API key from {path}: {error}") from error
-    if not key or not key.isprintable() or " " in key:
-        raise ConfigError(f"{path} holds no API key: expected one line of letters")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{path} holds no API key: expected one line of ASCII letters")
     return key
 
 

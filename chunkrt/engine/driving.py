@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TypeVar
 
@@ -74,7 +75,9 @@ async def in_thread(work: Callable[[], Result]) -> Result:
     """Do what takes a while beside the event loop. Who is cancelled waits for its end: it uses what would go."""
     import asyncio
 
-    working = asyncio.get_running_loop().run_in_executor(None, work)
+    context = copy_context()
+    context.run(_acting_for.set, _thread_or_task())
+    working = asyncio.get_running_loop().run_in_executor(None, context.run, work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
@@ -113,7 +116,13 @@ class OneUser:
             self._user = None
 
 
+_acting_for: ContextVar[object] = ContextVar("acting for", default=None)
+"""The task that has this thread do something for it."""
+
+
 def _thread_or_task() -> object:
+    if (task := _acting_for.get()) is not None:
+        return task
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None:
         with suppress(RuntimeError):  # no event loop runs here

@@ -151,7 +151,8 @@ class ExecutorBuilder:
             try:
                 executable = self._compile(subgraph, self.npu_backend)
             except (CompileError, DeviceLostError, PartitionError) as error:
-                was_chosen = isinstance(error, PartitionError) and self.options.npu != "auto"
+                has_to = self.options.npu != "auto" or self.options.npu_strict
+                was_chosen = isinstance(error, PartitionError) and has_to
                 if was_chosen or not self.options.falls_back:
                     raise
                 health.report(error)

@@ -103,7 +103,8 @@ def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
     )
     for subgraph in (s for s in plan.subgraphs if s.device != "link"):
         # The CPU has every subgraph compiled: it decodes, and takes over from an NPU that nobody asked for by name.
-        devices: set[Device] = {"cpu"} if options.npu == "auto" else {"cpu", subgraph.device}
+        takes_over = options.npu == "auto" and not options.npu_strict
+        devices: set[Device] = {"cpu"} if takes_over else {"cpu", subgraph.device}
         for name, supports in (roles[device] for device in sorted(devices)):
             for section in dispatcher.sections(subgraph, name):
                 dispatcher.check(section, name, supports)

@@ -47,7 +47,8 @@ class Admission:
             raise ClosedError("nothing new is begun")
         if number > self.most:
             raise RequestError(f"n is {number}, but {self.most} sequences run at a time (--max-sessions)", param="n")
-        if self.num_active + number > self.most and self.num_waiting >= self.most_waiting:
+        must_wait = self.num_waiting or self.num_active + number > self.most  # behind those that do
+        if must_wait and self.num_waiting >= self.most_waiting:
             raise BusyError(
                 f"{self.num_active} sequences are under way and {self.num_waiting} requests wait (--max-sessions, "
                 "--max-waiting); try again later"

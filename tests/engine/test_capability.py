@@ -121,3 +121,12 @@ def test_what_is_placed_on_the_npu_by_name_is_refused_by_name(name, scheme, plac
         PartitionError, match="^qnn cannot run node " + re.escape(node) + r"\S*, which is placed on the NPU: "
     ):
         moved_from(planned(name, placement), scheme, placement)
+
+
+def test_strictly_an_npu_that_is_there_unasked_is_refused_too(monkeypatch):
+    """Without, the part that it cannot compile goes to the CPU."""
+    monkeypatch.setattr("chunkrt.engine.roles.asked_npu", lambda options: support.npu_support)
+    plan, scheme = planned("lfm2"), find_scheme("w4a16")
+    check_plan(plan, scheme, EngineOptions(npu="auto"))
+    with pytest.raises(PartitionError, match="down_proj"):
+        check_plan(plan, scheme, EngineOptions(npu="auto", npu_strict=True))

@@ -55,6 +55,21 @@ def test_a_request_of_many_prompts_is_one_that_waits():
     run(test)
 
 
+def test_none_gets_by_the_bound_because_another_waits_for_more_places():
+    async def test():
+        admission = Admission(2, 1)
+        tasks = [begin(admission, Turn()), begin(admission, Turn(), 2)]
+        await settle()
+        assert (admission.num_active, admission.num_waiting) == (1, 1)
+        with pytest.raises(BusyError, match="1 sequences are under way and 1 requests wait"):
+            admission.check()  # there is a place, but for the one that waits
+        for _, done in tasks:
+            done.set()
+        await asyncio.gather(*(task for task, _ in tasks))
+
+    run(test)
+
+
 def test_who_has_some_places_gets_the_rest_first():
     async def test():
         admission = Admission(2, 9)

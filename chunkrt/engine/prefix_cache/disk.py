@@ -85,7 +85,7 @@ class DiskStore:
         self._num_waiting_bytes = 0
         self._thread: Thread | None = None
         self._starting = Lock()
-        """Whoever starts the thread, or counts what waits for it, has it."""
+        """Whoever starts the thread, counts what waits for it, or notes what is written, has it."""
         self._told: set[str] = set()
 
     def load(self, forms: StateForms, tokens: Sequence[int], rope_offset: int, known: int) -> Iterator[Addition]:
@@ -151,7 +151,8 @@ class DiskStore:
         except (ValueError, msgspec.ValidationError) as error:
             what = str(error) or type(error).__name__
             log.warning("%s is of no use to the prefix cache (%s); it is removed", path, " ".join(what.split()))
-            self._written.pop(name, None)
+            with self._starting:
+                self._written.pop(name, None)
             _remove(path)
             return None
         except OSError as error:  # which says nothing of the file: too many are open, say
@@ -171,9 +172,10 @@ class DiskStore:
 
     def _note(self, name: str, found: Addition) -> None:
         """Remember what a file holds."""
-        self._written[name] = _parts(found)
-        while len(self._written) > MOST_NAMES:
-            self._written.pop(next(iter(self._written)), None)
+        with self._starting:  # others note, too
+            self._written[name] = _parts(found)
+            while len(self._written) > MOST_NAMES:
+                del self._written[next(iter(self._written))]
 
     def _write_all(self) -> None:
         while (save := self._queue.get()) is not None:
