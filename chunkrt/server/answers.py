@@ -38,7 +38,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class PromptProgress:
     """How far a prompt is: `num_done` of `num_tokens`."""
 
     num_done: int
@@ -63,7 +63,7 @@ class Said:
     piece: Piece
 
 
-Event = Progress | Prefilled | Said
+Event = PromptProgress | Prefilled | Said
 
 
 async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> AsyncGenerator[Event]:
@@ -167,7 +167,7 @@ async def _prefill(
 
     def progress(what: str, num_done: int, num_tokens: int) -> None:
         if num_tokens:
-            loop.call_soon_threadsafe(tell, Progress(num_done=num_done, num_tokens=num_tokens))
+            loop.call_soon_threadsafe(tell, PromptProgress(num_done=num_done, num_tokens=num_tokens))
 
     if wanted.echo and wanted.likeliest is not None:
         told, num_cached = await session.atell(prompt, wanted.likeliest), 0

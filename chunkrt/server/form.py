@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.scoring import TokenLogProbabilities
-from chunkrt.server.answers import Event, Prefilled, Progress, Wanted, answers
+from chunkrt.server.answers import Event, Prefilled, PromptProgress, Wanted, answers
 from chunkrt.server.requests import Generating
 from chunkrt.server.service import Service
 
@@ -60,7 +60,7 @@ class Form(ABC):
         async with aclosing(answers(self._service, self._prompts, self._wanted)) as events:
             async for event in events:
                 self._note(event)
-                if isinstance(event, Progress):
+                if isinstance(event, PromptProgress):
                     progress = {"tokens_done": event.num_done, "tokens": event.num_tokens}
                     yield self._object(self.event_kind, [], progress=progress)
                 elif isinstance(event, Prefilled):
@@ -96,7 +96,7 @@ class Form(ABC):
         if isinstance(event, Prefilled):
             self._num_prompt += event.num_tokens
             self._num_cached += event.num_cached
-        elif not isinstance(event, Progress):
+        elif not isinstance(event, PromptProgress):
             piece = event.piece
             self._texts[event.choice] += piece.text
             self._reasons[event.choice] = _finish_reason(piece.finish_reason)
