@@ -81,6 +81,9 @@ PLANNING_FIELDS = (
     "context_length",
     "placement",
     "npu_strict",
+    "attention",
+    "npu_window",
+    "npu_graph",
     "soc",
     "htp",
     "cache_dtype",
@@ -94,7 +97,17 @@ ALIASES = {
 }
 """What peers call an option, llama.cpp before all."""
 _CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8"}
-_FOR_NPUS = ("soc", "htp", "on_npu_failure", "decode_on", "npu_strict")
+_FOR_NPUS = (
+    "soc",
+    "htp",
+    "on_npu_failure",
+    "decode_on",
+    "npu_strict",
+    "attention",
+    "npu_window",
+    "npu_graph",
+    "weights",
+)
 _READERS: dict[str, Callable[[Any], Any]] = {
     "budget": _number("--budget", "kl=NATS, as in kl=0.01", prefix="kl="),
     "equalisation": _number("--equalise", "0 to 1, or off", word="off"),

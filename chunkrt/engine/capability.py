@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from chunkrt.backends import Support
+from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.sections import cut
 from chunkrt.backends.switches import Switches
@@ -73,12 +74,13 @@ def plan_by_capability(
             continue
         uses = _checked_alone(dispatcher, subgraph, plan, name, supports, scheme)
         refused = [each for _, each in uses if each]
+        near = _near(plan, options, name)
         for each in refused:
-            if placed_by_name(placement, each.node) == "npu":
+            if placed_by_name(placement, each.node) == "npu" and each.node not in near:
                 raise PartitionError(f"{name} cannot run node {each.node}, which is placed on the NPU: {each.reason}")
         subgraphs += _cut(subgraph, plan, uses)
-        moved += refused
-    return (replace(plan, subgraphs=tuple(subgraphs)), moved) if moved else (plan, [])
+        moved += [each for each in refused if each.node not in near]
+    return (plan if tuple(subgraphs) == plan.subgraphs else replace(plan, subgraphs=tuple(subgraphs))), moved
 
 
 def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Plan:
@@ -101,6 +103,13 @@ def told(moved: Sequence[Moved]) -> str:
     groups = [list(group) for _, group in groupby(sorted(moved, key=lambda m: m.operator), key=lambda m: m.operator)]
     parts = [f"{len(group)} {group[0].operator} (first {group[0].node}: {group[0].reason})" for group in groups]
     return f"the CPU runs what the NPU cannot: {'; '.join(parts)}; --npu-strict refuses such a model"
+
+
+def _near(plan: Plan, options: EngineOptions, npu: str) -> set[str]:
+    """Attention that the NPU computes by another plan, as long as the history is short; see `npu_attention`."""
+    if npu != QNN or options.attention == "cpu":
+        return set()
+    return {node.name for s in plan.subgraphs for node in s.nodes if node.op == "CachedAttention"}
 
 
 def _is_taken(dispatcher: Dispatcher, subgraph: Subgraph, name: str, supports: Supports, scheme: Scheme) -> bool:

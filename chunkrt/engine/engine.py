@@ -111,6 +111,7 @@ class Engine(ManyPrompts):
         )
         executors = ExecutorBuilder(
             plan=self.plan,
+            placement=self.manifest.placement,
             options=options,
             chunk_length=self.chunk_length,
             weights=self.weights,

@@ -10,12 +10,15 @@ from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
 from chunkrt.backends.registry import NATIVE
+from chunkrt.engine.lengths import choose_context_length
+from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.cache import Exactness
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import CompileError, DeviceLostError, PartitionError
+from chunkrt.errors import CompileError, ConfigError, DeviceLostError, PartitionError
 from chunkrt.files import Progress
 from chunkrt.graph.merging import merged_on_cpu
+from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.lanes import Lanes
@@ -47,10 +50,11 @@ class Executors:
 class ExecutorBuilder:
     """Compiles a plan and makes its executors.
 
-    link: sums over ranks, if there are several. cpus: those that tasks run on.
+    placement: what the plan was placed by. link: sums over ranks, if there are several. cpus: those that tasks run on.
     """
 
     plan: Plan
+    placement: Placement
     options: EngineOptions
     chunk_length: int
     weights: WeightStore
@@ -63,17 +67,45 @@ class ExecutorBuilder:
 
     def build(self) -> Executors:
         """Raises as `Engine`."""
-        on_cpu = {s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs}
+        has_npu = self.npu_backend is not self.cpu_backend
+        keeps_all = not has_npu or self.options.weights == "both"
+        on_cpu = {
+            s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs if keeps_all or s.device != "npu"
+        }
         health = NpuHealth()
-        on_npu = self._compile_for_npu(on_cpu, health) if self.npu_backend is not self.cpu_backend else {}
-        npu_backend = self.npu_backend if on_npu else self.cpu_backend
-        prompts = self._make(
-            self.plan,
-            {**on_cpu, **on_npu},
-            chunk_length=self.chunk_length,
-            npu_workers=npu_backend.concurrency if on_npu else None,
-            chunks_in_flight=self.options.chunks_in_flight,
+        near = self._near(on_cpu, health) if self.npu_backend.name == QNN else []
+        is_near_enough = any(lane.reaches(choose_context_length(self.plan, self.options)) for lane in near)
+        on_npu = self._compile_for_npu(self.plan, on_cpu, health) if has_npu and not is_near_enough else {}
+        if health.is_lost:
+            near, on_npu = [], {}
+        has_npu = bool(near or on_npu)
+        if near and not on_npu:
+            prompts = near[-1]
+        else:
+            prompts = self._make(
+                self.plan,
+                {**on_cpu, **on_npu},
+                chunk_length=self.chunk_length,
+                npu_workers=self.npu_backend.concurrency if on_npu else None,
+                chunks_in_flight=self.options.chunks_in_flight,
+            )
+        tokens, few, many = self._for_tokens(on_cpu, prompts, has_npu=has_npu)
+        lanes = Lanes(
+            prompts=prompts, tokens=tokens, many=many, few=few, decode_on=self.options.decodes_on, near=tuple(near)
         )
+        return Executors(
+            lanes=lanes,
+            npu_backend=self.npu_backend if has_npu else self.cpu_backend,
+            exactness=self._exactness(lanes, has_npu=has_npu),
+            is_npu_lost=lambda: has_npu and health.is_lost,
+        )
+
+    def _for_tokens(
+        self, on_cpu: Mapping[str, Executable], prompts: Executor, *, has_npu: bool
+    ) -> tuple[Executor, Executor, Executor]:
+        """`tokens`, `few` and `many` of the lanes."""
+        if has_npu and self.options.weights == "npu-only":
+            return prompts, prompts, prompts
         merged = merged_on_cpu(self.plan)
         dispatcher = self.dispatcher.for_plan(merged)
         if self.cpu_backend.name == NATIVE and dispatcher.compiles_whole(NATIVE):
@@ -83,22 +115,41 @@ class ExecutorBuilder:
             }
             tokens = self._make(merged, compiled)
             few = self._make(merged, compiled, chunk_length=self.chunk_length)
-            many = prompts if on_npu else few
-        elif on_npu:
+            many = prompts if has_npu else few
+        elif has_npu:
             tokens = self._make(self.plan, on_cpu)
             few, many = self._make(self.plan, on_cpu, chunk_length=self.chunk_length), prompts
         else:
             tokens = few = many = prompts
-        decode_on = self.options.decode_on
-        if decode_on == "npu":
-            tokens = prompts
-        lanes = Lanes(prompts=prompts, tokens=tokens, many=many, few=few, decode_on=decode_on)
-        return Executors(
-            lanes=lanes,
-            npu_backend=npu_backend,
-            exactness=self._exactness(lanes, has_npu=bool(on_npu)),
-            is_npu_lost=lambda: bool(on_npu) and health.is_lost,
-        )
+        return prompts if self.options.decode_on == "npu" else tokens, few, many
+
+    def _near(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> list[Executor]:
+        """Those for short histories, with attention on the NPU; none, if the NPU fails and the CPU shall take over."""
+        context_length = choose_context_length(self.plan, self.options)
+        made = []
+        for near in near_plans(self.plan, self.placement, self.options, context_length, self.chunk_length):
+            if self.link is not None:
+                raise ConfigError("with ranks attention stays on the CPU; leave --attention npu away")
+            dispatcher = self.dispatcher.for_plan(near.plan)
+            own = {
+                s.name: on_cpu.get(s.name) or dispatcher.compile(s, self.cpu_backend, self.chunk_length, self.weights)
+                for s in near.plan.subgraphs
+                if s.device != "npu" or self.options.falls_back
+            }
+            on_npu = self._compile_for_npu(near.plan, own, health)
+            if not on_npu:
+                return []
+            made.append(
+                self._make(
+                    near.plan,
+                    {**own, **on_npu},
+                    chunk_length=self.chunk_length,
+                    npu_workers=self.npu_backend.concurrency,
+                    chunks_in_flight=self.options.chunks_in_flight,
+                    reach=near.reach,
+                )
+            )
+        return made
 
     def _exactness(self, lanes: Lanes, *, has_npu: bool) -> Exactness:
         """Native and the HTP compute rows one by one, whatever chunk they lie in; of others that is not known."""
@@ -111,7 +162,7 @@ class ExecutorBuilder:
         )
         return Exactness(
             step=lanes.parting_step if is_by_rows else self.chunk_length,
-            tokens_differ=has_npu and self.options.decode_on != "npu",
+            tokens_differ=has_npu and (self.options.decodes_on != "npu" or bool(lanes.near)),
         )
 
     def _backend_of(self, subgraph: Subgraph, *, has_npu: bool) -> Backend:
@@ -128,6 +179,7 @@ class ExecutorBuilder:
         chunk_length: int = 1,
         npu_workers: int | None = None,
         chunks_in_flight: int | None = 1,
+        reach: int | None = None,
     ) -> Executor:
         return Executor(
             plan,
@@ -137,19 +189,23 @@ class ExecutorBuilder:
             policy=find_policy(self.options.policy),
             chunks_in_flight=chunks_in_flight,
             cpus=self.cpus,
+            reach=reach,
         )
 
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
         return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
 
-    def _compile_for_npu(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> dict[str, Executable]:
+    def _compile_for_npu(
+        self, plan: Plan, on_cpu: Mapping[str, Executable], health: NpuHealth
+    ) -> dict[str, Executable]:
         """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
-        subgraphs = [s for s in self.plan.subgraphs if s.device == "npu"]
+        subgraphs = [s for s in plan.subgraphs if s.device == "npu"]
+        dispatcher = self.dispatcher.for_plan(plan)
         on_npu: dict[str, Executable] = {}
         for done, subgraph in enumerate(subgraphs):
             self.progress("compiling for the NPU", done, len(subgraphs))
             try:
-                executable = self._compile(subgraph, self.npu_backend)
+                executable = dispatcher.compile(subgraph, self.npu_backend, self.chunk_length, self.weights)
             except (CompileError, DeviceLostError, PartitionError) as error:
                 has_to = self.options.npu != "auto" or self.options.npu_strict
                 was_chosen = isinstance(error, PartitionError) and has_to

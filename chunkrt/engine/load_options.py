@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.engine.options import DECLARED, EngineOptions, OnNpuFailure, Outputs
+from chunkrt.engine.options import DECLARED, AttentionOn, EngineOptions, KeptWeights, OnNpuFailure, Outputs
 from chunkrt.graph.placement import Placement
 from chunkrt.runtime.lanes import DecodeOn
 from chunkrt.runtime.state_tensors import CacheDtype
@@ -43,6 +43,10 @@ class LoadOptions(TypedDict, total=False):
     context_length: int | None
     placement: Path | Placement | None
     npu_strict: bool
+    attention: AttentionOn
+    npu_window: str | int
+    npu_graph: str
+    weights: KeptWeights
     soc: str | None
     on_npu_failure: OnNpuFailure | None
     htp: HtpOptions

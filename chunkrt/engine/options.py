@@ -34,6 +34,9 @@ DEFAULT_PREFIX_CACHE = "memory"
 
 Outputs = Literal["grid", "float"]
 OnNpuFailure = Literal["fallback", "fail"]
+AttentionOn = Literal["auto", "cpu", "npu"]
+KeptWeights = Literal["both", "npu-only"]
+DEFAULT_NPU_WINDOW = 512
 
 
 def npu_choices() -> tuple[str, ...]:
@@ -53,6 +56,19 @@ def _check_threads(number: int) -> None:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _windows(value: object) -> tuple[int, ...]:
+    """Whole numbers with commas between, each once and in order; empty if it is anything else."""
+    parts = value.split(",") if isinstance(value, str) else [str(value)] if _is_whole(value) else []
+    numbers = {int(part) for part in parts if part.strip().isdecimal()}
+    return tuple(sorted(numbers)) if len(parts) == len(numbers) and 0 not in numbers else ()
+
+
+def _graph_layers(value: object) -> int | None:
+    """None for "all", 0 for what is neither that nor layers=N."""
+    number = value.removeprefix("layers=") if isinstance(value, str) else ""
+    return None if value == "all" else int(number) if number.isdecimal() and number != value else 0
 
 
 def _is_number(value: object) -> bool:
@@ -239,6 +255,34 @@ class EngineOptions:
         "Refuse a model of which the NPU cannot compile a part.  [default: that part goes to the CPU]",
         default=False,
     )
+    attention: AttentionOn = _option(
+        "--attention",
+        "Where attention runs beside an NPU, as long as no more than --npu-window tokens come before a chunk; auto: "
+        "where --place puts it, else on the CPU.",
+        default="auto",
+        choices=lambda: get_args(AttentionOn),
+        noun="place of attention",
+    )
+    npu_window: str | int = _option(
+        "--npu-window TOKENS[,TOKENS...]",
+        f"Tokens before a chunk that attention on the NPU sees: a graph each.  [default: {DEFAULT_NPU_WINDOW}]",
+        default=DEFAULT_NPU_WINDOW,
+        must=(lambda value: bool(_windows(value)), "numbers of tokens, at least 1, with commas between, as in 512,2048"),
+    )
+    npu_graph: str = _option(
+        "--npu-graph all|layers=N",
+        "Layers with attention on the NPU that make one graph; all: as many as there are, up to 1 GiB of weights.",
+        default="all",
+        must=(lambda value: _graph_layers(value) != 0, "'all' or layers=N with N at least 1"),
+    )
+    weights: KeptWeights = _option(
+        "--weights",
+        "Who keeps the weights of what the NPU computes; npu-only: no CPU does, so decoding runs on the NPU too, and "
+        "nobody takes over when it fails.",
+        default="both",
+        choices=lambda: get_args(KeptWeights),
+        noun="choice of weights",
+    )
     soc: str | None = _option(
         "--soc", "The SoC whose NPU is used or emulated.  [default: this one, or SM8650]", check=find_soc
     )
@@ -283,6 +327,37 @@ class EngineOptions:
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
             raise ConfigError(f"npu {self.npu!r} has no caches of int8; choose float32 or float16, or another npu")
 
+        self._check_npu_only()
+        if self.attention == "npu":
+            if self.npu not in ("auto", "qnn"):
+                raise ConfigError(f"attention 'npu' and npu {self.npu!r} contradict each other; try npu 'qnn'")
+            if self.context_shift:
+                raise ConfigError("a context that shifts has keys that the NPU cannot attend to; leave attention to the CPU")
+            if self.cache_dtype == "int8":
+                raise ConfigError("the NPU attends to no caches of int8; choose float16, or attention 'cpu'")
+
+    def _check_npu_only(self) -> None:
+        if self.weights == "npu-only":
+            if self.npu not in ("auto", "qnn"):
+                raise ConfigError(f"weights 'npu-only' and npu {self.npu!r} contradict each other; try npu 'qnn'")
+            if self.on_npu_failure == "fallback":
+                raise ConfigError("with weights 'npu-only' nobody can take over from the NPU; leave on_npu_failure away")
+
+    @property
+    def npu_windows(self) -> tuple[int, ...]:
+        """Those of `npu_window`, shortest first."""
+        return _windows(self.npu_window)
+
+    @property
+    def graph_layers(self) -> int | None:
+        """Layers of a graph at most; None for all."""
+        return _graph_layers(self.npu_graph)
+
+    @property
+    def decodes_on(self) -> DecodeOn:
+        """Where single tokens run."""
+        return "npu" if self.weights == "npu-only" else self.decode_on
+
     @property
     def num_threads(self) -> int:
         """The thread budget. Raises ConfigError as `find_cpus` does."""
@@ -291,7 +366,8 @@ class EngineOptions:
     @property
     def falls_back(self) -> bool:
         """Whether the CPU takes over when the NPU fails."""
-        return (self.on_npu_failure or ("fallback" if self.npu == "auto" else "fail")) == "fallback"
+        default = "fallback" if self.npu == "auto" and self.weights == "both" else "fail"
+        return (self.on_npu_failure or default) == "fallback"
 
 
 def _kind(option: Field[Any]) -> str:

@@ -16,11 +16,11 @@ def merged_on_cpu(plan: Plan) -> Plan:
     """
     plan = plan.on_cpu()
     groups = [list(group) for _, group in groupby(plan.subgraphs, key=lambda s: (s.device, s.rows))]
-    return replace(plan, subgraphs=tuple(_merged(group, plan) for group in groups))
+    return replace(plan, subgraphs=tuple(merged(group, plan) for group in groups))
 
 
-def _merged(subgraphs: Sequence[Subgraph], plan: Plan) -> Subgraph:
-    """Subgraphs that follow each other, as one."""
+def merged(subgraphs: Sequence[Subgraph], plan: Plan) -> Subgraph:
+    """Subgraphs of a plan that follow each other on one device, as one."""
     if len(subgraphs) == 1:
         return subgraphs[0]
     inside = {name for subgraph in subgraphs for name in subgraph.outputs}

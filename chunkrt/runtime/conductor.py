@@ -25,6 +25,7 @@ from chunkrt.runtime.open_stream import OpenStream
 from chunkrt.runtime.record import ChunkRecord, Pipeline, SegmentRecord
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.sharing import for_stream, for_thread
 from chunkrt.runtime.stream import Chunk
 from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.ticket import Ticket
@@ -137,7 +138,7 @@ class Conductor:
 
     def job(self, run: Run) -> Job:
         """A run as one that any lane may compute. Raises ConfigError if something of it does not fit."""
-        lane = self.lanes.of_lone(run)
+        lane = self.lanes.prompts if run.token_ids.size > 1 else self.lanes.tokens
         run.check(lane.plan, lane.chunk_length)
         if self._followers is not None:
             self._followers.check(run)
@@ -168,14 +169,23 @@ class Conductor:
         if self.takes_turns or not (self._turn.locked() or self._others_ask()):
             with self._turn:
                 self._check_open()
-                start_ns, lane = perf_counter_ns(), self.lanes.of_lone(job.run)
-                self._on_all_ranks(
-                    lane, [job.rest], lambda number: lane.compute(job, partial(self._give_way, number), number=number)
-                )
-                end_ns = perf_counter_ns()
-                self._queue.note_end(end_ns - start_ns, [job])
+                start_ns = perf_counter_ns()
+                self._compute_alone(job)
+                self._queue.note_end(perf_counter_ns() - start_ns, [job])
         if job.num_left:
             self._share(job)
+
+    def _compute_alone(self, job: Job) -> None:
+        """In one executor after the other, as far as each reaches; until others ask."""
+        while True:
+            lane = self.lanes.of_lone(job)
+
+            def compute(number: int, lane: Executor = lane) -> None:
+                lane.compute(job, partial(self._give_way, number), number=number)
+
+            self._on_all_ranks(lane, [job.rest], compute)
+            if not job.num_left or self._others_ask():
+                return
 
     def _on_all_ranks(self, lane: Executor, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
         """Do some work, and have the other ranks do it."""
@@ -239,7 +249,7 @@ class Conductor:
         stream = None
         try:
             while self._queue.somebody_waits():
-                if stream is None and self._for_stream():
+                if stream is None and for_stream(self.lanes, self._queue.waiting):
                     stream = OpenStream(self.lanes.many, self._queue.wake)
                 if stream is not None:
                     self._settle(stream)  # whatever woke this thread has been taken from the inbox by now
@@ -250,35 +260,12 @@ class Conductor:
             if stream is not None:
                 stream.close()
 
-    def _for_stream(self) -> list[Ticket]:
-        """Those whose next tokens go where chunks overlap."""
-        return self._beside_decoding(self._queue.waiting) if self.lanes.overlaps else []
-
     def _compute_apart(self) -> bool:
         """Compute a chunk in this thread, if there is one for it. No ticket is held here while this thread waits."""
-        apart = self._for_lane()
+        apart = for_thread(self.lanes, self._queue.waiting, self._last_lane)
         if apart is not None:
             self._compute_chunk(*apart)
         return apart is not None
-
-    def _for_lane(self) -> tuple[list[Ticket], Executor] | None:
-        """Those whose next tokens go into a chunk that this thread computes by itself, and the executor for it."""
-        waiting = self._queue.waiting
-        others = self._beside_decoding(waiting)
-        decoding = [ticket for ticket in waiting if ticket not in others]
-        if self.lanes.overlaps:
-            others = []
-        # Where they do not overlap, prompts and single tokens take turns.
-        if decoding and not (others and self._last_lane is self.lanes.few):
-            return decoding, self.lanes.few
-        return (others, self.lanes.many) if others else None
-
-    def _beside_decoding(self, waiting: Sequence[Ticket]) -> list[Ticket]:
-        """All, or those that take no single token, where these have an executor of their own."""
-        if self.lanes.many is self.lanes.few:
-            return list(waiting)
-        is_apart = self.lanes.decode_apart([ticket.job.position for ticket in waiting if ticket.waiting.is_decode])
-        return [ticket for ticket in waiting if not (is_apart and ticket.waiting.is_decode)]
 
     def _form(self, tickets: Sequence[Ticket], lane: Executor) -> tuple[Chunk, list[Ticket]]:
         """The next chunk, as the batcher has it, and whose rows it holds."""
@@ -293,7 +280,7 @@ class Conductor:
 
     def _admit_to(self, stream: OpenStream) -> None:
         """Fill the stream's slots; only two while somebody decodes in it, who would wait for all that are before."""
-        while stream.has_room and (waiting := self._for_stream()):
+        while stream.has_room and (waiting := for_stream(self.lanes, self._queue.waiting)):
             if stream.num_in_flight >= 2 and any(ticket.waiting.is_decode for ticket in self._queue.tickets):
                 return
             chunk, taken = self._form(waiting, self.lanes.many)

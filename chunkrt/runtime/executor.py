@@ -44,6 +44,7 @@ class Executor:
         policy: chooses among ready tasks.
         chunks_in_flight: chunk slots, at least 1; by default as many as `chunk_slots` gives.
         cpus: those that tasks run on, in whichever thread; by default what that thread may use.
+        reach: the last position at which a chunk may begin, where the history that subgraphs see is bounded.
 
     Raises:
         ConfigError: an argument is out of range or does not go with the others.
@@ -60,6 +61,7 @@ class Executor:
         policy: Policy,
         chunks_in_flight: int | None = None,
         cpus: Collection[int] | None = None,
+        reach: int | None = None,
     ) -> None:
         if not 1 <= chunk_length <= plan.context_length:
             raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context")
@@ -72,6 +74,7 @@ class Executor:
         self.chunk_length = chunk_length
         self.policy = policy
         self.cpus = cpus
+        self.reach = reach
         self.costs = Costs(plan)
         """What tasks take, learnt from every run."""
         num_slots = chunks_in_flight or chunk_slots(plan, chunk_length, processors)
@@ -112,7 +115,14 @@ class Executor:
     def job(self, run: Run) -> Job:
         """A run that may be computed here. Raises ConfigError if the tokens, the state or an option do not fit."""
         run.check(self.plan, self.chunk_length)
+        last = run.state.position + (run.token_ids.size - 1) // self.chunk_length * self.chunk_length
+        if not self.reaches(last):
+            raise ConfigError(f"a chunk would begin at position {last}, and this executor reaches to {self.reach}")
         return Job(run, self.plan, self.logit_group)
+
+    def reaches(self, position: int) -> bool:
+        """Whether a chunk may begin there."""
+        return self.reach is None or position <= self.reach
 
     @property
     def logit_group(self) -> int:
@@ -139,7 +149,7 @@ class Executor:
         return job.carry_out(self.compute)
 
     def compute(self, job: Job, gives_way: GivesWay = never, *, number: int = 0) -> None:
-        """Compute what is left of a job, in chunks of its own; the state is the caller's to advance.
+        """Compute what is left of a job as far as this reaches, in chunks of its own; the caller's is the state.
 
         Args:
             job: one of this executor's.
@@ -153,7 +163,7 @@ class Executor:
             start_ns = perf_counter_ns()
             self._end_workers()
             first, chunks = job.num_taken, list[Chunk]()
-            while job.num_left:
+            while job.num_left and self.reaches(job.position + job.num_taken):
                 chunks.append(Chunk([job.take(self.chunk_length)], self.plan.flow, number))
             flops = self._flops(chunks)
             schedule = self._schedule(chunks, flops)

@@ -27,7 +27,9 @@ class Lanes:
 
     prompts: takes lone runs of several tokens. tokens: lone runs of one. many: chunks that hold rows of prompts. few:
     chunks of decoding sequences alone. decode_on: which of these two takes single tokens, where there are two: that
-    on the CPU, that with the NPU, or by "auto" the one that is expected to take less time.
+    on the CPU, that with the NPU, or by "auto" the one that is expected to take less time. near: those that reach
+    only so far (`Executor.reach`), by their reach: as long as the history is short they come before `prompts` and
+    `many`, and with decode_on "npu" before those of single tokens.
     """
 
     prompts: Executor
@@ -35,20 +37,28 @@ class Lanes:
     many: Executor
     few: Executor
     decode_on: DecodeOn = "cpu"
+    near: Sequence[Executor] = ()
 
-    def of_lone(self, run: Run) -> Executor:
-        """That which computes a run alone."""
-        return self.tokens if run.token_ids.size == 1 else self.prompts
+    def of_lone(self, job: Job) -> Executor:
+        """That which computes the next tokens of a job alone."""
+        far = self.tokens if job.run.token_ids.size == 1 else self.prompts
+        return self.near_to(job.run, job.position + job.num_taken) or far
+
+    def near_to(self, run: Run, position: int) -> Executor | None:
+        """Of those that reach only so far the one for a chunk of a run that begins at a position, if there is one."""
+        if run.token_ids.size == 1 and self.decode_on != "npu":
+            return None
+        return next((lane for lane in self.near if lane.reaches(position)), None)
 
     @property
     def logit_group(self) -> int:
         """Rows of logits that suit them all; see `BoundSubgraph.logit_group`."""
-        return lcm(*(lane.logit_group for lane in (self.prompts, self.tokens, self.many, self.few)))
+        return lcm(*(lane.logit_group for lane in (self.prompts, self.tokens, self.many, self.few, *self.near)))
 
     @property
     def parting_step(self) -> int:
-        """See `Waiting.step`."""
-        return parting_step(self.many.plan, self.many.chunk_length)
+        """See `Waiting.step`. In what reaches only so far, a chunk's own rows are added up apart from those before."""
+        return self.many.chunk_length if self.near else parting_step(self.many.plan, self.many.chunk_length)
 
     @property
     def overlaps(self) -> bool:

@@ -15,6 +15,7 @@ from chunkrt.backends.qnn.library import open_htp, open_session
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import graph_rows, npu_support
+from chunkrt.backends.qnn.windowed import WindowedExecutable
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, DeviceLostError
 from chunkrt.graph.plan import Plan, Subgraph
@@ -66,6 +67,8 @@ class QnnBackend:
         wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
         try:
             session = open_session(self.htp, self.soc, wrapper, options=self._options.as_provider_options())
+            if subgraph.state:
+                return WindowedExecutable(subgraph, plan, chunk_length, session, self.htp, weights)
             return QnnExecutable(subgraph, plan, chunk_length, session, self.htp)
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise DeviceLostError(f"the NPU does not take the context of {subgraph.name}: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,25 +19,70 @@ FLOAT16_SUFFIX = ".float16"
 """Added to the names of a compiled subgraph's inputs and outputs."""
 
 
-class QnnExecutable:
-    """One context on the NPU. Inputs and outputs live in float16 buffers that are bound once and never move."""
+class Context:
+    """One context on the NPU. Inputs and outputs live in float16 buffers that are bound once and never move.
 
-    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp) -> None:
-        self.fixed_length: int | None = chunk_length
-        self._name = subgraph.name
+    Args:
+        name: the subgraph's, for messages.
+        inputs, outputs: shapes by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Mapping[str, Sequence[int]],
+        outputs: Mapping[str, Sequence[int]],
+        session: Any,
+        htp: Htp,
+    ) -> None:
+        self._name = name
         self._session = session
         self._binding = session.io_binding()
         self._values: list[Any] = []
-        rows = graph_rows(chunk_length)
-        self._chunks: dict[str, NDArray[np.float16]] = {}
+        self.buffers: dict[str, NDArray[np.float16]] = {}
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
-        for name in (*subgraph.inputs, *subgraph.outputs):
-            value, buffer = _buffer(resolve(plan.tensors[name].shape, {"T": rows, "R": rows}), htp)
-            bind = self._binding.bind_ortvalue_input if name in subgraph.inputs else self._binding.bind_ortvalue_output
-            bind(name + FLOAT16_SUFFIX, value)
-            self._values.append(value)
-            self._chunks[name] = buffer[:chunk_length]
-            self._is_finite[name] = np.empty(self._chunks[name].shape, np.bool_)
+        for bind, shapes in (
+            (self._binding.bind_ortvalue_input, inputs),
+            (self._binding.bind_ortvalue_output, outputs),
+        ):
+            for value_name, shape in shapes.items():
+                value, buffer = _buffer(tuple(shape), htp)
+                bind(value_name + FLOAT16_SUFFIX, value)
+                self._values.append(value)
+                self.buffers[value_name] = buffer
+                self._is_finite[value_name] = np.empty(buffer.shape, np.bool_)
+
+    def enter(self, name: str, array: Array) -> None:
+        """Put the first rows of an input. Raises BackendError if a value is beyond float16."""
+        buffer = self.buffers[name][: len(array)]
+        with np.errstate(over="ignore", invalid="ignore"):  # told in words
+            np.copyto(buffer, array, casting="same_kind")
+        self.check_finite(name, len(array))
+
+    def run(self) -> None:
+        """Raises DeviceLostError if the NPU fails."""
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
+
+    def check_finite(self, name: str, num_rows: int) -> None:
+        """Both sides: a grid makes something of an infinity, and hides it."""
+        if not np.isfinite(self.buffers[name][:num_rows], out=self._is_finite[name][:num_rows]).all():
+            raise BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
+
+
+class QnnExecutable:
+    """A static subgraph: it takes whole chunks."""
+
+    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp) -> None:
+        self.fixed_length: int | None = chunk_length
+        rows = graph_rows(chunk_length)
+        inputs, outputs = (
+            {name: resolve(plan.tensors[name].shape, {"T": rows, "R": rows}) for name in names}
+            for names in (subgraph.inputs, subgraph.outputs)
+        )
+        self._context = Context(subgraph.name, inputs, outputs, session, htp)
         self._one_call = threading.Lock()
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
@@ -47,23 +92,14 @@ class QnnExecutable:
             DeviceLostError: the NPU failed.
             BackendError: a value is beyond float16.
         """
+        context = self._context
         with self._one_call:
             for name, array in inputs.items():
-                with np.errstate(over="ignore", invalid="ignore"):  # told below, in words
-                    np.copyto(self._chunks[name], array, casting="same_kind")
-                self._check_finite(name)
-            try:
-                self._session.run_with_iobinding(self._binding)
-            except Exception as error:  # ONNX Runtime raises many unrelated types
-                raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
+                context.enter(name, array)
+            context.run()
             for name, array in outputs.items():
-                self._check_finite(name)
-                np.copyto(array, self._chunks[name])
-
-    def _check_finite(self, name: str) -> None:
-        """Both sides: a grid makes something of an infinity, and hides it."""
-        if not np.isfinite(self._chunks[name], out=self._is_finite[name]).all():
-            raise BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
+                context.check_finite(name, len(array))
+                np.copyto(array, context.buffers[name][: len(array)])
 
 
 def _buffer(shape: tuple[int, ...], htp: Htp) -> tuple[Any, NDArray[np.float16]]:

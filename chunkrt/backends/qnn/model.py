@@ -12,6 +12,7 @@ import onnx_ir as ir
 from chunkrt.backends.onnx.export import to_onnx
 from chunkrt.backends.onnx.qdq import COLUMN_LIMIT_SUFFIX
 from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.backends.qnn.attention import write_out
 from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
 from chunkrt.backends.qnn.support import MEAN_DROPPED, graph_rows
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
@@ -24,7 +25,7 @@ FLOAT16_OVERFLOW = 65520
 
 
 def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme, weights: WeightStore) -> bytes:
-    """One static subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX.
+    """One subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX.
 
     Raises:
         CompileError: the grid of a column reaches beyond float16. The NPU would cut its limit off and say nothing.
@@ -42,6 +43,7 @@ def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme,
             )
     for name, initializer in graph.initializers.items():
         initializer.const_value = ir.tensor(values[name], name=name)
+    write_out(graph, subgraph.nodes, rows)
     for node in subgraph.nodes:
         if node.op == "MatMul" and scheme.activation_bits_of(node.inputs[1]) == 16:
             _make_up_for_dropped_bits(graph, node, weights)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from chunkrt.backends.base import Support
 from chunkrt.backends.registry import qualified
-from chunkrt.graph.plan import Node, Plan, Subgraph
+from chunkrt.graph.plan import DOMAIN, HEAD_NORM_OP, Node, Plan, Subgraph
 from chunkrt.quant.scheme import BLOCK_LENGTH, STATIC_SCHEMES, Scheme
 
 OPERATORS = ("Add", "Gelu", "MatMul", "Mul", "RMSNormalization", "Sigmoid", "Split")
@@ -47,6 +47,8 @@ def npu_support(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
 
 def _refusal(node: Node, plan: Plan, scheme: Scheme) -> str:
     operands = {name: plan.tensors[name] for name in (*node.inputs, *node.outputs) if name}
+    if node.domain == DOMAIN and (node.op == HEAD_NORM_OP or "past_slots" in node.attributes):
+        return ""
     if node.domain or node.op not in OPERATORS:
         types = ", ".join(operands[name].dtype for name in node.inputs if name)
         what = f"{qualified(node.domain, node.op)} of {types}"

@@ -88,13 +88,19 @@ def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
         "files": [(name, digest) for name, (_, digest) in sorted(manifest.files.items()) if name in (PLAN, WEIGHTS)],
         "backends": backends,
         "kernels": selected_kernels() if NATIVE in backends else {},
-        "NPU": [str(getattr(engine.npu_backend, "soc", "")), repr(options.htp), options.decode_on] if has_htp else [],
+        "NPU": [str(getattr(engine.npu_backend, "soc", "")), *_on_npu(options)] if has_htp else [],
         "chunks": [exactness.step, exactness.tokens_differ, engine.chunk_length if exactness.step > 1 else 0],
         "operators": repr(options.ops),
         "outputs": options.outputs,
         "raw keys": options.context_shift,
     }
     return Owner(model=manifest.model, scheme=manifest.scheme.name, identity=identity)
+
+
+def _on_npu(options: EngineOptions) -> list[object]:
+    """What its bits depend on."""
+    attention = [options.attention, options.npu_windows, options.graph_layers]
+    return [repr(options.htp), options.decodes_on, *attention]
 
 
 @cache

@@ -1,0 +1,184 @@
+"""Attention over a static window of the cache, as the NPU gets it: standard operators of fixed shapes.
+
+    qkv -> Split -> heads -> RoPE (rows of the tables are inputs)
+    scores = q (past keys | own keys)^T + mask,   output = softmax(scores) (past values | own values)
+
+A cache enters whole, as many slots as the node's `past_slots`: the first positions of one that holds all, every slot of
+a ring. The mask says which of them a row sees, so that their order does not matter. What the rows add to the cache
+leaves the graph, and whoever runs it writes that into the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from chunkrt.graph.plan import DOMAIN, HEAD_NORM_OP, Node
+
+NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
+"""Added to the name of a cache where its new rows leave, and of a rotary table where its rows of the chunk enter."""
+
+
+def mask_name(node: Node) -> str:
+    """What layers with the same window and slots share: float [rows, past_slots + rows]."""
+    return f"mask.{node.attributes['window']}.{node.attributes['past_slots']}"
+
+
+def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
+    """A pass, in place: write attention and norms of heads out for so many rows.
+
+    Ensures: positions, rotary tables and what a cache becomes are no more in the graph; masks and rows of the tables
+    are inputs, new rows of caches [kv_heads, rows, D] outputs.
+    """
+    makers = {node.name: node for node in nodes}
+    inputs = {value.name: value for value in graph.inputs}
+    builder = _Builder(graph, inputs, rows)
+    for node in list(graph):
+        if node.domain != DOMAIN:
+            continue
+        builder.at(node)
+        written = builder.head_norm if node.op_type == HEAD_NORM_OP else builder.attention
+        output, *presents = node.outputs
+        made = written(makers[node.name or ""], node)
+        for present in presents:
+            graph.outputs.remove(present)
+        for index, wanted in enumerate(graph.outputs):
+            if wanted is output:
+                graph.outputs[index] = made
+        ir.convenience.replace_all_uses_with(output, made)
+        name, made.type = output.name, output.type
+        graph.remove(node, safe=True)
+        made.name = name
+    for value in list(graph.inputs):
+        if not value.uses():
+            graph.inputs.remove(value)
+    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
+        del graph.initializers[name]
+
+
+@dataclass
+class _Builder:
+    """Adds nodes before one that is to be replaced."""
+
+    graph: ir.Graph
+    inputs: dict[str | None, ir.Value]
+    rows: int
+
+    def at(self, node: ir.Node) -> None:
+        """Add them here from now on."""
+        self._old, self._count = node, 0
+
+    def head_norm(self, node: Node, old: ir.Node) -> ir.Value:
+        """The first heads of every row, each normalised and multiplied by its own weights."""
+        x, weight = old.inputs
+        assert x is not None and weight is not None and weight.shape is not None and x.shape is not None
+        heads, dim = weight.shape.numpy()
+        columns = int(x.shape[-1])
+        normed, rest = self._split(x, [heads * dim, columns - heads * dim]) if columns > heads * dim else (x, None)
+        by_head = self._op("Reshape", normed, self._ints(self.rows, heads, dim))
+        ones = self._floats(np.ones(dim, np.float32))
+        normed = self._op("RMSNormalization", by_head, ones, axis=-1, epsilon=float(node.attributes["epsilon"]))
+        normed = self._op("Reshape", self._op("Mul", normed, weight), self._ints(self.rows, heads * dim))
+        return normed if rest is None else self._op("Concat", normed, rest, axis=1)
+
+    def attention(self, node: Node, old: ir.Node) -> ir.Value:
+        """Of the chunk's rows over the slots and themselves."""
+        attributes: dict[str, Any] = dict(node.attributes)
+        heads, kv_heads, dim = (int(attributes[name]) for name in ("num_heads", "num_kv_heads", "head_dim"))
+        past, rows, group = int(attributes["past_slots"]), self.rows, heads // kv_heads
+        qkv = old.inputs[0]
+        assert qkv is not None
+        key_cache, value_cache = node.inputs[5:7]
+        q, k, v = self._split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
+        cos, sin = (
+            self._input(name + ROWS_SUFFIX, (rows, int(attributes["rotary_dim"]) // 2)) for name in node.inputs[3:5]
+        )
+        q = self._rope(self._heads(q, heads, dim), cos, sin, dim, int(attributes["rotary_dim"]))
+        k = self._rope(self._heads(k, kv_heads, dim), cos, sin, dim, int(attributes["rotary_dim"]))
+        v = self._heads(v, kv_heads, dim)
+        for name, new in ((key_cache, k), (value_cache, v)):
+            self._output(new, name + NEW_SUFFIX, (kv_heads, rows, dim))
+        keys, values = (
+            self._op("Concat", self._input(name, (kv_heads, past, dim)), new, axis=1)
+            for name, new in ((key_cache, k), (value_cache, v))
+        )
+        q = self._op("Mul", q, self._floats(np.array(attributes["scale"], np.float32)))
+        q = self._op("Reshape", q, self._ints(kv_heads, group * rows, dim))
+        scores = self._op("MatMul", q, self._op("Transpose", keys, perm=[0, 2, 1]))
+        scores = self._op("Reshape", scores, self._ints(kv_heads, group, rows, past + rows))
+        mask = self._input(mask_name(node), (rows, past + rows))
+        shares = self._op("Softmax", self._op("Add", scores, mask), axis=-1)
+        shares = self._op("Reshape", shares, self._ints(kv_heads, group * rows, past + rows))
+        attended = self._op("Reshape", self._op("MatMul", shares, values), self._ints(heads, rows, dim))
+        by_row = self._op("Transpose", attended, perm=[1, 0, 2])
+        return self._op("Reshape", by_row, self._ints(rows, heads * dim))
+
+    def _heads(self, value: ir.Value, heads: int, dim: int) -> ir.Value:
+        """[rows, heads * dim] to [heads, rows, dim]."""
+        by_head = self._op("Reshape", value, self._ints(self.rows, heads, dim))
+        return self._op("Transpose", by_head, perm=[1, 0, 2])
+
+    def _rope(self, x: ir.Value, cos: ir.Value, sin: ir.Value, dim: int, rotary: int) -> ir.Value:
+        """Rotate halves; columns beyond `rotary` pass."""
+        half = rotary // 2
+        first, second, *rest = self._split(x, [half, half, *([dim - rotary] if dim > rotary else [])])
+        turned = self._op("Sub", self._op("Mul", first, cos), self._op("Mul", second, sin))
+        other = self._op("Add", self._op("Mul", second, cos), self._op("Mul", first, sin))
+        return self._op("Concat", turned, other, *rest, axis=-1)
+
+    def _split(self, value: ir.Value, sizes: Sequence[int]) -> Sequence[ir.Value]:
+        return self._ops("Split", [value, self._ints(*sizes)], len(sizes), axis=-1)
+
+    def _op(self, op: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        return self._ops(op, inputs, 1, **attributes)[0]
+
+    def _ops(self, op: str, inputs: Sequence[ir.Value], number: int, **attributes: Any) -> Sequence[ir.Value]:
+        name = self._name()
+        made = [ir.AttrFloat32(k, v) if isinstance(v, float) else _integers(k, v) for k, v in attributes.items()]
+        node = ir.Node("", op, inputs, made, num_outputs=number, name=name)
+        for index, output in enumerate(node.outputs):
+            output.name = f"{name}.{index}"
+        self.graph.insert_before(self._old, node)
+        return node.outputs
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"{self._old.name}.{self._count}"
+
+    def _ints(self, *values: int) -> ir.Value:
+        return self._constant(np.array(values, np.int64))
+
+    def _floats(self, values: Any) -> ir.Value:
+        return self._constant(values)
+
+    def _constant(self, values: Any) -> ir.Value:
+        tensor = ir.tensor(values, name=self._name())
+        value = ir.Value(
+            name=tensor.name,
+            type=ir.TensorType(tensor.dtype),
+            shape=ir.Shape(list(values.shape)),
+            const_value=tensor,
+        )
+        self.graph.register_initializer(value)
+        return value
+
+    def _input(self, name: str, shape: Sequence[int]) -> ir.Value:
+        """An input of the graph; layers that want the same share it."""
+        value = self.inputs.get(name)
+        if value is None:
+            value = self.inputs[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT))
+            self.graph.inputs.append(value)
+        value.shape = ir.Shape(list(shape))
+        return value
+
+    def _output(self, value: ir.Value, name: str, shape: Sequence[int]) -> None:
+        value.name, value.shape, value.type = name, ir.Shape(list(shape)), ir.TensorType(ir.DataType.FLOAT)
+        self.graph.outputs.append(value)
+
+
+def _integers(name: str, value: Any) -> ir.Attr:
+    return ir.AttrInt64s(name, value) if isinstance(value, list) else ir.AttrInt64(name, value)

@@ -1,0 +1,112 @@
+"""Running a context with attention over a static window: what the graph needs of the state, and what comes of it.
+
+The state stays the caller's. Before a run the slots that the graph sees are copied into its buffers, with masks and rows
+of the rotary tables; afterwards the new rows are written into the state, if the run went well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.backends.base import Array
+from chunkrt.backends.qnn.attention import NEW_SUFFIX, ROWS_SUFFIX, mask_name
+from chunkrt.backends.qnn.executable import Context
+from chunkrt.backends.qnn.library import Htp
+from chunkrt.backends.qnn.support import graph_rows
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.errors import BackendError
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
+
+HIDDEN = np.float16(-30000)
+"""What is added to the score of a slot that a row does not see: no float16 sum of a score with it is infinite, and its
+exponential is 0."""
+
+
+class WindowedExecutable:
+    """A subgraph with attention. It takes any number of rows up to the chunk length, and pads them itself."""
+
+    fixed_length: int | None = None
+
+    def __init__(
+        self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp, weights: WeightStore
+    ) -> None:
+        self._name = subgraph.name
+        self._rows = rows = graph_rows(chunk_length)
+        self._attention = [node for node in subgraph.nodes if node.op in ATTENTION_OPS]
+        self._values = [name for name in subgraph.inputs if plan.tensors[name].shape[0] == "T"]
+        self._tables = {name: weights.array(name) for node in self._attention for name in node.inputs[3:5]}
+        self._masks = {mask_name(node): node for node in self._attention}
+        symbols = {"T": rows, "R": rows}
+        inputs = {name: resolve(plan.tensors[name].shape, symbols) for name in self._values}
+        inputs |= {name + ROWS_SUFFIX: (rows, table.shape[1]) for name, table in self._tables.items()}
+        inputs |= {name: (rows, _past(node) + rows) for name, node in self._masks.items()}
+        outputs = {name: resolve(plan.tensors[name].shape, symbols) for name in subgraph.outputs}
+        for node in self._attention:
+            for cache in node.inputs[5:7]:
+                kv_heads, _, dim = plan.tensors[cache].shape
+                inputs[cache] = (int(kv_heads), _past(node), int(dim))
+                outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
+        self._context = Context(subgraph.name, inputs, outputs, session, htp)
+        self._one_call = threading.Lock()
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `Executable.run`. Calls from several threads take turns, as they would on the NPU.
+
+        Raises:
+            DeviceLostError: the NPU failed.
+            BackendError: a value is beyond float16; the history is longer than the graph sees.
+        """
+        num_rows = len(inputs[self._values[0]])
+        position, context = int(inputs["position"][0]), self._context
+        first = int(inputs.get("rope_position", inputs["position"])[0])
+        with self._one_call:
+            for name in self._values:
+                context.enter(name, inputs[name])
+                context.buffers[name][num_rows:] = 0
+            for name, table in self._tables.items():
+                context.buffers[name + ROWS_SUFFIX][:num_rows] = table[first : first + num_rows]
+            for name, node in self._masks.items():
+                self._mask(context.buffers[name], node, position, num_rows)
+            for node in self._attention:
+                for cache in node.inputs[5:7]:
+                    np.copyto(context.buffers[cache], inputs[cache][:, : _past(node)])
+            context.run()
+            self._check(outputs, num_rows)
+            for name, array in outputs.items():
+                np.copyto(array, context.buffers[name][:num_rows])
+            for node in self._attention:
+                for cache in node.inputs[5:7]:
+                    slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
+                    inputs[cache][:, slots] = context.buffers[cache + NEW_SUFFIX][:, :num_rows]
+
+    def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
+        """0 where a row sees a slot, or one of the chunk's rows; HIDDEN elsewhere. Padding sees what row 0 sees."""
+        past, window = _past(node), int(str(node.attributes["window"]))
+        slots = np.arange(past)
+        # of the positions before this one, the last that lies in a slot; none where that would be negative
+        held = slots + (position - 1 - slots) // past * past if window else slots
+        if not window and position > past:
+            raise BackendError(f"{self._name} was compiled for {past} positions of history, and there are {position}")
+        rows = np.minimum(np.arange(self._rows), num_rows - 1)[:, None] + position
+        keys = np.concatenate([np.where((held >= 0) & (held < position), held, np.iinfo(np.int64).max),
+                               position + np.arange(self._rows)])
+        sees = keys <= rows
+        if window:
+            sees &= keys > rows - window
+        np.copyto(mask, np.where(sees, np.float16(0), HIDDEN))
+
+    def _check(self, outputs: Mapping[str, Array], num_rows: int) -> None:
+        for name in outputs:
+            self._context.check_finite(name, num_rows)
+        for node in self._attention:
+            for cache in node.inputs[5:7]:
+                self._context.check_finite(cache + NEW_SUFFIX, len(self._context.buffers[cache]))
+
+
+def _past(node: Node) -> int:
+    return int(str(node.attributes["past_slots"]))

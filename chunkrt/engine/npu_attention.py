@@ -1,0 +1,68 @@
+"""Attention on the NPU: which layers', over which windows, and how many layers make one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from chunkrt.engine.options import AttentionOn, EngineOptions
+from chunkrt.errors import ConfigError
+from chunkrt.graph.placement import Placement, placed_by_name
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.static_attention import attention_nodes, num_layers, with_static_attention
+
+MOST_GRAPH_WEIGHTS = 2**30
+"""Weights of one graph: an HTP session addresses 32 bits, for contexts, buffers and the library together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearPlan:
+    """A plan with attention on the NPU. `reach`: the last position at which a chunk may begin."""
+
+    reach: int
+    plan: Plan
+
+
+def near_plans(
+    plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
+) -> list[NearPlan]:
+    """The plans for short histories, shortest first; none where no attention goes to the NPU.
+
+    Args:
+        plan: as it runs where the history is longer.
+        placement: what it was placed by.
+
+    Raises:
+        ConfigError: the NPU shall attend, and no attention of the plan can be static.
+    """
+    if options.attention == "cpu":
+        return []
+    names = [name for name in attention_nodes(plan) if _is_chosen(name, placement, options.attention)]
+    if not names:
+        if options.attention == "npu":
+            raise ConfigError("no attention of this model can be computed by the NPU; leave --attention npu away")
+        return []
+    slots = plan.slots(context_length, chunk_length)
+    found: list[NearPlan] = []
+    for window in options.npu_windows:
+        past = min(window, context_length)
+        seen: Mapping[str, int] = {**slots, "P": past}
+        near = with_static_attention(plan, names, seen, fits=_fits(plan, options.graph_layers))
+        found.append(NearPlan(reach=past, plan=near))
+        if past == context_length:
+            break
+    return found
+
+
+def _is_chosen(node: str, placement: Placement, attention: AttentionOn) -> bool:
+    placed = placed_by_name(placement, node)
+    return placed == "npu" or (attention == "npu" and placed is None)
+
+
+def _fits(plan: Plan, most_layers: int | None) -> Callable[[Subgraph], bool]:
+    def fits(subgraph: Subgraph) -> bool:
+        weights = sum(prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights)  # 8 bits each, at most
+        return weights <= MOST_GRAPH_WEIGHTS and (most_layers is None or num_layers(subgraph) <= most_layers)
+
+    return fits

@@ -1,0 +1,75 @@
+"""A plan whose attention is static: over a window of so many past slots, so that an NPU can compute it.
+
+It has the same state as the plan that it is made from, and may stand in for it as long as the history fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from itertools import groupby
+
+from chunkrt.graph.merging import merged
+from chunkrt.graph.plan import ATTENTION_OPS, HEAD_NORM_OP, Node, Plan, Subgraph
+
+PAST_SLOTS = "past_slots"
+"""The attribute of attention that is static: slots of its cache that a graph sees, beside the rows of the chunk."""
+
+
+def attention_nodes(plan: Plan) -> list[str]:
+    """The names of all that could be static."""
+    return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if node.op in ATTENTION_OPS]
+
+
+def with_static_attention(
+    plan: Plan, nodes: Collection[str], slots: Mapping[str, int], *, fits: Callable[[Subgraph], bool]
+) -> Plan:
+    """Put attention on the NPU, and make one of the neighbours there.
+
+    Args:
+        plan: whose attention lies in subgraphs of its own on the CPU, alone or with norms of heads.
+        nodes: the names of those that shall be static.
+        slots: of the caches "P", and of the rings "W".
+        fits: whether a subgraph is small enough to be one graph of the NPU.
+    """
+    subgraphs = tuple(_static(s, nodes, slots) for s in plan.subgraphs)
+    plan = replace(plan, subgraphs=subgraphs)
+    made: list[Subgraph] = []
+    for device, group in groupby(subgraphs, key=lambda s: (s.device, s.rows)):
+        neighbours = list(group)
+        made += _melted(neighbours, plan, fits) if device == ("npu", "T") else neighbours
+    return replace(plan, subgraphs=tuple(made))
+
+
+def num_layers(subgraph: Subgraph) -> int:
+    """Attention that a subgraph holds."""
+    return sum(node.op in ATTENTION_OPS for node in subgraph.nodes)
+
+
+def _is_attention(subgraph: Subgraph) -> bool:
+    ops = {node.op for node in subgraph.nodes}
+    return bool(ops & {"CachedAttention"}) and ops <= {"CachedAttention", HEAD_NORM_OP}
+
+
+def _static(subgraph: Subgraph, nodes: Collection[str], slots: Mapping[str, int]) -> Subgraph:
+    if not (_is_attention(subgraph) and any(node.name in nodes for node in subgraph.nodes)):
+        return subgraph
+
+    def static(node: Node) -> Node:
+        if node.op not in ATTENTION_OPS:
+            return node
+        past = slots["W" if node.attributes["window"] else "P"]
+        return replace(node, attributes={**node.attributes, PAST_SLOTS: past})
+
+    return replace(subgraph, device="npu", nodes=tuple(map(static, subgraph.nodes)))
+
+
+def _melted(subgraphs: list[Subgraph], plan: Plan, fits: Callable[[Subgraph], bool]) -> list[Subgraph]:
+    """As few as there can be, each a run of neighbours that fits; a shadowed linear's stay by themselves."""
+    made: list[list[Subgraph]] = []
+    for subgraph in subgraphs:
+        if made and fits(merged([*made[-1], subgraph], plan)):
+            made[-1].append(subgraph)
+        else:
+            made.append([subgraph])
+    return [merged(group, plan) for group in made]

@@ -1,0 +1,49 @@
+"""Which executor takes the next tokens of those that share chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.lanes import Lanes
+from chunkrt.runtime.ticket import Ticket
+
+
+def for_stream(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
+    """Those whose next tokens go where chunks overlap."""
+    return _beside_decoding(lanes, _far(lanes, waiting)) if lanes.overlaps else []
+
+
+def for_thread(
+    lanes: Lanes, waiting: Sequence[Ticket], last: Executor | None
+) -> tuple[list[Ticket], Executor] | None:
+    """Those whose next tokens go into a chunk that one thread computes by itself, and the executor for it.
+
+    Executors take turns where several are wanted: after the one that was `last` comes the next.
+    """
+    far = _far(lanes, waiting)
+    others = _beside_decoding(lanes, far)
+    decoding = [ticket for ticket in far if ticket not in others]
+    groups = [(decoding, lanes.few)]
+    groups += [([t for t in waiting if _near(lanes, t) is lane], lane) for lane in lanes.near]
+    groups += [] if lanes.overlaps else [(others, lanes.many)]
+    start = next((index + 1 for index, (_, lane) in enumerate(groups) if lane is last), 0)
+    return next((group for group in (*groups[start:], *groups[:start]) if group[0]), None)
+
+
+def _near(lanes: Lanes, ticket: Ticket) -> Executor | None:
+    job = ticket.job
+    return lanes.near_to(job.run, job.position + job.num_taken)
+
+
+def _far(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
+    """Those whose history is longer than what near executors see."""
+    return [ticket for ticket in waiting if _near(lanes, ticket) is None]
+
+
+def _beside_decoding(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
+    """All, or those that take no single token, where these have an executor of their own."""
+    if lanes.many is lanes.few:
+        return list(waiting)
+    is_apart = lanes.decode_apart([ticket.job.position for ticket in waiting if ticket.waiting.is_decode])
+    return [ticket for ticket in waiting if not (is_apart and ticket.waiting.is_decode)]
