@@ -70,7 +70,9 @@ class ExecutorBuilder:
         has_npu = self.npu_backend is not self.cpu_backend
         keeps_all = not has_npu or self.options.weights == "both"
         on_cpu = {
-            s.name: self._compile(s, self._link_or_cpu(s)) for s in self.plan.subgraphs if keeps_all or s.device != "npu"
+            s.name: self._compile(s, self._link_or_cpu(s))
+            for s in self.plan.subgraphs
+            if keeps_all or s.device != "npu"
         }
         health = NpuHealth()
         near = self._near(on_cpu, health) if self.npu_backend.name == QNN else []

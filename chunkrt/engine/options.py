@@ -1,10 +1,8 @@
-"""How an engine runs a model: every option declared once, with its check and what the command line says of it."""
+"""How an engine runs a model: every option, declared once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
-from numbers import Integral
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,6 +10,7 @@ from chunkrt.backends import BACKENDS, PLUGINS
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.declaration import Declaration, declared_option, is_number, is_whole
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
@@ -54,13 +53,9 @@ def _check_threads(number: int) -> None:
         raise ConfigError(f"threads is {number}, expected at most {MOST_THREADS}")
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _windows(value: object) -> tuple[int, ...]:
     """Whole numbers with commas between, each once and in order; empty if it is anything else."""
-    parts = value.split(",") if isinstance(value, str) else [str(value)] if _is_whole(value) else []
+    parts = value.split(",") if isinstance(value, str) else [str(value)] if is_whole(value) else []
     numbers = {int(part) for part in parts if part.strip().isdecimal()}
     return tuple(sorted(numbers)) if len(parts) == len(numbers) and 0 not in numbers else ()
 
@@ -69,54 +64,6 @@ def _graph_layers(value: object) -> int | None:
     """None for "all", 0 for what is neither that nor layers=N."""
     number = value.removeprefix("layers=") if isinstance(value, str) else ""
     return None if value == "all" else int(number) if number.isdecimal() and number != value else 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "str": (lambda value: isinstance(value, str), "text"),
-    "int": (_is_whole, "a whole number"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "HtpOptions": (lambda value: isinstance(value, HtpOptions), "HtpOptions"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declaration:
-    """What there is to say of an option beside its name, type and default.
-
-    flag: as click takes it; none for what the command line does not have.
-    choices: names to choose from. With a `noun` for them, others are refused here; else `check` does it.
-    must: what a value has to be, and in words, where its type does not say all.
-    """
-
-    flag: str
-    help: str
-    metavar: str | None = None
-    choices: Callable[[], Sequence[str]] | None = None
-    noun: str | None = None
-    must: tuple[Callable[[Any], bool], str] | None = None
-    check: Callable[[Any], object] = id
-
-    def require(self, name: str, kind: str, value: Any) -> None:
-        """Raise ConfigError unless the option may have this value; a whole number is at least 1."""
-        accepts, expected = self.must or _KINDS.get(kind, (lambda value: True, ""))
-        if not accepts(value):
-            raise ConfigError(f"{name} is {value!r}, expected {expected}")
-        if kind == "int" and value < 1 and not self.must:
-            raise ConfigError(f"{name} is {value}, expected at least 1")
-        if self.noun and self.choices and value not in self.choices():
-            raise unknown_name(self.noun, value, self.choices())
-        self.check(value)
-
-
-def _option(flag: str, help: str, *, default: Any = None, **more: Any) -> Any:
-    flag, _, metavar = flag.partition(" ")
-    return field(
-        default=default, metadata={"option": Declaration(flag=flag, metavar=metavar or None, help=help, **more)}
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +87,7 @@ class EngineOptions:
     context_keep: 0 to the context length less 2.
     """
 
-    npu: str = _option(
+    npu: str = declared_option(
         "--npu",
         "Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
         "off: no partition, all on the CPU; or a plug-in.",
@@ -148,60 +95,60 @@ class EngineOptions:
         choices=npu_choices,
         check=_check_npu,
     )
-    scheme: str | None = _option(
+    scheme: str | None = declared_option(
         "--scheme", "Quantisation.  [default: the model's]", choices=lambda: SCHEME_NAMES, check=find_scheme
     )
-    calibration: Path | None = _option(
+    calibration: Path | None = declared_option(
         "--calibration",
         "What `chunkrt calibrate` wrote.  [default: made]",
         must=(lambda value: isinstance(value, Path), "a pathlib.Path"),
     )
-    shadow: str | None = _option(
+    shadow: str | None = declared_option(
         "--shadow none|all|auto|LIST",
         "8-bit linears whose largest inputs are computed in float beside them; auto: the fewest within --budget.  "
         "[default: none]",
     )
-    budget: float | None = _option(
+    budget: float | None = declared_option(
         "--budget kl=NATS",
         "Mean KL divergence from the float model allowed to --shadow auto and --scheme mixed.  "
         f"[default: kl={DEFAULT_BUDGETS['shadow']} and kl={DEFAULT_BUDGETS['mixed']}]",
-        must=(lambda value: _is_number(value) and value > 0, "a number of nats above 0"),
+        must=(lambda value: is_number(value) and value > 0, "a number of nats above 0"),
     )
-    outputs: Outputs | None = _option(
+    outputs: Outputs | None = declared_option(
         "--outputs",
         "Of static linears: rounded to a grid, as an NPU does, or float.  "
         "[default: float for w8a8 on a CPU, else grid]",
         choices=lambda: get_args(Outputs),
         noun="kind of outputs",
     )
-    equalisation: float | Literal["off"] | None = _option(
+    equalisation: float | Literal["off"] | None = declared_option(
         "--equalise 0..1|off",
         "Unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
-        must=(lambda value: value == "off" or (_is_number(value) and 0 <= value <= 1), "0 to 1, or 'off'"),
+        must=(lambda value: value == "off" or (is_number(value) and 0 <= value <= 1), "0 to 1, or 'off'"),
     )
-    rotation: bool = _option(
+    rotation: bool = declared_option(
         "--rotate/--no-rotate", "Rotate the residual stream before a static scheme quantises.", default=False
     )
-    ops: tuple[str, ...] | str | None = _option(
+    ops: tuple[str, ...] | str | None = declared_option(
         "--ops all|none|+NAME|-NAME",
         "Operators in the form of their backend or a plug-in, the others in the reference's; several with commas "
         "or repeated. `chunkrt ops` lists them.  [default: all; none for --npu reference]",
         check=Switches.parse,
     )
-    chunk_length: int | None = _option(
+    chunk_length: int | None = declared_option(
         "--chunk", "Tokens of a chunk.  [default: as compiled, else 32 with an NPU, 128 without]"
     )
-    policy: str = _option(
+    policy: str = declared_option(
         "--policy", "Order of tasks.", default=DEFAULT_POLICY, choices=policy_names, check=find_policy
     )
-    batcher: str = _option(
+    batcher: str = declared_option(
         "--batcher",
         "Which rows share a chunk when several sequences wait.",
         default=DEFAULT_BATCHER,
         choices=batcher_names,
         check=find_batcher,
     )
-    decode_on: DecodeOn = _option(
+    decode_on: DecodeOn = declared_option(
         "--decode-on",
         "Where single tokens run, beside an NPU; auto: a lone one on the CPU, those of several sequences where they "
         "are expected to take less time.",
@@ -209,14 +156,14 @@ class EngineOptions:
         choices=lambda: get_args(DecodeOn),
         noun="place to decode on",
     )
-    cache_memory: int | None = _option(
+    cache_memory: int | None = declared_option(
         "--cache-memory SIZE",
         "What the caches of all sessions may take together, such as 2GB or 512MiB.  [default: no limit]",
     )
-    queue: int = _option(
+    queue: int = declared_option(
         "--queue", "Sequences that may wait for room in --cache-memory before further ones are refused.", default=64
     )
-    prefix_cache: str | Path | None = _option(
+    prefix_cache: str | Path | None = declared_option(
         "--prefix-cache memory|disk|off|FOLDER",
         "Where to keep what was computed of prompts, for those that begin alike; disk: a folder in chunkrt's own, with "
         "memory before it.  [default: memory; off with ranks]",
@@ -225,37 +172,37 @@ class EngineOptions:
             "memory, disk, off or a folder",
         ),
     )
-    prefix_cache_memory: int | None = _option(
+    prefix_cache_memory: int | None = declared_option(
         "--prefix-cache-memory SIZE",
         "What it may take in memory.  [default: an eighth of what is free, at most 2GiB]",
     )
-    prefix_cache_disk: int | None = _option(
+    prefix_cache_disk: int | None = declared_option(
         "--prefix-cache-disk SIZE", "What its folder may take, files of all models together.  [default: 8GiB]"
     )
-    chunks_in_flight: int | None = _option(
+    chunks_in_flight: int | None = declared_option(
         "--in-flight", "Chunks under way at once.  [default: as many as help]", check=check_chunks_in_flight
     )
-    threads: int | None = _option(
+    threads: int | None = declared_option(
         "--threads", "Thread budget.  [default: the cores, or those of --affinity]", check=_check_threads
     )
-    affinity: str = _option(
+    affinity: str = declared_option(
         "--affinity none|big|LIST",
         "CPUs to run on: big for the fast cores, or a list such as 0,2,4-7. On Linux.",
         default=NO_AFFINITY,
         check=check_affinity,
     )
-    context_length: int | None = _option("--context", "Positions to hold.  [default: the model's]")
-    placement: Path | Placement | None = _option(
+    context_length: int | None = declared_option("--context", "Positions to hold.  [default: the model's]")
+    placement: Path | Placement | None = declared_option(
         "--place",
         "TOML file that places modules.",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
     )
-    npu_strict: bool = _option(
+    npu_strict: bool = declared_option(
         "--npu-strict/--no-npu-strict",
         "Refuse a model of which the NPU cannot compile a part.  [default: that part goes to the CPU]",
         default=False,
     )
-    attention: AttentionOn = _option(
+    attention: AttentionOn = declared_option(
         "--attention",
         "Where attention runs beside an NPU, as long as no more than --npu-window tokens come before a chunk; auto: "
         "where --place puts it, else on the CPU.",
@@ -263,19 +210,22 @@ class EngineOptions:
         choices=lambda: get_args(AttentionOn),
         noun="place of attention",
     )
-    npu_window: str | int = _option(
+    npu_window: str | int = declared_option(
         "--npu-window TOKENS[,TOKENS...]",
-        f"Tokens before a chunk that attention on the NPU sees: a graph each.  [default: {DEFAULT_NPU_WINDOW}]",
+        "Tokens before a chunk that attention on the NPU sees: a graph each.",
         default=DEFAULT_NPU_WINDOW,
-        must=(lambda value: bool(_windows(value)), "numbers of tokens, at least 1, with commas between, as in 512,2048"),
+        must=(
+            lambda value: bool(_windows(value)),
+            "numbers of tokens, at least 1, with commas between, as in 512,2048",
+        ),
     )
-    npu_graph: str = _option(
+    npu_graph: str = declared_option(
         "--npu-graph all|layers=N",
         "Layers with attention on the NPU that make one graph; all: as many as there are, up to 1 GiB of weights.",
         default="all",
         must=(lambda value: _graph_layers(value) != 0, "'all' or layers=N with N at least 1"),
     )
-    weights: KeptWeights = _option(
+    weights: KeptWeights = declared_option(
         "--weights",
         "Who keeps the weights of what the NPU computes; npu-only: no CPU does, so decoding runs on the NPU too, and "
         "nobody takes over when it fails.",
@@ -283,32 +233,32 @@ class EngineOptions:
         choices=lambda: get_args(KeptWeights),
         noun="choice of weights",
     )
-    soc: str | None = _option(
+    soc: str | None = declared_option(
         "--soc", "The SoC whose NPU is used or emulated.  [default: this one, or SM8650]", check=find_soc
     )
-    on_npu_failure: OnNpuFailure | None = _option(
+    on_npu_failure: OnNpuFailure | None = declared_option(
         "--on-npu-failure",
         "Go on on the CPU, or fail.  [default: fallback for auto, else fail]",
         choices=lambda: get_args(OnNpuFailure),
         noun="answer to an NPU's failure",
     )
-    htp: HtpOptions = _option(
+    htp: HtpOptions = declared_option(
         "--htp NAME=VALUE",
         "A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
         default=HtpOptions(),
     )
-    context_shift: bool = _option(
+    context_shift: bool = declared_option(
         "--context-shift/--no-context-shift",
         "When the context is full, drop the older half of its tokens and go on.  [default: end there]",
         default=False,
     )
-    context_keep: int = _option(
+    context_keep: int = declared_option(
         "--keep",
         "First tokens that --context-shift never drops.",
         default=4,
-        must=(lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more"),
+        must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
     )
-    cache_dtype: CacheDtype | None = _option(
+    cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
         "Of keys and values: f32, f16 or q8_0; int8, which is q8_0, on native alone, has a scale for each position of "
         "a head.  "
@@ -332,7 +282,7 @@ class EngineOptions:
             if self.npu not in ("auto", "qnn"):
                 raise ConfigError(f"attention 'npu' and npu {self.npu!r} contradict each other; try npu 'qnn'")
             if self.context_shift:
-                raise ConfigError("a context that shifts has keys that the NPU cannot attend to; leave attention to the CPU")
+                raise ConfigError("the NPU cannot attend to keys of a context that shifts; choose attention 'cpu'")
             if self.cache_dtype == "int8":
                 raise ConfigError("the NPU attends to no caches of int8; choose float16, or attention 'cpu'")
 
@@ -341,7 +291,7 @@ class EngineOptions:
             if self.npu not in ("auto", "qnn"):
                 raise ConfigError(f"weights 'npu-only' and npu {self.npu!r} contradict each other; try npu 'qnn'")
             if self.on_npu_failure == "fallback":
-                raise ConfigError("with weights 'npu-only' nobody can take over from the NPU; leave on_npu_failure away")
+                raise ConfigError("with weights 'npu-only' nobody takes over from the NPU; leave on_npu_failure away")
 
     @property
     def npu_windows(self) -> tuple[int, ...]:

@@ -14,9 +14,7 @@ def for_stream(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
     return _beside_decoding(lanes, _far(lanes, waiting)) if lanes.overlaps else []
 
 
-def for_thread(
-    lanes: Lanes, waiting: Sequence[Ticket], last: Executor | None
-) -> tuple[list[Ticket], Executor] | None:
+def for_thread(lanes: Lanes, waiting: Sequence[Ticket], last: Executor | None) -> tuple[list[Ticket], Executor] | None:
     """Those whose next tokens go into a chunk that one thread computes by itself, and the executor for it.
 
     Executors take turns where several are wanted: after the one that was `last` comes the next.

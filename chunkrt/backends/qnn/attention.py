@@ -17,15 +17,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from chunkrt.backends.qnn.windowed import NEW_SUFFIX, ROWS_SUFFIX, mask_name
 from chunkrt.graph.plan import DOMAIN, HEAD_NORM_OP, Node
-
-NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
-"""Added to the name of a cache where its new rows leave, and of a rotary table where its rows of the chunk enter."""
-
-
-def mask_name(node: Node) -> str:
-    """What layers with the same window and slots share: float [rows, past_slots + rows]."""
-    return f"mask.{node.attributes['window']}.{node.attributes['past_slots']}"
 
 
 def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
@@ -73,16 +66,23 @@ class _Builder:
         self._old, self._count = node, 0
 
     def head_norm(self, node: Node, old: ir.Node) -> ir.Value:
-        """The first heads of every row, each normalised and multiplied by its own weights."""
+        """The first heads of every row, each normalised and multiplied by its own weights.
+
+        By rows and heads at once: of more axes the NPU normalises wrongly where the last is shorter than 64.
+        """
         x, weight = old.inputs
-        assert x is not None and weight is not None and weight.shape is not None and x.shape is not None
+        assert x is not None
+        assert x.shape is not None
+        assert weight is not None
+        assert weight.shape is not None
         heads, dim = weight.shape.numpy()
-        columns = int(x.shape[-1])
+        columns = int(str(x.shape[-1]))
         normed, rest = self._split(x, [heads * dim, columns - heads * dim]) if columns > heads * dim else (x, None)
-        by_head = self._op("Reshape", normed, self._ints(self.rows, heads, dim))
+        by_head = self._op("Reshape", normed, self._ints(self.rows * heads, dim))
         ones = self._floats(np.ones(dim, np.float32))
-        normed = self._op("RMSNormalization", by_head, ones, axis=-1, epsilon=float(node.attributes["epsilon"]))
-        normed = self._op("Reshape", self._op("Mul", normed, weight), self._ints(self.rows, heads * dim))
+        normed = self._op("RMSNormalization", by_head, ones, axis=-1, epsilon=float(str(node.attributes["epsilon"])))
+        by_row = self._op("Reshape", normed, self._ints(self.rows, heads * dim))
+        normed = self._op("Mul", by_row, self._op("Reshape", weight, self._ints(heads * dim)))
         return normed if rest is None else self._op("Concat", normed, rest, axis=1)
 
     def attention(self, node: Node, old: ir.Node) -> ir.Value:

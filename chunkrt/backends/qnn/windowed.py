@@ -1,7 +1,7 @@
 """Running a context with attention over a static window: what the graph needs of the state, and what comes of it.
 
-The state stays the caller's. Before a run the slots that the graph sees are copied into its buffers, with masks and rows
-of the rotary tables; afterwards the new rows are written into the state, if the run went well.
+The state stays the caller's. Before a run the slots that the graph sees are copied into its buffers, with masks and
+rows of the rotary tables; afterwards the new rows are written into the state, if the run went well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array
-from chunkrt.backends.qnn.attention import NEW_SUFFIX, ROWS_SUFFIX, mask_name
 from chunkrt.backends.qnn.executable import Context
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.backends.qnn.support import graph_rows
@@ -22,9 +21,17 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
 
+NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
+"""Added to the name of a cache where its new rows leave, and of a rotary table where its rows of the chunk enter."""
+
 HIDDEN = np.float16(-30000)
 """What is added to the score of a slot that a row does not see: no float16 sum of a score with it is infinite, and its
 exponential is 0."""
+
+
+def mask_name(node: Node) -> str:
+    """What layers with the same window and slots share: float16 [rows, past_slots + rows]."""
+    return f"mask.{node.attributes['window']}.{node.attributes['past_slots']}"
 
 
 class WindowedExecutable:
@@ -93,8 +100,9 @@ class WindowedExecutable:
         if not window and position > past:
             raise BackendError(f"{self._name} was compiled for {past} positions of history, and there are {position}")
         rows = np.minimum(np.arange(self._rows), num_rows - 1)[:, None] + position
-        keys = np.concatenate([np.where((held >= 0) & (held < position), held, np.iinfo(np.int64).max),
-                               position + np.arange(self._rows)])
+        keys = np.concatenate(
+            [np.where((held >= 0) & (held < position), held, np.iinfo(np.int64).max), position + np.arange(self._rows)]
+        )
         sees = keys <= rows
         if window:
             sees &= keys > rows - window

@@ -1,0 +1,423 @@
+"""Attention over a static window on the emulated NPU: beside attention in float64, and engines beside the CPU's."""
+
+import logging
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.checkpoints.source import weights_digest
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.errors import BackendError, ConfigError
+from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
+from chunkrt.quant.scheme import find_scheme
+
+pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+if not open_htp().is_emulated:
+    pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+ROWS, CHUNK, VOCABULARY = 32, 16, 48
+TOLERANCE = 2.0**-8
+"""Of attention's output, by the root mean square: float16 in the scores, the shares and both sums, 2^-11 each."""
+LOGIT_TOLERANCE = 2.0**-6
+"""Of logits, against attention on the CPU under the same scheme: what falls to the other side of a grid as well."""
+FAMILIES = [
+    "gemma3_scaled",
+    "gemma3_window_5",
+    "lfm2",
+    "llama_biased",
+    "llama_gqa",
+    "mistral_window_5",
+    "phi3_longrope_short",
+    "qwen2_window",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_next",
+]
+
+
+class Constants:
+    """As much of a weight store as attention needs."""
+
+    def __init__(self, arrays):
+        self._arrays = arrays
+
+    def array(self, name):
+        return self._arrays[name]
+
+    def parts(self, name):
+        return [("", self._arrays[name])]
+
+
+class OneAttention:
+    """One node over so many past slots: its plan, its state and what it gives in float64."""
+
+    def __init__(self, heads, kv_heads, dim, past, *, rotary=None, window=0, capacity=2200, seed=0):
+        rng = np.random.default_rng(seed)
+        rotary = rotary or dim
+        self.heads, self.kv_heads, self.dim, self.rotary, self.window = heads, kv_heads, dim, rotary, window
+        slots = past if window else capacity
+        angles = np.outer(np.arange(capacity), 10000.0 ** (-np.arange(0, rotary, 2) / rotary))
+        self.tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+        self.caches = {name: np.zeros((kv_heads, slots, dim), np.float16) for name in ("keys", "values")}
+        self.history = {name: rng.normal(size=(kv_heads, capacity, dim)) for name in self.caches}
+        columns = (heads + 2 * kv_heads) * dim
+        tensors = [
+            Tensor(name="qkv", dtype="float32", shape=("T", columns)),
+            Tensor(name="position", dtype="int64", shape=(1,)),
+            Tensor(name="out", dtype="float32", shape=("T", heads * dim)),
+            *(
+                Tensor(name=name, dtype="float32", shape=table.shape, kind="weight")
+                for name, table in self.tables.items()
+            ),
+            *(
+                Tensor(name=name, dtype="float32", shape=(kv_heads, "W" if window else "P", dim), kind="state")
+                for name in self.caches
+            ),
+        ]
+        node = Node(
+            name="attention",
+            op="CachedAttention",
+            domain=DOMAIN,
+            inputs=("qkv", "position", "position", "cos", "sin", "keys", "values"),
+            outputs=("out",),
+            attributes={
+                "num_heads": heads,
+                "num_kv_heads": kv_heads,
+                "head_dim": dim,
+                "rotary_dim": rotary,
+                "scale": dim**-0.5,
+                "window": window,
+                "past_slots": past,
+            },
+        )
+        self.subgraph = Subgraph(
+            name="dynamic.0",
+            device="npu",
+            is_static=False,
+            rows="T",
+            nodes=(node,),
+            inputs=("qkv", "position"),
+            outputs=("out",),
+            weights=("cos", "sin"),
+            state=("keys", "values"),
+        )
+        self.plan = Plan(
+            family="attention",
+            subgraphs=(self.subgraph,),
+            tensors={tensor.name: tensor for tensor in tensors},
+            inputs=("position",),
+            output="out",
+            vocab_size=columns,
+            context_length=capacity,
+        )
+
+    def compile(self, folder, rows=ROWS):
+        backend = QnnBackend(find_soc("SM8650"), contexts=folder)
+        return backend.compile(self.subgraph, self.plan, rows, find_scheme("w8a16"), Constants(self.tables))
+
+    def remember(self, position):
+        """The caches hold the history before a position, each slot its last; others hold what nobody shall see."""
+        for name, cache in self.caches.items():
+            cache[...] = 1000
+            for place in range(position):
+                cache[:, place % cache.shape[1]] = self.history[name][:, place]
+
+    def expected(self, qkv, position):
+        """Output [T, heads * dim], new keys and values [kv_heads, T, dim], in float64."""
+        rows = len(qkv)
+        by_head = qkv.astype(np.float64).reshape(rows, -1, self.dim).transpose(1, 0, 2)
+        q, k, v = np.split(by_head, [self.heads, self.heads + self.kv_heads])
+        q, k = (self._rotated(x, position) for x in (q, k))
+        past = {name: values[:, :position] for name, values in self.history.items()}
+        keys = np.concatenate([past["keys"].astype(np.float16), k], axis=1).repeat(self.heads // self.kv_heads, axis=0)
+        values = np.concatenate([past["values"].astype(np.float16), v], axis=1).repeat(self.heads // self.kv_heads, 0)
+        scores = q @ keys.astype(np.float64).transpose(0, 2, 1) * self.dim**-0.5
+        place, row = np.arange(position + rows), np.arange(rows)[:, None] + position
+        sees = place <= row
+        if self.window:
+            sees &= place > row - self.window
+        scores = np.where(sees, scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        return (shares @ values).transpose(1, 0, 2).reshape(rows, -1), k, v
+
+    def _rotated(self, x, position):
+        half = self.rotary // 2
+        cos, sin = (table[position : position + x.shape[1]].astype(np.float64) for table in self.tables.values())
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+    def check(self, executable, position, num_rows, seed=1):
+        rng = np.random.default_rng(seed)
+        qkv = rng.normal(size=(num_rows, (self.heads + 2 * self.kv_heads) * self.dim)).astype(np.float32)
+        self.remember(position)
+        before = {name: cache.copy() for name, cache in self.caches.items()}
+        found = np.full((num_rows, self.heads * self.dim), np.nan, np.float32)
+        executable.run({"qkv": qkv, "position": np.array([position]), **self.caches}, {"out": found})
+        output, *new = self.expected(qkv, position)
+        assert relative_error(found, output) < TOLERANCE
+        places = np.arange(position, position + num_rows) % self.caches["keys"].shape[1]
+        others = np.setdiff1d(np.arange(self.caches["keys"].shape[1]), places)
+        for (name, cache), rows in zip(self.caches.items(), new, strict=True):
+            assert relative_error(cache[:, places], rows) < 2.0**-10
+            np.testing.assert_array_equal(cache[:, others], before[name][:, others])
+
+
+def relative_error(found, expected):
+    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(np.square(expected, dtype=np.float64)))
+
+
+SIZES = {
+    "smollm2": (9, 3, 64, 64),
+    "gemma3-270m": (4, 1, 256, 256),
+    "qwen2.5-0.5b": (14, 2, 64, 64),
+    "qwen3-0.6b": (16, 8, 128, 128),
+    "llama3.2-1b": (32, 8, 64, 64),
+    "llama3.1-8b": (32, 8, 128, 128),
+    "phi3": (32, 32, 96, 96),
+    "qwen3.5": (8, 2, 256, 64),
+    "odd": (4, 2, 10, 10),
+    "partly-rotated": (6, 2, 16, 8),
+}
+"""Heads, heads of keys and values, head dim, rotated columns."""
+QUICK = [("smollm2", 512), ("odd", 512), ("odd", 2048), ("partly-rotated", 512)]
+
+
+@pytest.mark.parametrize(
+    ("model", "past"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive)
+        for case in ((model, past) for model in SIZES for past in (512, 2048))
+    ],
+)
+def test_attention_is_what_float64_computes(model, past, tmp_path):
+    heads, kv_heads, dim, rotary = SIZES[model]
+    one = OneAttention(heads, kv_heads, dim, past, rotary=rotary)
+    executable = one.compile(tmp_path)
+    for position in (0, 1, 31, 32, past - 1, past):
+        for num_rows in (1, ROWS):
+            one.check(executable, position, num_rows)
+    with pytest.raises(BackendError, match=f"{past} positions of history, and there are {past + 1}"):
+        one.check(executable, past + 1, 1)
+
+
+@pytest.mark.parametrize(("window", "slots"), [(5, 64), (64, 128), (33, 64)])
+def test_a_ring_is_seen_by_its_window(window, slots, tmp_path):
+    one = OneAttention(4, 2, 16, slots, window=window)
+    executable = one.compile(tmp_path)
+    for position in (0, 1, window - 1, window, slots - 1, slots, slots + 7, 5 * slots + 3):
+        for num_rows in (1, 7, ROWS):
+            one.check(executable, position, num_rows)
+
+
+def test_a_chunk_of_fewer_rows_is_padded_inside(tmp_path):
+    one = OneAttention(4, 2, 16, 64)
+    executable = one.compile(tmp_path, rows=8)
+    for num_rows in range(1, 9):
+        one.check(executable, 20, num_rows)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("CHUNKRT_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def load(home):
+    """Loads a tiny checkpoint with a calibration of its own prompt."""
+
+    def load(name, **options):
+        path = home / f"{name}.npz"
+        if not path.exists():
+            planned = plan_checkpoint(checkpoint(name), {})
+            tokens, weights = np.array(input_ids(name)), weights_digest(planned.source)
+            calibrate(planned.plan, planned.load, tokens, model=name, weights=weights).save(path)
+        given = {"npu": "qnn", "scheme": "w8a16", "calibration": path, "chunk_length": CHUNK, "threads": 2}
+        return chunkrt.load(checkpoint(name), **(given | {"prefix_cache": "off"} | options))
+
+    return load
+
+
+def tokens_of(num_tokens, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCABULARY, num_tokens)
+
+
+def tell(engine, num_decoded=4):
+    """Logits of 100 tokens and of some single ones after them."""
+    session, tokens = engine.session(), tokens_of(100 + num_decoded)
+    logits = session.prefill(tokens[:100], logits="all").logits
+    return np.vstack([logits, *(session.prefill([int(token)]).logits for token in tokens[100:])])
+
+
+def num_on_npu(executor):
+    return sum(subgraph.device == "npu" for subgraph in executor.plan.subgraphs)
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"npu_window": 64},
+        {"npu_window": "32,64,4096"},
+        {"npu_window": 128, "weights": "npu-only"},
+        {"npu_window": 48, "npu_graph": "layers=1", "decode_on": "npu"},
+    ],
+)
+def test_every_family_attends_on_the_npu(load, name, how):
+    with load(name) as engine:
+        expected = tell(engine)
+    with load(name, attention="npu", **how) as engine:
+        found = tell(engine)
+        np.testing.assert_array_equal(tell(engine), found)
+    assert relative_error(found, expected) < LOGIT_TOLERANCE
+
+
+def test_a_whole_decoder_is_one_graph(load):
+    with load("llama_gqa", attention="npu", npu_window=128) as engine:
+        lanes = engine._conductor.lanes
+        assert [subgraph.name for subgraph in lanes.prompts.plan.subgraphs][0::2] == ["embedding", "head"]
+        assert num_on_npu(lanes.prompts) == 1
+        result = engine.session().prefill(tokens_of(33))
+        assert sum(event.processor == "npu" for event in result.events) == result.num_chunks == 3
+    with load("llama_gqa", attention="npu", npu_window=128, npu_graph="layers=1") as engine:
+        nodes = [node for subgraph in engine.plan.subgraphs for node in subgraph.nodes]
+        num_layers = sum(node.op == "CachedAttention" for node in nodes)
+        assert num_on_npu(engine._conductor.lanes.prompts) == num_layers > 1
+
+
+def test_where_a_prompt_is_parted_changes_no_bit(load):
+    """At borders of chunks, whatever lies between: nothing, or a window's end."""
+    with load("llama_gqa", attention="npu", npu_window=48) as engine:
+        tokens = tokens_of(100)
+        whole = engine.session().prefill(tokens, logits="all").logits
+        for border in (16, 48, 64):
+            session = engine.session()
+            first, rest = (session.prefill(part, logits="all").logits for part in np.split(tokens, [border]))
+            np.testing.assert_array_equal(np.concatenate([first, rest]), whole)
+
+
+def test_a_hit_of_the_prefix_cache_gives_the_bits_of_a_prefill_from_nothing(load):
+    options = {"attention": "npu", "npu_window": 48}
+    tokens = tokens_of(100)
+    with load("llama_gqa", **options) as engine:
+        expected = {n: engine.session().prefill(np.append(tokens[:n], 7)).logits for n in (15, 33, 50, 90, 99)}
+    with load("llama_gqa", **options, prefix_cache="memory") as engine:
+        engine.session().prefill(tokens)
+        for length, logits in expected.items():
+            session = engine.session()
+            result = session.prefill(np.append(tokens[:length], 7))
+            np.testing.assert_array_equal(result.logits, logits)
+            assert result.num_cached % CHUNK == 0
+            assert result.num_cached or length < 2 * CHUNK
+
+
+def test_a_failed_run_leaves_the_state_as_it_was(load, monkeypatch):
+    with load("llama_gqa", attention="npu", npu_window=48) as engine:
+        session = engine.session()
+        session.prefill(tokens_of(20))
+        before = {name: array.copy() for name, array in session._sequence.state.tensors.items()}
+        executable = engine._conductor.lanes.near[0].subgraphs[1]
+        monkeypatch.setattr(executable, "_compute", fails)
+        with pytest.raises(BackendError, match="it is gone"):
+            session.prefill(tokens_of(40, seed=2))
+        monkeypatch.undo()
+        assert session.position == 20
+        for name, array in session._sequence.state.tensors.items():
+            np.testing.assert_array_equal(array[:, :20], before[name][:, :20])
+
+
+def fails(inputs, outputs):
+    raise BackendError("it is gone")
+
+
+def test_the_cpu_takes_over_with_the_same_state(load, monkeypatch, caplog):
+    """The NPU fails in the second chunk; what comes after is computed by the CPU, attention too."""
+    with load("llama_gqa", npu="native") as engine:
+        expected = tell(engine)
+    with load("llama_gqa", attention="npu", npu_window=64, on_npu_failure="fallback") as engine:
+        paired = engine._conductor.lanes.near[0].subgraphs[1]._compute.__self__
+        calls, run = [], paired._on_npu.run
+
+        def fails_later(inputs, outputs):
+            calls.append(1)
+            if len(calls) > 1:
+                raise BackendError("it is gone")
+            run(inputs, outputs)
+
+        monkeypatch.setattr(paired._on_npu, "run", fails_later)
+        with caplog.at_level(logging.WARNING):
+            found = tell(engine)
+        assert "it is gone; the CPU takes over" in caplog.text
+        assert len(calls) == 2
+    assert relative_error(found, expected) < LOGIT_TOLERANCE
+
+
+def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load):
+    from interleavings import check_interleaving
+
+    for how in ({"npu_window": 32}, {"npu_window": "32,64", "decode_on": "npu"}, {"npu_window": 128}):
+        with load("llama_gqa", attention="npu", **how) as engine:
+            for seed in range(3):
+                check_interleaving(engine, seed, input_ids("llama_gqa"), most=4, longest=50)
+
+
+def test_no_cpu_keeps_weights_that_the_npu_has(load, monkeypatch):
+    compiled = []
+    from chunkrt.backends.native.backend import NativeBackend
+
+    compile_on_cpu = NativeBackend.compile
+
+    def noted(self, subgraph, *arguments):
+        compiled.append(subgraph)
+        return compile_on_cpu(self, subgraph, *arguments)
+
+    monkeypatch.setattr(NativeBackend, "compile", noted)
+    with load("llama_gqa", weights="npu-only") as engine:
+        engine.session().prefill(tokens_of(20))
+    linears = [node for subgraph in compiled for node in subgraph.nodes if node.op == "MatMul"]
+    assert [node.inputs[1] for node in linears] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "gpu"}, "attention"),
+        ({"attention": "npu", "npu": "native"}, "contradict"),
+        ({"attention": "npu", "context_shift": True}, "attention 'cpu'"),
+        ({"attention": "npu", "cache_dtype": "int8"}, "int8"),
+        ({"npu_window": 0}, "npu_window is 0"),
+        ({"npu_window": "512,512"}, "npu_window"),
+        ({"npu_window": "512;4"}, "npu_window"),
+        ({"npu_graph": "layers=0"}, "npu_graph"),
+        ({"npu_graph": "2"}, "npu_graph"),
+        ({"weights": "npu"}, "npu-only"),
+        ({"weights": "npu-only", "npu": "native"}, "contradict"),
+        ({"weights": "npu-only", "on_npu_failure": "fallback"}, "nobody takes over"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(load, options, message):
+    with pytest.raises(ConfigError, match=message):
+        load("llama_gqa", **options)
+
+
+def test_layers_are_placed_one_by_one(load):
+    placement = {"model.layers.1.self_attn": "npu"}
+    with load("llama_gqa", placement=placement, npu_window=64) as engine:
+        near, far = engine._conductor.lanes.near[0], engine._conductor.lanes.prompts
+        names = [[node.name for node in s.nodes if node.op == "CachedAttention"] for s in near.plan.subgraphs]
+        devices = {name: s.device for s, found in zip(near.plan.subgraphs, names, strict=True) for name in found}
+        assert {name.split(".")[2]: device for name, device in devices.items()} == {"0": "cpu", "1": "npu"} | {
+            str(layer): "cpu" for layer in range(2, len(devices))
+        }
+        assert all(s.device == "cpu" for s in far.plan.subgraphs if s.state)
+        found = tell(engine)
+    with load("llama_gqa") as engine:
+        assert relative_error(found, tell(engine)) < LOGIT_TOLERANCE
