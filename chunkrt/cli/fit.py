@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument
-from chunkrt.cli.options import engine_fields, verbose_option
+from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
 from chunkrt.cli.plan import read_model
-from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.lengths import choose_context_length
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
-from chunkrt.quant.scheme import STATIC_SCHEMES
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, find_scheme
+from chunkrt.simulate import find_shape, shapes
 from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, epilog=f"Shapes that come with chunkrt: {', '.join(shapes())}.")
 @model_argument
 @click.option("--soc", "--device", "soc_name", required=True, help="The device's SoC, as in SM8650, 8gen3 or sd8gen3.")
 @click.option("--scheme", type=click.Choice(STATIC_SCHEMES), help="Quantisation.  [default: w8a16, or as compiled]")
 @click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]")
-@engine_fields("context_length")
+@engine_fields("context_length", "attention", "npu_window", "npu_graph", "weights")
 @click.option("--ram", "ram_gb", type=float, help="The device's RAM in GB.  [default: a guess by the SoC]")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option
@@ -35,13 +38,26 @@ def fit(
     context_length: int | None,
     ram_gb: float | None,
     as_json: bool,
+    **settings: Any,
 ) -> None:
-    """Tell whether MODEL fits a device: its NPU's address space, and its RAM. Exits with 3 if not."""
+    """Tell whether MODEL, or a shape without weights, fits a device: its NPU's address space, and its RAM.
+
+    Exits with 3 if not.
+    """
     soc = find_soc(soc_name)
     if ram_gb is not None and not 0 < ram_gb < float("inf"):
         raise ConfigError(f"--ram is {ram_gb:g}, expected a number of GB above 0")
-    options = EngineOptions(npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length)
-    plan, found_scheme, chunk_length = read_model(model, options)
+    if settings["attention"] != "npu":
+        refuse_without("--attention npu", "npu_window", "npu_graph")
+    options = EngineOptions(
+        npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length, **settings
+    )
+    if model in shapes():
+        plan, found_scheme = find_shape(model).plan(), find_scheme(scheme or DEFAULT_NPU_SCHEME)
+        chunk_length = chunk_length or DEFAULT_CHUNK_LENGTH
+        context_length = choose_context_length(plan, options)
+    else:
+        plan, found_scheme, chunk_length = read_model(model, options)
     context_length = context_length or plan.context_length
     result = fit_plan(
         plan,
@@ -50,10 +66,11 @@ def fit(
         chunk_length=chunk_length,
         context_length=context_length,
         ram_bytes=int(ram_gb * GB) if ram_gb else soc.typical_ram_bytes,
+        options=options,
     )
     remedy = ""
     if result.problems:
-        remedy = find_remedy(plan, found_scheme, result, is_compiled=is_engine_directory(Path(model)))
+        remedy = find_remedy(plan, found_scheme, result, is_compiled=is_engine_directory(Path(model)), options=options)
     if as_json:
         click.echo(json.dumps(result.to_dict() | {"remedy": remedy}, indent=1))
     else:

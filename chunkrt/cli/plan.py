@@ -14,6 +14,7 @@ from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
+from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement
 from chunkrt.engine.roles import check_runs, npu_under
@@ -57,6 +58,8 @@ def plan(
 ) -> None:
     """Show the subgraphs of MODEL: device, weights, bytes across the boundary, FLOPs, state.
 
+    With attention on the NPU, the plan for the shortest --npu-window is shown.
+
     cpu* marks what goes there because the NPU cannot compile it, and a line says why.
 
     A plan that --npu and --ops could not run is refused, but with --save-onnx: another may run the files.
@@ -78,6 +81,10 @@ def plan(
     if save_onnx is None:
         found, moved = plan_by_capability(found, scheme, options, placement_of(model, options))
         check_runs(found, scheme, options)
+        has_htp = npu_under(options, scheme) is not None and options.npu in ("auto", "qnn")
+        if has_htp and (near := near_plans(found, placement_of(model, options), options, context_length, chunk_length)):
+            found = near[0].plan
+            click.echo(f"while at most {near[0].reach} tokens come before a chunk:", err=True)
     figures = subgraph_figures(found, scheme, chunk_length=chunk_length)
     attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
     if save_onnx:
@@ -173,11 +180,12 @@ def _print(
     prompt_length: int,
     marked: Container[str],
 ) -> None:
-    row = "{:14} {:4} {:8} {:>6} {:>12} {:>13} {:>14} {:>6}"
+    width = max(14, *(len(f.name) for f in figures))
+    row = f"{{:{width}}} {{:4}} {{:8}} {{:>6}} {{:>12}} {{:>13}} {{:>14}} {{:>6}}"
     click.echo(row.format("subgraph", "on", "kind", "nodes", "weights MB", "boundary KB", "linear MFLOP", "state"))
     for f in figures:
         kind = "sum" if f.device == "link" else "static" if f.is_static else "dynamic"
-        weights, crossing = f"{f.weight_bytes / 1e6:.2f}", f"{f.crossing_bytes / 1e3:.1f}"
+        weights, crossing = f"{f.weight_bytes / 1e6:.2f}", f"{(f.crossing_bytes + f.window_bytes) / 1e3:.1f}"
         flops = f"{f.linear_flops / 1e6:.1f}"
         device = f"{f.device}*" if f.name in marked else f.device
         click.echo(row.format(f.name, device, kind, f.num_nodes, weights, crossing, flops, len(f.state_slots)))
@@ -194,7 +202,7 @@ def _print(
             f"link: {len(sums)} sums over {ranks.size} ranks, of {link_bytes / len(sums) / 1e3:.1f} KB each and "
             f"{link_bytes / 1e6:.2f} MB a chunk, from every rank; this is {ranks}"
         )
-    moved_bytes = sum(f.crossing_bytes for f in figures) // 2
+    moved_bytes = sum(f.crossing_bytes for f in figures) // 2 + sum(f.window_bytes for f in figures)
     ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0
     click.echo(f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices")
     if converted_bytes := sum(f.converted_bytes for f in figures):

@@ -11,10 +11,11 @@ from typing import Any, get_args
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.cli.serving import ServingOptions, simulate_served
-from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
@@ -56,6 +57,7 @@ LEAST_SHARE = 0.0005
     "--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: as compiled or profiled, or w8a16]"
 )
 @click.option("--threads", type=int, help="Of those profiled.  [default: the most]")
+@engine_fields("attention", "npu_window", "npu_graph")
 @click.option("--in-flight", "chunks_in_flight", type=int, help="Chunks in flight.  [default: as many as an engine's]")
 @click.option("--ranks", type=int, default=1, show_default=True, help="Machines that share the model.")
 @click.option("--link", "link_name", help=f"What joins them: {', '.join(LINKS)}, a TOML file, or {FORM}.")
@@ -82,13 +84,22 @@ def simulate(
     ranks: int,
     link_name: str | None,
     as_json: bool,
+    attention: AttentionOn,
+    npu_window: str | int,
+    npu_graph: str,
     **serving: Any,
 ) -> None:
     """Simulate the prefill of MODEL, or of a shape without weights, on a device by its profile.
 
     With --ranks one rank is simulated, on the CPU: all have equal shares and take equally long. With --arrivals it is
-    a server, whose sequences share chunks.
+    a server, whose sequences share chunks. With --attention npu all of a prompt is computed by the graphs of the first
+    --npu-window that it fits.
     """
+    npu = EngineOptions(npu="qnn", attention=attention, npu_window=npu_window, npu_graph=npu_graph)
+    if attention != "npu":
+        refuse_without("--attention npu", "npu_window", "npu_graph")
+    elif serving["arrivals"] is not None or ranks > 1:
+        raise ConfigError("attention on the NPU is simulated for one prompt on one machine; leave --attention npu away")
     options = ServingOptions(**serving)
     options.check(prompt_lengths, ranks, link_name)
     device = find_device(device_name)
@@ -121,7 +132,7 @@ def simulate(
     def simulate_all(plan: Plan, ranks: int, link: LinkProfile | None) -> list[Simulation]:
         return [
             simulate_prompt(
-                plan,
+                _with_attention(plan, npu, prompt, chunk),
                 device,
                 prompt_length=prompt,
                 chunk_length=chunk,
@@ -150,6 +161,20 @@ def simulate(
         _print_ranks(model, rows, link, speed_ups)
     else:
         _print(model, rows)
+
+
+def _with_attention(plan: Plan, options: EngineOptions, prompt_length: int, chunk_length: int) -> Plan:
+    """The plan, with attention on the NPU where that was asked for, over a window of all that comes before a chunk."""
+    if options.attention != "npu" or prompt_length > plan.context_length:
+        return plan
+    last = (prompt_length - 1) // chunk_length * chunk_length
+    for near in near_plans(plan, {}, options, plan.context_length, chunk_length):
+        if last <= near.reach:
+            return near.plan
+    raise ConfigError(
+        f"{last} tokens come before the last chunk of {prompt_length} tokens, more than --npu-window "
+        f"{options.npu_window} sees; name a longer one"
+    )
 
 
 def _lengths(option: str, text: str) -> list[int]:

@@ -35,7 +35,7 @@ Outputs = Literal["grid", "float"]
 OnNpuFailure = Literal["fallback", "fail"]
 AttentionOn = Literal["auto", "cpu", "npu"]
 KeptWeights = Literal["both", "npu-only"]
-DEFAULT_NPU_WINDOW = 512
+DEFAULT_NPU_WINDOW = "512"
 
 
 def npu_choices() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.graph.flops import node_flops
 from chunkrt.graph.operators import OPERATORS
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, linear_weights, resolve
+from chunkrt.graph.static_attention import window_elements
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import Scheme
 
@@ -23,9 +24,10 @@ class SubgraphFigures:
     `linear_flops`: of what grows with the rows alone, which are its linears, the experts that rows pick, and linear
     attention; a multiply-add counted as two. `weight_bytes`: under the scheme, scales included; weights that several
     subgraphs read count at the first of them. `crossing_bytes`: values that it takes from or gives to subgraphs on
-    another device, once each. `converted_bytes`: what it would take and give as float16, if an NPU ran it; 0 unless it
-    is on the NPU and the scheme is static. `sum_bytes`: what the rank gives to a sum over ranks, and what it gets; 0
-    unless it is on the link.
+    another device, once each. `window_bytes`: what static attention takes of the caches and gives to them, which are
+    the CPU's, with masks and rows of rotary tables. `converted_bytes`: what it would take and give as float16, if an
+    NPU ran it; 0 unless it is on the NPU and the scheme is static. `sum_bytes`: what the rank gives to a sum over
+    ranks, and what it gets; 0 unless it is on the link.
     """
 
     name: str
@@ -35,6 +37,7 @@ class SubgraphFigures:
     linear_flops: int
     weight_bytes: int
     crossing_bytes: int
+    window_bytes: int
     converted_bytes: int
     sum_bytes: int
     state_slots: tuple[str, ...]
@@ -76,6 +79,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             linear_flops=sum(_linear_flops(plan, node, symbols) for node in s.nodes),
             weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
             crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
+            window_bytes=FLOAT16_BYTES * window_elements(s, plan, chunk_length),
             converted_bytes=converted_bytes(plan, s, chunk_length) if s.device == "npu" and scheme.is_static else 0,
             sum_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in s.outputs) if s.device == "link" else 0,
             state_slots=s.state,
@@ -90,8 +94,9 @@ def converted_bytes(plan: Plan, subgraph: Subgraph, chunk_length: int) -> int:
     Values are float32 between subgraphs and float16 on an NPU: each of these is converted once a chunk. Its chunks have
     a fixed length, so even those with "R" rows count in full.
     """
-    shapes = (resolve(plan.tensors[n].shape, {"T": chunk_length, "R": chunk_length}) for n in _edges(subgraph))
-    return FLOAT16_BYTES * sum(prod(shape) for shape in shapes)
+    tensors = [plan.tensors[n] for n in _edges(subgraph) if plan.tensors[n].dtype == "float32"]
+    values = sum(prod(resolve(tensor.shape, {"T": chunk_length, "R": chunk_length})) for tensor in tensors)
+    return FLOAT16_BYTES * (values + window_elements(subgraph, plan, chunk_length))
 
 
 def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> AttentionFigures:

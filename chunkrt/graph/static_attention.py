@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from chunkrt.graph.merging import merged
-from chunkrt.graph.plan import ATTENTION_OPS, HEAD_NORM_OP, Node, Plan, Subgraph
+from chunkrt.graph.plan import ATTENTION_OPS, HEAD_NORM_OP, Node, Plan, Subgraph, resolve
 
 PAST_SLOTS = "past_slots"
 """The attribute of attention that is static: slots of its cache that a graph sees, beside the rows of the chunk."""
@@ -44,6 +44,28 @@ def with_static_attention(
 def num_layers(subgraph: Subgraph) -> int:
     """Attention that a subgraph holds."""
     return sum(node.op in ATTENTION_OPS for node in subgraph.nodes)
+
+
+def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> int:
+    """What static attention takes and gives for a chunk beside the values between subgraphs, in elements.
+
+    Slots of caches, a mask for those with the same window, rows of the rotary tables; the new rows of the caches.
+    """
+    total, shared = 0, dict[tuple[object, ...], int]()
+    for node in (node for node in subgraph.nodes if PAST_SLOTS in node.attributes):
+        past = static_slots(node)
+        for cache in node.inputs[5:7]:
+            kv_heads, _, dim = resolve(plan.tensors[cache].shape, {"P": past, "W": past})
+            total += kv_heads * (past + rows) * dim
+        shared["mask", node.attributes["window"], past] = rows * (past + rows)
+        for table in node.inputs[3:5]:
+            shared["rows", table] = rows * int(plan.tensors[table].shape[1])
+    return total + sum(shared.values())
+
+
+def static_slots(node: Node) -> int:
+    """Of the cache that static attention sees; 0 if it is not static."""
+    return int(str(node.attributes.get(PAST_SLOTS, 0)))
 
 
 def _is_attention(subgraph: Subgraph) -> bool:

@@ -15,10 +15,12 @@ from typing import Any
 
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import npu_support
-from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
+from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, converted_bytes, weight_bytes
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Plan, Subgraph, linear_weights, resolve
+from chunkrt.graph.static_attention import static_slots
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import chunk_slots
@@ -135,17 +137,39 @@ class Fit:
         }
 
 
-def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context_length: int, ram_bytes: int) -> Fit:
+def fit_plan(
+    plan: Plan,
+    scheme: Scheme,
+    soc: Soc,
+    *,
+    chunk_length: int,
+    context_length: int,
+    ram_bytes: int,
+    options: EngineOptions | None = None,
+) -> Fit:
     """Add up what a plan takes on a device under a static scheme.
 
     Args:
         chunk_length, context_length: at least 1, at most the plan's context.
         ram_bytes: of the device.
+        options: whether attention runs on the NPU, over which windows, and who keeps weights.
 
     Raises:
         PartitionError: the NPU cannot run one of the NPU's subgraphs.
     """
-    contexts = [_context(s, plan, scheme, soc, chunk_length) for s in plan.subgraphs if s.device == "npu"]
+    options = options or EngineOptions(npu="qnn")
+    near = near_plans(plan, {}, options, context_length, chunk_length)
+    plans = {f" of {each.reach}": each.plan for each in near}
+    if not near or near[-1].reach < context_length:
+        plans[""] = plan
+    contexts = [
+        _context(subgraph, name, of, scheme, soc, chunk_length)
+        for name, of in plans.items()
+        for subgraph in of.subgraphs
+        if subgraph.device == "npu"
+    ]
+    on_npu = {name for s in plan.subgraphs if s.device == "npu" for name in s.weights}
+    kept = {n: b for n, b in weight_bytes(plan, scheme).items() if options.weights == "both" or n not in on_npu}
     processors = processors_for(1, soc.num_cores)
     lengths = ((chunk_length, chunk_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
     slots = plan.slots(context_length, chunk_length)
@@ -158,12 +182,14 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         sessions=tuple(_share_sessions(contexts, soc.npu_window_bytes)),
         cache_bytes=sum(state_bytes(tensor, slots) for tensor in plan.state_tensors),
         chunk_bytes=sum(BufferLayout(plan, length).num_bytes * num_slots for length, num_slots in lengths),
-        cpu_weight_bytes=sum(weight_bytes(plan, scheme).values()),
+        cpu_weight_bytes=sum(kept.values()),
         ram_bytes=ram_bytes,
     )
 
 
-def find_remedy(plan: Plan, scheme: Scheme, fit: Fit, *, is_compiled: bool = False) -> str:
+def find_remedy(
+    plan: Plan, scheme: Scheme, fit: Fit, *, is_compiled: bool = False, options: EngineOptions | None = None
+) -> str:
     """Command line options under which a model fits that did not; empty if there are none.
 
     Looked for in this order: shorter chunks, a shorter context, 4-bit weights.
@@ -171,6 +197,7 @@ def find_remedy(plan: Plan, scheme: Scheme, fit: Fit, *, is_compiled: bool = Fal
     Args:
         scheme: that of `fit`.
         is_compiled: whether it is that of an engine directory, so that another takes compiling the checkpoint again.
+        options: those of `fit`.
     """
     chunk_lengths = sorted({fit.chunk_length, min(fit.chunk_length, DEFAULT_CHUNK_LENGTH)}, reverse=True)
     context_lengths = [fit.context_length]
@@ -186,6 +213,7 @@ def find_remedy(plan: Plan, scheme: Scheme, fit: Fit, *, is_compiled: bool = Fal
                 chunk_length=chunk_length,
                 context_length=context_length,
                 ram_bytes=fit.ram_bytes,
+                options=options,
             )
         except PartitionError:  # depths that blocks of 4-bit weights do not divide
             continue
@@ -200,7 +228,7 @@ def find_remedy(plan: Plan, scheme: Scheme, fit: Fit, *, is_compiled: bool = Fal
     return ""
 
 
-def _context(subgraph: Subgraph, plan: Plan, scheme: Scheme, soc: Soc, chunk_length: int) -> ContextFit:
+def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: Soc, chunk_length: int) -> ContextFit:
     if not (support := npu_support(subgraph, plan, scheme)):
         raise PartitionError(f"the NPU cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
     linears = sorted(linear_weights(plan) & set(subgraph.weights))
@@ -212,10 +240,16 @@ def _context(subgraph: Subgraph, plan: Plan, scheme: Scheme, soc: Soc, chunk_len
     limit_bytes = FLOAT16_BYTES * max(chunk_length, LEAST_ROWS) * num_limits
     made = (plan.tensors[name] for node in subgraph.nodes for name in node.outputs)
     rows = {"T": chunk_length, "R": chunk_length}
-    widest_bytes = FLOAT16_BYTES * max(prod(resolve(tensor.shape, rows)) for tensor in made)
+    scores = (
+        int(str(n.attributes["num_heads"])) * (static_slots(n) + chunk_length)
+        for n in subgraph.nodes
+        if static_slots(n)
+    )
+    widest = max(prod(resolve(tensor.shape, rows)) for tensor in made)
+    widest_bytes = FLOAT16_BYTES * max(widest, chunk_length * max(scores, default=0))
     activation_bits = min((scheme.activation_bits_of(name) for name in linears), default=16)
     return ContextFit(
-        name=subgraph.name,
+        name=subgraph.name + suffix,
         weight_bytes=num_bytes,
         context_bytes=num_bytes + CONTEXT_OVERHEAD_BYTES + CONTEXT_COLUMN_BYTES * num_columns + limit_bytes,
         spill_bytes=max(0, int(WIDEST_VALUES_HELD[activation_bits] * widest_bytes) - soc.vtcm_bytes),

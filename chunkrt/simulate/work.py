@@ -12,6 +12,7 @@ from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.graph.flops import attended_pairs, node_flops
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
+from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.exchange import exchange_of
 from chunkrt.runtime.tasks import Task
@@ -148,11 +149,12 @@ class ModelledWork:
         symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows)}
         crossing = self._crossing(subgraph)
         crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
+        window_bytes = FLOAT16_BYTES * window_elements(subgraph, self._plan, chunk.num_tokens)
         us = processor.task_us
         if subgraph.device == "npu":
             transfer = self._device.transfer
-            us += len(crossing) * transfer.fixed_us + crossing_bytes / (1000 * transfer.gb_per_s)
-        num_bytes = float(crossing_bytes)
+            us += len(crossing) * transfer.fixed_us + (crossing_bytes + window_bytes) / (1000 * transfer.gb_per_s)
+        num_bytes = float(crossing_bytes + window_bytes)
         for node in subgraph.nodes:
             node_us, node_bytes = self._node(node, processor, chunk, symbols)
             us += node_us
@@ -176,6 +178,8 @@ class ModelledWork:
         elif node.op in ATTENTION_OPS:
             num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, chunk))
             kind = "attention"
+            if past := static_slots(node):  # however many of them hold something, and the chunk's own rows
+                operations = rows * (past + rows) * node_flops(node, self._plan)
         elif node.op == LINEAR_ATTENTION_OP:
             num_bytes = shared_bytes = float(2 * DTYPE_BYTES["float32"] * self._state_elements(node, chunk))
             kind = "attention"  # its state is read, and written back
@@ -198,7 +202,10 @@ class ModelledWork:
     def _state_elements(self, node: Node, chunk: Chunk) -> int:
         """Of all sequences that the chunk holds rows of."""
         tensors = [self._plan.tensors[name] for name in node.inputs if name]
-        slots = [self._plan.slots(position + count, count) for position, count in chunk.parts]
+        if past := static_slots(node):
+            slots = [dict.fromkeys(("P", "W"), past + chunk.num_tokens)]
+        else:
+            slots = [self._plan.slots(position + count, count) for position, count in chunk.parts]
         return sum(prod(resolve(t.shape, of_one)) for of_one in slots for t in tensors if t.kind == "state")
 
     def _share_of_experts(self, node: Node, rows: int) -> float:
