@@ -11,11 +11,13 @@ from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.cli.command import GroupedCommand, model_argument
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, settings_option, verbose_option
+from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, refuse_without, settings_option, verbose_option
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
 from chunkrt.progress import ShownProgress
+
+_ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 
 
 @click.command(cls=GroupedCommand, first=("output", "soc", "chunk_length", "scheme", "as_json"))
@@ -23,11 +25,11 @@ from chunkrt.progress import ShownProgress
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
 @click.option("--soc", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
 @click.option("--chunk", "chunk_length", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
-@engine_fields(*QUANTISATION_FIELDS, "placement", "npu_strict")
+@engine_fields(*QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 @engine_fields("htp")
 @verbose_option
-@settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "npu_strict", "htp")
+@settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp")
 def compile(
     model: str,
     output: Path,
@@ -37,7 +39,7 @@ def compile(
     placement: Path | Placement | None,
     npu_strict: bool,
     htp: HtpOptions,
-    **quantisation: Any,
+    **settings: Any,
 ) -> None:
     """Compile MODEL: a catalogue name, a GGUF file, a Hugging Face folder, an ONNX decoder, or an engine
     directory.
@@ -45,11 +47,17 @@ def compile(
     What was compiled is cached: an interrupted compilation goes on where it stopped. The folder is written whole or
     not at all.
 
-    Of a settings file it takes soc, chunk_length (with a SoC), placement, htp and how to quantise. The rest, such
-    as policy and chunks_in_flight, is not compiled in: give the same file to `chunkrt run` or `bench`.
+    With --attention npu give `run` the same --npu-window, --npu-graph and --context.
+
+    Of a settings file it takes soc, chunk_length (with a SoC), placement, htp, attention and how to quantise. The rest,
+    such as policy and chunks_in_flight, is not compiled in: give the same file to `chunkrt run` or `bench`.
     """
     from chunkrt.engine.deploy import compile_engine
 
+    if soc is None:
+        refuse_without("--soc", *_ATTENTION)
+    elif settings["attention"] != "npu" and placement is None:
+        refuse_without("--attention npu", "npu_window", "npu_graph", "context_length")
     is_chunk_given = click.get_current_context().get_parameter_source("chunk_length") is ParameterSource.COMMANDLINE
     if is_chunk_given and soc is None:
         raise ConfigError("--chunk says what an NPU is compiled for; name its SoC with --soc")
@@ -58,7 +66,7 @@ def compile(
         placement=placement,
         npu_strict=npu_strict,
         htp=htp,
-        **quantisation,
+        **settings,
     )
     with ShownProgress() as progress:
         written = compile_engine(

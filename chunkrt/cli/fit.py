@@ -21,7 +21,11 @@ from chunkrt.simulate import find_shape, shapes
 from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 
 
-@click.command(cls=GroupedCommand, epilog=f"Shapes that come with chunkrt: {', '.join(shapes())}.")
+@click.command(
+    cls=GroupedCommand,
+    first=("soc_name", "scheme", "context_length", "ram_gb", "as_json"),
+    epilog=f"Shapes that come with chunkrt: {', '.join(shapes())}.",
+)
 @model_argument
 @click.option("--soc", "--device", "soc_name", required=True, help="The device's SoC, as in SM8650, 8gen3 or sd8gen3.")
 @click.option("--scheme", type=click.Choice(STATIC_SCHEMES), help="Quantisation.  [default: w8a16, or as compiled]")

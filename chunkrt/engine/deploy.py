@@ -11,6 +11,8 @@ from typing import Any
 
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.engine.capability import plan_to_run
+from chunkrt.engine.lengths import choose_context_length
+from chunkrt.engine.npu_attention import npu_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.roles import contexts_folder
@@ -42,7 +44,7 @@ def compile_engine(
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         output: must not exist.
-        options: scheme, placement, calibration and NPU settings.
+        options: scheme, placement, calibration, NPU settings, and what attention on the NPU depends on.
         progress: told (what is being done, how much is done, how much there is).
 
     Returns:
@@ -63,11 +65,12 @@ def compile_engine(
     compiled: dict[NpuTarget, list[Path]] = {}
     for soc, chunk_length in targets:
         backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
-        subgraphs = [s for s in plan.subgraphs if s.device == "npu"]
+        plans = npu_plans(plan, manifest.placement, options, choose_context_length(plan, options), chunk_length)
+        subgraphs = [(s, of) for of in plans.values() for s in of.subgraphs if s.device == "npu"]
         paths = []
-        for done, subgraph in enumerate(subgraphs):
+        for done, (subgraph, of) in enumerate(subgraphs):
             progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
-            paths.append(backend.prepare(subgraph, plan, chunk_length, scheme, weights).parent)
+            paths.append(backend.prepare(subgraph, of, chunk_length, scheme, weights).parent)
         target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
         compiled[target] = paths
     try:

@@ -55,6 +55,15 @@ def near_plans(
     return found
 
 
+def npu_plans(
+    plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
+) -> dict[int, Plan]:
+    """All plans that an engine compiles for the NPU, by the last position at which a chunk may begin. Raises as
+    `near_plans`."""
+    plans = {near.reach: near.plan for near in near_plans(plan, placement, options, context_length, chunk_length)}
+    return plans if context_length in plans else plans | {context_length: plan}
+
+
 def _is_chosen(node: str, placement: Placement, attention: AttentionOn) -> bool:
     placed = placed_by_name(placement, node)
     return placed == "npu" or (attention == "npu" and placed is None)

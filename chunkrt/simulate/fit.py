@@ -15,7 +15,7 @@ from typing import Any
 
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import npu_support
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import npu_plans
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, converted_bytes, weight_bytes
 from chunkrt.errors import PartitionError
@@ -158,13 +158,10 @@ def fit_plan(
         PartitionError: the NPU cannot run one of the NPU's subgraphs.
     """
     options = options or EngineOptions(npu="qnn")
-    near = near_plans(plan, {}, options, context_length, chunk_length)
-    plans = {f" of {each.reach}": each.plan for each in near}
-    if not near or near[-1].reach < context_length:
-        plans[""] = plan
+    plans = npu_plans(plan, {}, options, context_length, chunk_length)
     contexts = [
-        _context(subgraph, name, of, scheme, soc, chunk_length)
-        for name, of in plans.items()
+        _context(subgraph, f" of {reach}" * (of is not plan), of, scheme, soc, chunk_length)
+        for reach, of in plans.items()
         for subgraph in of.subgraphs
         if subgraph.device == "npu"
     ]

@@ -106,12 +106,7 @@ def test_a_scheme_that_the_npu_lacks_is_refused():
 @pytest.mark.parametrize(
     ("name", "scheme", "placement", "node"),
     [
-        (
-            "gemma3_scaled",
-            "w8a16",
-            {"model.layers.1.self_attn.qk_norm": "npu"},
-            "model.layers.1.self_attn.qk_norm.output",
-        ),
+        ("qwen3_5", "w8a16", {"model.layers.0.linear_attn": "npu"}, "model.layers.0.linear_attn"),
         ("lfm2", "w4a16", {"model.layers.*": "npu"}, "model.layers.0"),
         ("lfm2", "w4a16", {"": "cpu", "model.layers.2.feed_forward.down_proj": "npu"}, "model.layers.2.feed_forward"),
     ],

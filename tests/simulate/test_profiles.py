@@ -139,6 +139,7 @@ PARAMETERS = {
     "llama-2-7b": 6.74e9,
     "phi-2": 2.78e9,
     "mistral-7b": 7.24e9,
+    "llama-3.1-8b": 8.03e9,
 }
 """As their authors count them."""
 
