@@ -168,9 +168,6 @@ class ModelledWork:
         if node.op == "MatMul" and node.inputs[1] in self._linears:
             weight = node.inputs[1]
             num_bytes = shared_bytes = float(self._weight_bytes[weight])
-            is_spread = self._scheme.is_static and self._scheme.weight_bits_of(weight) == 4
-            if processor is self._device.npu and is_spread:
-                num_bytes = shared_bytes = num_bytes / 2  # packed; the CPU's are spread to 8 bits
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
         elif node.op in ATTENTION_OPS:
