@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from chunkrt.backends import Backend, Executable
+from chunkrt.backends.base import ConvertingBackend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
@@ -71,7 +72,7 @@ class ExecutorBuilder:
             self.plan,
             {**on_cpu, **on_npu},
             chunk_length=self.chunk_length,
-            npu_workers=npu_backend.concurrency if on_npu else None,
+            npu=npu_backend if on_npu else None,
             chunks_in_flight=self.options.chunks_in_flight,
         )
         merged = merged_on_cpu(self.plan)
@@ -126,14 +127,18 @@ class ExecutorBuilder:
         executables: Mapping[str, Executable],
         *,
         chunk_length: int = 1,
-        npu_workers: int | None = None,
+        npu: Backend | None = None,
         chunks_in_flight: int | None = 1,
     ) -> Executor:
         return Executor(
             plan,
             executables,
             chunk_length=chunk_length,
-            processors=processors_for(npu_workers, self.options.num_threads),
+            processors=processors_for(
+                None if npu is None else npu.concurrency,
+                self.options.num_threads,
+                num_computing=npu.num_computing if isinstance(npu, ConvertingBackend) else None,
+            ),
             policy=find_policy(self.options.policy),
             chunks_in_flight=chunks_in_flight,
             cpus=self.cpus,

@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from chunkrt.backends.qnn.executable import NUM_PLACES
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
@@ -57,7 +58,7 @@ class ContextFit:
 
     weight_bytes: of its linears on the NPU: 4-bit ones take half a byte a weight and a byte a block. context_bytes: of
     the compiled context, these weights included, estimated. spill_bytes: working memory beyond VTCM, estimated.
-    edge_bytes: of the float16 buffers by which values arrive and leave.
+    edge_bytes: of the float16 buffers by which values arrive and leave, for two calls.
     """
 
     name: str
@@ -219,7 +220,7 @@ def _context(subgraph: Subgraph, plan: Plan, scheme: Scheme, soc: Soc, chunk_len
         weight_bytes=num_bytes,
         context_bytes=num_bytes + CONTEXT_OVERHEAD_BYTES + CONTEXT_COLUMN_BYTES * num_columns + limit_bytes,
         spill_bytes=max(0, int(WIDEST_VALUES_HELD[activation_bits] * widest_bytes) - soc.vtcm_bytes),
-        edge_bytes=converted_bytes(plan, subgraph, chunk_length),
+        edge_bytes=NUM_PLACES * converted_bytes(plan, (*subgraph.inputs, *subgraph.outputs), chunk_length),
     )
 
 
