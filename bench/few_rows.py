@@ -41,7 +41,13 @@ def few_rows(model: str, rounds: int, **settings: Any) -> None:
         plan = engine.plan
         shapes = sorted({tuple(int(d) for d in plan.tensors[name].shape) for name in linear_nodes(plan)})
         _print_head("linear", "weights")
-        for weights, make in (("int8", _int8), ("4-bit blocks", _in_blocks)):
+        makes = {
+            "int8": _int8,
+            "4-bit blocks": _in_blocks,
+            "int8, static": _static_int8,
+            "4 bits, static": _static_int4,
+        }
+        for weights, make in makes.items():
             for depth, columns in shapes:
                 _print_row(f"{depth} x {columns} | {weights}", _linear_times(make, depth, columns, rounds))
         _print_head("part", "scheme")
@@ -82,6 +88,23 @@ def _in_blocks(builder: ProgramBuilder, value: int, depth: int, columns: int) ->
     packed = random.integers(0, 256, (*blocks, 4, 16, 4), np.uint8)
     scales = random.random((*blocks, 2, 16), np.float32).astype(np.float16)
     return builder.block_linear(value, builder.constant(packed), builder.constant(scales), columns)
+
+
+def _static_int8(builder: ProgramBuilder, value: int, depth: int, columns: int) -> int:
+    random = np.random.default_rng(0)
+    packed = random.integers(-112, 113, (-(-columns // 16), -(-depth // 4), 16, 4), np.int8)
+    scales = builder.constant(np.full(columns, 1e-3, np.float32))
+    return builder.linear(value, builder.constant(packed), scales, num_digits=2, input_step=1e-4)
+
+
+def _static_int4(builder: ProgramBuilder, value: int, depth: int, columns: int) -> int:
+    random = np.random.default_rng(0)
+    blocks = -(-columns // 16), -(-depth // 32)
+    packed = random.integers(0, 256, (*blocks, 4, 16, 4), np.uint8)
+    multipliers = builder.constant(random.integers(1, 17, (*blocks, 16), np.uint8))
+    scales = builder.constant(np.full(columns, 1e-3, np.float32))
+    operands = builder.constant(packed), scales, None, None, 2
+    return builder.linear(value, *operands, input_step=1e-4, multipliers=multipliers)
 
 
 def _linear_times(make: Callable[..., int], depth: int, columns: int, rounds: int) -> dict[int, float]:

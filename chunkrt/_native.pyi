@@ -66,6 +66,7 @@ class ProgramBuilder:
         residual: int | None = None,
         num_digits: int = 1,
         input_step: float | None = None,
+        multipliers: int | None = None,
     ) -> int: ...
     def float_linear(self, input: int, weight: int) -> int: ...
     def block_linear(

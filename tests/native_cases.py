@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
-from chunkrt.engine_directory.weights import pack
+from chunkrt.engine_directory.packing import pack, pack_products
+from chunkrt.engine_directory.store import (
+    INPUT_STEP_SUFFIX,
+    MULTIPLIER_SUFFIX,
+    OUTPUT_STEP_SUFFIX,
+    SCALE_SUFFIX,
+    WeightStore,
+)
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import LEVELS, Scheme, find_scheme
 
@@ -64,6 +70,13 @@ def make_case(
     return subgraph, plan, random_weights(subgraph, plan, scheme, seed)
 
 
+def random_products(rng: np.random.Generator, depth: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of 4-bit integers with multipliers, int8 [depth, columns], and these, int8 [ceil(depth / 32), columns]."""
+    multipliers = rng.integers(1, 17, (-(-depth // 32), columns)).astype(np.int8)
+    integers = rng.integers(-7, 8, (depth, columns)).astype(np.int8)
+    return integers * np.repeat(multipliers, 32, axis=0)[:depth], multipliers
+
+
 def random_weights(subgraph: Subgraph, plan: Plan, scheme: Scheme, seed: int) -> WeightStore:
     rng = np.random.default_rng(seed)
     linears = {n.inputs[1] for n in subgraph.nodes if n.op == "MatMul"}
@@ -72,7 +85,11 @@ def random_weights(subgraph: Subgraph, plan: Plan, scheme: Scheme, seed: int) ->
     for name in subgraph.weights:
         shape = tuple(int(d) for d in plan.tensors[name].shape)
         if name in linears:
-            arrays[name] = pack(rng.integers(-127, 128, shape).astype(np.int8))
+            if scheme.storage_of(name) == "int4":
+                products, multipliers = random_products(rng, *shape)
+                arrays[name], arrays[name + MULTIPLIER_SUFFIX] = pack_products(products, multipliers)
+            else:
+                arrays[name] = pack(rng.integers(-127, 128, shape).astype(np.int8))
             arrays[name + SCALE_SUFFIX] = rng.random(shape[1], np.float32) * np.float32(2e-3)
             if scheme.is_static:  # grids that the largest values overrun
                 levels = np.float32(LEVELS[scheme.activation_bits_of(name)])

@@ -37,13 +37,25 @@ class Support:
             raise PartitionError(f"{backend} cannot run {subgraph.name}: node {self.node!r}: {self.reason}")
 
 
+class Passage(NamedTuple):
+    """When a call passed through an NPU, by `time.perf_counter_ns`.
+
+    Until `entered_ns` its inputs were converted and laid where the NPU reads them. Then it waited for its turn. From
+    `began_ns` to `ended_ns` the NPU computed. What came after was the conversion of the outputs.
+    """
+
+    entered_ns: int
+    began_ns: int
+    ended_ns: int
+
+
 class Executable(Protocol):
     """One compiled subgraph."""
 
     fixed_length: int | None
     """Rows that every call must have (an NPU's chunk), or None if any number from 1 to the chunk length will do."""
 
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage | None:
         """Compute the outputs from the inputs.
 
         Args:
@@ -53,6 +65,9 @@ class Executable(Protocol):
             outputs: the subgraph's `outputs` by name, C-contiguous, written in full.
 
         The caller owns all buffers. Releases the GIL while it computes; several threads may call one instance.
+
+        Returns:
+            Of an NPU whose values are converted: what of the time was what. Else None.
 
         Raises:
             BackendError: the computation failed.
@@ -106,7 +121,7 @@ class Backend(Protocol):
 
     name: str
     concurrency: int | None
-    """Subgraphs it can run at once. A number, 1 for an NPU, is for one that plays the NPU's role beside the native
+    """Calls it takes at once. A number, 1 for an NPU, is for one that plays the NPU's role beside the native
     backend. None is for one that runs on the executor's threads, and plays both roles."""
     cache_dtypes: tuple[str, ...]
     """Of keys and values, what it takes, and first what it gets unless told otherwise: float16 only if it rounds a
@@ -127,3 +142,11 @@ class Backend(Protocol):
             CompileError: the backend's compiler failed.
         """
         ...
+
+
+@runtime_checkable
+class ConvertingBackend(Backend, Protocol):
+    """An NPU whose values are converted on the way in and out: of its calls some compute, the others convert."""
+
+    num_computing: int
+    """Calls that compute at once, at most `concurrency`."""

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping
 
-from chunkrt.backends.base import Array, Executable
+from chunkrt.backends.base import Array, Executable, Passage
 from chunkrt.errors import BackendError
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,11 @@ class FallbackExecutable:
         self._on_cpu = on_cpu
         self._health = health
 
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage | None:
         """See `Executable.run`."""
         if not self._health.is_lost:
             try:
-                self._on_npu.run(inputs, outputs)
-                return
+                return self._on_npu.run(inputs, outputs)
             except BackendError as error:
                 self._health.report(error)
-        self._on_cpu.run(inputs, outputs)
+        return self._on_cpu.run(inputs, outputs)

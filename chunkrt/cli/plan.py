@@ -206,7 +206,11 @@ def _print(
     ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0
     click.echo(f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices")
     if converted_bytes := sum(f.converted_bytes for f in figures):
-        click.echo(f"an NPU converts {converted_bytes / 1e6:.2f} MB of float16 from and to float32 a chunk")
+        entering_bytes = sum(f.entering_bytes for f in figures)
+        click.echo(
+            f"an NPU converts {converted_bytes / 1e6:.2f} MB of float16 from and to float32 a chunk: "
+            f"{entering_bytes / 1e6:.2f} MB enter it, {(converted_bytes - entering_bytes) / 1e6:.2f} MB leave it"
+        )
     click.echo(
         f"attention over {prompt_length} tokens: {attention.chunked_flops / 1e9:.2f} GFLOP in chunks, "
         f"{attention.unchunked_flops / 1e9:.2f} GFLOP at once (ratio {ratio:.3f})"

@@ -59,6 +59,9 @@ LEAST_SHARE = 0.0005
 @click.option("--threads", type=int, help="Of those profiled.  [default: the most]")
 @engine_fields("attention", "npu_window", "npu_graph")
 @click.option("--in-flight", "chunks_in_flight", type=int, help="Chunks in flight.  [default: as many as an engine's]")
+@click.option(
+    "--overlap-conversion", "overlaps_conversion", is_flag=True, help="Convert values while the NPU computes others."
+)
 @click.option("--ranks", type=int, default=1, show_default=True, help="Machines that share the model.")
 @click.option("--link", "link_name", help=f"What joins them: {', '.join(LINKS)}, a TOML file, or {FORM}.")
 @click.option("--arrivals", help=f"Serve requests that come: {ARRIVALS_FORM}, each when another is answered.")
@@ -81,6 +84,7 @@ def simulate(
     scheme: str | None,
     threads: int | None,
     chunks_in_flight: int | None,
+    overlaps_conversion: bool,
     ranks: int,
     link_name: str | None,
     as_json: bool,
@@ -115,6 +119,8 @@ def simulate(
     prompts, chunks = _lengths("-p", prompt_lengths or "64,256,1024"), _lengths("--chunk", chunk_lengths)
     plan, settled = _plan(model, scheme, one_of)
     if options.arrivals is not None:
+        if overlaps_conversion:
+            raise ConfigError("--overlap-conversion is known of single prompts, not of --arrivals; leave it away")
         simulate_served(
             model,
             plan,
@@ -142,6 +148,7 @@ def simulate(
                 threads=threads,
                 ranks=ranks,
                 link=link,
+                overlaps_conversion=overlaps_conversion,
             )
             for prompt, chunk, name in product(prompts, chunks, policies)
         ]

@@ -12,10 +12,18 @@ import click
 
 from chunkrt.cli.options import verbose_option
 from chunkrt.runtime.record import WORKS, RunRecord
+from chunkrt.runtime.tasks import SPANS, Span
 from chunkrt.runtime.trace.file import read_trace
 from chunkrt.runtime.trace.idle import CAUSES, ProcessorTime, where_time_went
 from chunkrt.runtime.trace.link_time import LinkTime, link_time
 from chunkrt.runtime.trace.shared import Packing, joined, packing, with_others
+
+SPAN_MEANINGS: Mapping[Span, str] = {
+    "entering": "inputs converted",
+    "waiting": "waiting for its turn",
+    "computing": "computing",
+    "leaving": "outputs converted",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +155,10 @@ def _text(group: Group) -> str:
         parts = [100 * t.busy_ns.get(work, 0) / t.total_ns if t.total_ns else 0.0 for t in processors]
         if any(parts):
             lines.append(_line(f"  {'embedding and head' if work == 'embedding' else work}", parts + no_link))
+    for span in SPANS:
+        parts = [100 * t.span_ns.get(span, 0) / t.total_ns if t.total_ns else 0.0 for t in processors]
+        if any(parts):
+            lines.append(_line(f"  of that {SPAN_MEANINGS[span]}", parts + no_link))
     if link and of_link:
         lines.append(_line("  sums, hidden by other work", [*none, of_link[0] * link.hidden]))
         lines.append(_line("  sums, nothing beside them", [*none, of_link[0] * (1 - link.hidden)]))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from chunkrt.backends import Backend, Executable
+from chunkrt.backends.base import ConvertingBackend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher
 from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
@@ -88,7 +89,7 @@ class ExecutorBuilder:
                 self.plan,
                 {**on_cpu, **on_npu},
                 chunk_length=self.chunk_length,
-                npu_workers=self.npu_backend.concurrency if on_npu else None,
+                npu=self.npu_backend if on_npu else None,
                 chunks_in_flight=self.options.chunks_in_flight,
             )
         tokens, few, many = self._for_tokens(on_cpu, prompts, has_npu=has_npu)
@@ -146,7 +147,7 @@ class ExecutorBuilder:
                     near.plan,
                     {**own, **on_npu},
                     chunk_length=self.chunk_length,
-                    npu_workers=self.npu_backend.concurrency,
+                    npu=self.npu_backend,
                     chunks_in_flight=self.options.chunks_in_flight,
                     reach=near.reach,
                 )
@@ -179,7 +180,7 @@ class ExecutorBuilder:
         executables: Mapping[str, Executable],
         *,
         chunk_length: int = 1,
-        npu_workers: int | None = None,
+        npu: Backend | None = None,
         chunks_in_flight: int | None = 1,
         reach: int | None = None,
     ) -> Executor:
@@ -187,7 +188,11 @@ class ExecutorBuilder:
             plan,
             executables,
             chunk_length=chunk_length,
-            processors=processors_for(npu_workers, self.options.num_threads),
+            processors=processors_for(
+                None if npu is None else npu.concurrency,
+                self.options.num_threads,
+                num_computing=npu.num_computing if isinstance(npu, ConvertingBackend) else None,
+            ),
             policy=find_policy(self.options.policy),
             chunks_in_flight=chunks_in_flight,
             cpus=self.cpus,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -26,8 +27,8 @@ class SubgraphFigures:
     subgraphs read count at the first of them. `crossing_bytes`: values that it takes from or gives to subgraphs on
     another device, once each. `window_bytes`: what static attention takes of the caches and gives to them, which are
     the CPU's, with masks and rows of rotary tables. `converted_bytes`: what it would take and give as float16, if an
-    NPU ran it; 0 unless it is on the NPU and the scheme is static. `sum_bytes`: what the rank gives to a sum over
-    ranks, and what it gets; 0 unless it is on the link.
+    NPU ran it; 0 unless it is on the NPU and the scheme is static. `entering_bytes`: what it would take, of these.
+    `sum_bytes`: what the rank gives to a sum over ranks, and what it gets; 0 unless it is on the link.
     """
 
     name: str
@@ -39,6 +40,7 @@ class SubgraphFigures:
     crossing_bytes: int
     window_bytes: int
     converted_bytes: int
+    entering_bytes: int
     sum_bytes: int
     state_slots: tuple[str, ...]
 
@@ -70,6 +72,9 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             return bool(readers.get(name, set()) - {subgraph.device})
         return homes.get(name, subgraph.device) != subgraph.device
 
+    def is_converted(subgraph: Subgraph) -> bool:
+        return subgraph.device == "npu" and scheme.is_static
+
     return [
         SubgraphFigures(
             name=s.name,
@@ -79,8 +84,9 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             linear_flops=sum(_linear_flops(plan, node, symbols) for node in s.nodes),
             weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
             crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
-            window_bytes=FLOAT16_BYTES * window_elements(s, plan, chunk_length),
-            converted_bytes=converted_bytes(plan, s, chunk_length) if s.device == "npu" and scheme.is_static else 0,
+            window_bytes=FLOAT16_BYTES * sum(window_elements(s, plan, chunk_length)),
+            converted_bytes=converted_bytes(plan, _edges(s), chunk_length) if is_converted(s) else 0,
+            entering_bytes=converted_bytes(plan, s.inputs, chunk_length) if is_converted(s) else 0,
             sum_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in s.outputs) if s.device == "link" else 0,
             state_slots=s.state,
         )
@@ -88,15 +94,16 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
     ]
 
 
-def converted_bytes(plan: Plan, subgraph: Subgraph, chunk_length: int) -> int:
-    """Bytes, as float16, of all values that an NPU subgraph takes and gives for one chunk.
+def converted_bytes(plan: Plan, values: Iterable[str], chunk_length: int) -> int:
+    """Bytes, as float16, of values that an NPU subgraph takes or gives for one chunk.
 
     Values are float32 between subgraphs and float16 on an NPU: each of these is converted once a chunk. Its chunks have
     a fixed length, so even those with "R" rows count in full.
     """
-    tensors = [plan.tensors[n] for n in _edges(subgraph) if plan.tensors[n].dtype == "float32"]
-    values = sum(prod(resolve(tensor.shape, {"T": chunk_length, "R": chunk_length})) for tensor in tensors)
-    return FLOAT16_BYTES * (values + window_elements(subgraph, plan, chunk_length))
+    tensors = [plan.tensors[n] for n in values if plan.tensors[n].dtype == "float32"]
+    return FLOAT16_BYTES * sum(
+        prod(resolve(tensor.shape, {"T": chunk_length, "R": chunk_length})) for tensor in tensors
+    )
 
 
 def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> AttentionFigures:

@@ -19,7 +19,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
+from chunkrt.checkpoints.source import BlockTensor
+from chunkrt.engine_directory.packing import unpack, unpack_blocks, unpack_multipliers, unpack_products
 from chunkrt.errors import ModelError
 from chunkrt.files import map_read_only
 
@@ -27,7 +28,8 @@ SCALE_SUFFIX = ".scale"
 """float32 [N]: a quantised linear's scales, w ~ q * scale; of experts [E, N]."""
 
 MULTIPLIER_SUFFIX = ".multiplier"
-"""int8 [ceil(K / block length), N], of a 4-bit linear: what its 4-bit integers were multiplied by, block by block."""
+"""uint8 [ceil(N / 16), ceil(K / 32), 16], of a static linear of 4 bits: what its integers are multiplied by, block by
+block; zeros past N."""
 
 BLOCK_SCALE_SUFFIX = ".block_scale"
 """float16 [ceil(N / 16), K / 32, 2, 16], of a linear in blocks of 4 bits: their scales and minima."""
@@ -41,8 +43,6 @@ OUTPUT_STEP_SUFFIX = ".output_step"
 HOT_CHANNELS_SUFFIX = ".hot_channels"
 """int32 [H], ascending, of a linear with a shadow: the rows of its weight to be kept in float32. H may be 0."""
 
-COLUMNS_PER_BLOCK = 16
-DEPTH_PER_GROUP = 4
 CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int32": "I32"}
 _DTYPES = {code: np.dtype(name) for name, code in CODES.items()}
 
@@ -124,14 +124,27 @@ class WeightStore:
                 yield suffix, self._arrays[name + suffix]
 
     def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """A quantised linear's packed int8 weight and its scales float32 [N]; of experts with an axis [E] before."""
+        """A quantised linear's packed int8 weight and its scales float32 [N]; of experts with an axis [E] before.
+
+        One of 4 bits is packed as uint8, and its multipliers stand beside it.
+        """
         return self._arrays[name], self._arrays[name + SCALE_SUFFIX]
 
     def linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """A quantised linear's int8 weight as [K, N] (a copy) and its scales float32 [N]."""
+        """A quantised linear's int8 weight as [K, N] (a copy) and its scales float32 [N].
+
+        That of one of 4 bits is made of the products of its integers and multipliers.
+        """
         packed, scale = self.packed_linear(name)
         depth, columns = self._logical_shapes[name]
-        return unpack(packed, depth, columns), scale
+        if name + MULTIPLIER_SUFFIX not in self._arrays:
+            return unpack(packed, depth, columns), scale
+        return unpack_products(packed.view(np.uint8), self._arrays[name + MULTIPLIER_SUFFIX], depth, columns), scale
+
+    def multipliers(self, name: str) -> NDArray[np.int8]:
+        """Of a static linear of 4 bits, int8 [ceil(K / 32), N] (a copy)."""
+        _, columns = self._logical_shapes[name]
+        return unpack_multipliers(self._arrays[name + MULTIPLIER_SUFFIX], columns)
 
     def experts(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """Quantised experts' int8 weights as [E, K, N] (a copy) and their scales float32 [E, N]."""
@@ -156,19 +169,3 @@ def _view(mapped: mmap.mmap, start: int, info: Mapping[str, Any]) -> NDArray[Any
         raise ValueError(f"shape {list(shape)} at {begin}")
     flat = np.frombuffer(mapped, _DTYPES[info["dtype"]], count=prod(shape), offset=start + begin)
     return flat.reshape(shape)
-
-
-def unpack(packed: NDArray[np.int8], depth: int, columns: int) -> NDArray[np.int8]:
-    """The packed layout back to int8 [K, N] = [depth, columns]."""
-    blocks, groups, _, _ = packed.shape
-    matrix = packed.transpose(1, 3, 0, 2).reshape(groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK)
-    return np.ascontiguousarray(matrix[:depth, :columns])
-
-
-def unpack_blocks(packed: NDArray[np.uint8], scales: NDArray[np.float16], columns: int) -> BlockTensor:
-    """The packed layout back to a tensor [N, K] in blocks, N = columns."""
-    tiles, blocks, *_ = packed.shape
-    halves = np.stack([packed & 15, packed >> 4], axis=3)
-    integers = halves.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * COLUMNS_PER_BLOCK, blocks * BLOCK_DEPTH)
-    by_column = scales.transpose(2, 0, 3, 1).reshape(2, tiles * COLUMNS_PER_BLOCK, blocks)
-    return BlockTensor(integers=integers[:columns], scales=by_column[0, :columns], minima=by_column[1, :columns])

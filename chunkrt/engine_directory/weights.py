@@ -1,15 +1,4 @@
-"""Preparing weights: from checkpoint tensors to what an engine stores under a scheme, one tensor at a time.
-
-W [K, N] (as in `X @ W`) is stored as int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, W[k, n] at
-[n // 16, k // 4, n % 16, k % 4]. Four k of one column are adjacent because every int8 dot-product instruction (VNNI
-vpdpbusd, NEON sdot) consumes four; sixteen columns fill one cache line and one 512-bit register; the eight-k operands
-of NEON smmla come from two neighbouring k-groups by one zip.
-
-One of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16, k // 32,
-k % 32 // 8, n % 16, k % 4], in the low half of the byte where k % 8 < 4, else in the high half: a mask or a shift makes
-groups of four k as above. Beside it, float16 [ceil(N/16), K/32, 2, 16], are the scales of 16 columns and then their
-minima. Both are zero past N.
-"""
+"""Preparing weights: from checkpoint tensors to what an engine stores under a scheme, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,11 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, FLOAT_TYPES, BlockTensor
+from chunkrt.engine_directory.packing import (
+    COLUMNS_PER_BLOCK,
+    pack,
+    pack_blocks,
+    pack_products,
+    packed_blocks_shapes,
+    packed_shape,
+)
 from chunkrt.engine_directory.store import (
     BLOCK_SCALE_SUFFIX,
     CODES,
-    COLUMNS_PER_BLOCK,
-    DEPTH_PER_GROUP,
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
@@ -52,7 +47,7 @@ from chunkrt.graph.plan import (
 from chunkrt.quant.arithmetic import quantize_linear, quantize_weight
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
-from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, Storage
+from chunkrt.quant.scheme import Scheme, Storage
 
 if TYPE_CHECKING:
     from chunkrt.graph.partition import Planned
@@ -169,7 +164,7 @@ def write_weights(
     stored = sorted(stored_weights(plan, scheme).values(), key=lambda weight: ORDER[weight.entries[0].dtype])
     first = [entry for weight in stored for entry in weight.entries[: weight.num_first]]
     rest = (entry for weight in stored for entry in weight.entries[weight.num_first :])
-    beside = sorted(rest, key=lambda e: (e.dtype == "int8", e.name))
+    beside = sorted(rest, key=lambda e: (e.dtype == "uint8", e.name))
     later: dict[str, NDArray[Any]] = {}
     with path.open("wb") as file:
         writer = WeightWriter(file, [*first, *beside])
@@ -205,9 +200,11 @@ def _arrays(
     if isinstance(quantized, BlockTensor):
         integers, scales = pack_blocks(quantized)
         return {name: integers, name + BLOCK_SCALE_SUFFIX: scales}
-    arrays: dict[str, NDArray[Any]] = {name: pack(quantized.values), name + SCALE_SUFFIX: quantized.scale}
-    if quantized.multipliers is not None:
-        arrays[name + MULTIPLIER_SUFFIX] = quantized.multipliers
+    arrays: dict[str, NDArray[Any]] = {name + SCALE_SUFFIX: quantized.scale}
+    if quantized.multipliers is None:
+        arrays[name] = pack(quantized.values)
+    else:
+        arrays[name], arrays[name + MULTIPLIER_SUFFIX] = pack_products(quantized.values, quantized.multipliers)
     if scheme.is_static:
         grids = grids_of(linear, scheme, calibration, quantized.scale)
         arrays[name + INPUT_STEP_SUFFIX] = grids.input_step
@@ -261,7 +258,8 @@ class StoredWeight:
             dtype, beside = "uint8", {BLOCK_SCALE_SUFFIX: ("float16", of_scales)}
         elif self.storage != "experts":
             if self.storage == "int4":
-                beside[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // BLOCK_LENGTH), columns))
+                dtype, packed = "uint8", packed_blocks_shapes(depth, columns)[0]
+                beside[MULTIPLIER_SUFFIX] = ("uint8", (*packed[:2], COLUMNS_PER_BLOCK))
             if scheme.is_static:
                 beside[INPUT_STEP_SUFFIX] = ("float32", (1,))
                 if not scheme.has_float_output(name):
@@ -288,40 +286,3 @@ def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
         for name, tensor in plan.tensors.items()
         if tensor.kind == "weight"
     }
-
-
-def packed_shape(depth: int, columns: int) -> tuple[int, int, int, int]:
-    """Shape of the packed form of a weight [depth, columns]."""
-    blocks, groups = -(-columns // COLUMNS_PER_BLOCK), -(-depth // DEPTH_PER_GROUP)
-    return blocks, groups, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP
-
-
-def pack(weight: NDArray[np.int8]) -> NDArray[np.int8]:
-    """int8 [K, N] to the packed layout."""
-    depth, columns = weight.shape
-    blocks, groups, _, _ = packed_shape(depth, columns)
-    padded = np.zeros((groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK), np.int8)
-    padded[:depth, :columns] = weight
-    tiles = padded.reshape(groups, DEPTH_PER_GROUP, blocks, COLUMNS_PER_BLOCK)
-    return np.ascontiguousarray(tiles.transpose(2, 0, 3, 1))
-
-
-def packed_blocks_shapes(depth: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the packed form of a weight [depth, columns] in blocks: its bytes, and its scales and minima."""
-    tiles, blocks = -(-columns // COLUMNS_PER_BLOCK), -(-depth // BLOCK_DEPTH)
-    pairs = BLOCK_DEPTH // (2 * DEPTH_PER_GROUP)
-    return (tiles, blocks, pairs, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP), (tiles, blocks, 2, COLUMNS_PER_BLOCK)
-
-
-def pack_blocks(weight: BlockTensor) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """A tensor [N, K] in blocks to the packed layout: bytes, and scales with minima."""
-    columns, depth = weight.integers.shape
-    (tiles, blocks, pairs, *_), scales_shape = packed_blocks_shapes(depth, columns)
-    padded = np.zeros((tiles * COLUMNS_PER_BLOCK, depth), np.uint8)
-    padded[:columns] = weight.integers
-    halves = padded.reshape(tiles, COLUMNS_PER_BLOCK, blocks, pairs, 2, DEPTH_PER_GROUP).transpose(4, 0, 2, 3, 1, 5)
-    scales = np.zeros((tiles * COLUMNS_PER_BLOCK, blocks, 2), np.float16)
-    scales[:columns] = np.stack([weight.scales, weight.minima], axis=-1)
-    by_tile = scales.reshape(tiles, COLUMNS_PER_BLOCK, blocks, 2).transpose(0, 2, 3, 1)
-    assert by_tile.shape == scales_shape
-    return np.ascontiguousarray(halves[0] | halves[1] << 4), np.ascontiguousarray(by_tile)

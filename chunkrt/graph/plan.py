@@ -44,9 +44,6 @@ SHADOW_OP = "ShadowLinear"
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
 
-HEAD_NORM_OP = "HeadNorm"
-"""Of our domain: RMS normalisation of each head's columns."""
-
 EXPERTS_OP = "RoutedExperts"
 """Of our domain: feed-forwards of which every row takes a few; inputs hidden, router_logits, gate_up [E, H, 2 I] and
 down [E, I, H]."""

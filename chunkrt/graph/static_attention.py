@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 from chunkrt.graph.merging import merged
-from chunkrt.graph.plan import ATTENTION_OPS, HEAD_NORM_OP, Node, Plan, Subgraph, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
+
+HEAD_NORM_OP = "HeadNorm"
+"""Of our domain: RMS normalisation of each head's columns."""
 
 PAST_SLOTS = "past_slots"
 """The attribute of attention that is static: slots of its cache that a graph sees, beside the rows of the chunk."""
@@ -46,21 +50,27 @@ def num_layers(subgraph: Subgraph) -> int:
     return sum(node.op in ATTENTION_OPS for node in subgraph.nodes)
 
 
-def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> int:
-    """What static attention takes and gives for a chunk beside the values between subgraphs, in elements.
+class WindowElements(NamedTuple):
+    """What static attention takes for a chunk beside the values between subgraphs, and what it gives; in elements."""
 
-    Slots of caches, a mask for those with the same window, rows of the rotary tables; the new rows of the caches.
-    """
-    total, shared = 0, dict[tuple[object, ...], int]()
+    entering: int
+    leaving: int
+
+
+def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements:
+    """Slots of caches, a mask for those with the same window, rows of rotary tables; and new rows of the caches."""
+    entering = leaving = 0
+    shared: dict[tuple[object, ...], int] = {}
     for node in (node for node in subgraph.nodes if PAST_SLOTS in node.attributes):
         past = static_slots(node)
         for cache in node.inputs[5:7]:
             kv_heads, _, dim = resolve(plan.tensors[cache].shape, {"P": past, "W": past})
-            total += kv_heads * (past + rows) * dim
+            entering += kv_heads * past * dim
+            leaving += kv_heads * rows * dim
         shared["mask", node.attributes["window"], past] = rows * (past + rows)
         for table in node.inputs[3:5]:
             shared["rows", table] = rows * int(plan.tensors[table].shape[1])
-    return total + sum(shared.values())
+    return WindowElements(entering + sum(shared.values()), leaving)
 
 
 def static_slots(node: Node) -> int:

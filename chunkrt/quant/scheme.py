@@ -25,8 +25,8 @@ base 256; a 16-bit integer product can therefore be had from two of 8 bits."""
 
 
 Storage = Literal["float32", "int8", "int4", "blocks"]
-"""How a linear's weight is stored: as it is; as integers for each output channel, of 8 bits, or of 4 that are kept as
-products with the multipliers of their blocks; in a checkpoint's blocks of 4 bits."""
+"""How a linear's weight is stored: as it is; as integers for each output channel, of 8 bits, or of 4 beside the
+multipliers of their blocks; in a checkpoint's blocks of 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Scheme:
 
     weight_bits: 8, symmetric int8 per output channel, w ~ q * scale with q in [-127, 127]. 4, blocks of BLOCK_LENGTH
         along the depth: w ~ q * multiplier * scale, q in [-7, 7], a whole multiplier of 1 to 16 for each block and a
-        scale for each output channel; q * multiplier fits int8, and is what is stored. None: float32. With dynamic
+        scale for each output channel; CPUs multiply by q * multiplier, which fits int8. None: float32. With dynamic
         activations 4 means a checkpoint's own blocks (GGUF's Q4_0 and Q4_1), kept as they are: w = q * scale + minimum,
         q in [0, 15], a scale and a minimum for each 32 weights of an output channel. Weights that were never quantised
         are brought into such blocks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkrt.backends.base import Array, Executable, SegmentExecutable, SegmentOperands, SumExecutable
+from chunkrt.backends.base import Array, Executable, Passage, SegmentExecutable, SegmentOperands, SumExecutable
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Subgraph
 from chunkrt.runtime.buffers import EMPTY, ChunkBuffers
@@ -89,7 +89,7 @@ class BoundSubgraph:
         """Whether it computes the plan's output."""
         return self._logits is not None
 
-    def run(self, slot: int, segments: Sequence[Segment], num_tokens: int, number: int = 0) -> None:
+    def run(self, slot: int, segments: Sequence[Segment], num_tokens: int, number: int = 0) -> Passage | None:
         """Compute one chunk.
 
         Args:
@@ -97,10 +97,13 @@ class BoundSubgraph:
             segments: what lies in its rows; their jobs' states are updated in place.
             num_tokens: rows of the chunk that hold tokens, 1 to C.
             number: of the chunk, where other ranks compute it too; see `Key.number`.
+
+        Returns:
+            As `Executable.run`.
         """
         if len(segments) > 1 and self.subgraph.state:
             self._run_segments(slot, segments, num_tokens)
-            return
+            return None
         inputs, outputs = self._whole[slot]
         if num_tokens < self._chunk_length:
             buffers = self._slots[slot]
@@ -116,8 +119,8 @@ class BoundSubgraph:
             inputs = inputs | self._state_of(segments[0])
         if self._sum is not None:
             self._sum(inputs, outputs, number)
-        else:
-            self._compute(inputs, outputs)
+            return None
+        return self._compute(inputs, outputs)
 
     def _run_segments(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
         """In one call, if the executable has one for it; else in one each."""

@@ -100,7 +100,7 @@ class Costs:
         subgraphs = np.array([event.task.subgraph for event in events])
         chunks = np.array([event.task.chunk for event in events])
         x = flops[subgraphs, chunks]
-        y = np.array([event.end_ns - event.start_ns for event in events], np.float64)
+        y = np.array([event.own_ns for event in events], np.float64)
         self._sums *= MEMORY
         for total, values in zip(self._sums, (np.ones_like(x), x, y, x * x, x * y), strict=True):
             np.add.at(total, subgraphs, values)

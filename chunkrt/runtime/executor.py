@@ -14,7 +14,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.base import Executable
+from chunkrt.backends.base import Executable, Passage
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError, ModelError
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.affinity import running_on
@@ -269,8 +269,8 @@ class Executor:
         """Drive a run to its end. Raises BackendError if a task failed, ClosedError if it was cancelled."""
         cancel = job.run.cancel
 
-        def execute(task: Task) -> None:
-            stream.compute(task, schedule.slot(task.chunk))
+        def execute(task: Task) -> Passage | None:
+            return stream.compute(task, schedule.slot(task.chunk))
 
         if starts_threads:
             self._workers = Workers(schedule, execute, cancel=cancel, gives_way=gives_way, cpus=self.cpus)

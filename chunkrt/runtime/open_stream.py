@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from chunkrt.backends.base import Passage
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.stream import Chunk
 from chunkrt.runtime.tasks import Task, TaskEvent
@@ -94,5 +95,5 @@ class OpenStream:
         self._workers.events[:] = [event for event in self._workers.events if event.task.chunk not in numbers]
         return passed, events
 
-    def _execute(self, task: Task) -> None:
-        self._stream.compute(task, self._schedule.slot(task.chunk))
+    def _execute(self, task: Task) -> Passage | None:
+        return self._stream.compute(task, self._schedule.slot(task.chunk))

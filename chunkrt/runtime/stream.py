@@ -7,6 +7,7 @@ from threading import Lock
 
 import numpy as np
 
+from chunkrt.backends.base import Passage
 from chunkrt.graph.flow import Flow, Route
 from chunkrt.runtime.binding import BoundSubgraph
 from chunkrt.runtime.buffers import ChunkBuffers
@@ -60,25 +61,27 @@ class Stream:
         self.chunks = chunks
         self._waits_for, self._subgraphs, self._slots = flow.waits_for, subgraphs, slots
 
-    def compute(self, task: Task, slot: int) -> None:
+    def compute(self, task: Task, slot: int) -> Passage | None:
         """Compute one task, whose chunk has a chunk slot; called from any worker's thread."""
         index, number = task
         chunk, subgraph = self.chunks[number], self._subgraphs[index]
         if not self._waits_for[index]:
             chunk.load(self._slots[slot])
-        self._run(subgraph, slot, chunk)
+        passage = self._run(subgraph, slot, chunk)
         if index == chunk.route.subgraphs[-1]:
             for segment in chunk.segments:
                 if (on_tokens := segment.job.run.on_tokens) is not None:
                     on_tokens(segment.num_tokens)
+        return passage
 
-    def _run(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
+    def _run(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> Passage | None:
         if subgraph.rows == "T":
-            subgraph.run(slot, chunk.segments, chunk.num_tokens, chunk.number)
-        elif len(chunk.segments) == 1:
+            return subgraph.run(slot, chunk.segments, chunk.num_tokens, chunk.number)
+        if len(chunk.segments) == 1:
             subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, chunk.segments[0].logits)
         else:
             self._run_logit_rows(subgraph, slot, chunk)
+        return None
 
     def _run_logit_rows(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
         """The wanted rows lie together in the chunk, and go to their jobs from there."""

@@ -6,10 +6,12 @@ At any moment each running task proceeds at a speed, which may depend on what el
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from operator import truediv
 from typing import TYPE_CHECKING
 
-from chunkrt.runtime.tasks import Task, TaskEvent
+from chunkrt.backends.base import Passage
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
 if TYPE_CHECKING:  # a schedule looks ahead with this module
     from chunkrt.runtime.schedule import Schedule
@@ -37,33 +39,57 @@ def nothing_comes(now: float) -> float | None:
     return None
 
 
+Edges = Callable[[Task], tuple[float, float]]
+"""Of a task on an NPU that converts: how much of its duration is the conversion of its inputs, and of its outputs."""
+
+
+def without_edges(task: Task) -> tuple[float, float]:
+    """Nothing is converted."""
+    return 0.0, 0.0
+
+
+@dataclass
+class _Way:
+    """A task on its way. `parts`: work that is left after the present part. `times`: when parts began and ended."""
+
+    processor: Processor
+    worker: int
+    parts: list[float]
+    times: list[float]
+
+
 def run_on_virtual_clock(
     schedule: Schedule,
     duration: Callable[[Task], int],
     speeds: Speeds = at_full_speed,
     outside: Outside = nothing_comes,
+    edges: Edges = without_edges,
 ) -> list[TaskEvent]:
     """Drive a schedule to its end.
 
     At every moment all tasks that end then are completed, in the order in which they started; after that comes what
     comes from outside; then processors in their order take what the schedule hands out, each until its workers are busy
-    or it gets nothing.
+    or it gets nothing. Where `Processor.num_computing` bounds it, tasks convert their inputs, wait for their turn
+    (first come, first served), compute, and convert their outputs.
 
     Args:
         schedule: a new one.
-        duration: of a task at full speed, in nanoseconds, at least 0.
-        speeds: of the tasks that run.
+        duration: of a task at full speed, in nanoseconds, at least 0; waiting for a turn comes on top.
+        speeds: of the tasks that proceed.
         outside: feeds a schedule that is open.
+        edges: the parts of a duration that are conversion, where a processor bounds how many tasks compute.
 
     Returns:
         Every task in the order in which they ended; the clock starts at 0.
     """
     now = 0.0
     idle = {processor.name: list(reversed(range(processor.workers))) for processor in schedule.processors}
-    running: dict[Task, tuple[str, int, float]] = {}
-    """Processor, worker and start of each, in the order in which they started."""
+    turns = {p.name: p.num_computing for p in schedule.processors if p.num_computing is not None}
+    waiting: dict[str, list[Task]] = {name: [] for name in turns}
+    running: dict[Task, _Way] = {}
+    """In the order in which they started."""
     left: dict[Task, float] = {}
-    """Work of each."""
+    """Work of each in its present part; not of those that wait for a turn."""
     events: list[TaskEvent] = []
     while True:
         next_call = outside(now)
@@ -72,19 +98,47 @@ def run_on_virtual_clock(
         for processor in schedule.processors:
             workers = idle[processor.name]
             while workers and (task := schedule.claim(processor)) is not None:
-                running[task] = processor.name, workers.pop(), now
-                left[task] = duration(task)
+                parts: list[float] = [duration(task)]
+                if processor.name in turns:
+                    entering, leaving = edges(task)
+                    parts = [entering, max(0.0, parts[0] - entering - leaving), leaving]
+                left[task] = parts.pop(0)
+                running[task] = _Way(processor, workers.pop(), parts, [now])
         rates = speeds(left)
         steps = list(map(truediv, left.values(), rates))
         if next_call is not None:
             steps.append(next_call - now)
         step = min(steps)
         now = next_call if step == steps[-1] and next_call is not None else now + step
-        for task, rate in zip(list(left), rates, strict=True):
+        for task, rate in zip(left, rates, strict=True):
             left[task] -= step * rate
-            if left[task] < NOTHING_LEFT_NS:
-                del left[task]
-                name, worker, start = running.pop(task)
-                idle[name].append(worker)
-                schedule.complete(task)
-                events.append(TaskEvent(task, name, worker, round(start), round(now)))
+        for task, way in list(running.items()):
+            if left.get(task, 1.0) >= NOTHING_LEFT_NS:
+                continue
+            del left[task]
+            way.times.append(now)
+            name = way.processor.name
+            if len(way.parts) == 2:
+                waiting[name].append(task)
+                continue
+            if way.parts:
+                turns[name] += 1
+                if leaving := way.parts.pop():
+                    left[task] = leaving
+                    continue
+                way.times.append(now)
+            del running[task]
+            idle[name].append(way.worker)
+            schedule.complete(task)
+            events.append(_event(task, way))
+        for name, tasks in waiting.items():
+            while tasks and turns[name]:
+                turns[name] -= 1
+                task = tasks.pop(0)
+                running[task].times.append(now)
+                left[task] = running[task].parts.pop(0)
+
+
+def _event(task: Task, way: _Way) -> TaskEvent:
+    start, *between, end = map(round, way.times)
+    return TaskEvent(task, way.processor.name, way.worker, start, end, Passage(*between) if between else None)

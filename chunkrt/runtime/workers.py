@@ -12,12 +12,13 @@ from threading import Condition, Event, Lock, Thread
 from time import perf_counter_ns
 from typing import TypeVar
 
+from chunkrt.backends.base import Passage
 from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.run import Cancel
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
-Execute = Callable[[Task], None]
+Execute = Callable[[Task], Passage | None]
 Changed = TypeVar("Changed")
 
 
@@ -55,11 +56,11 @@ def run_in_caller(
             raise AssertionError("a schedule that is not finished has a ready task when none runs")
         start_ns = perf_counter_ns()
         try:
-            execute(task)
+            passage = execute(task)
         except Exception as error:
             schedule.fail(task, error)
             break
-        events.append(TaskEvent(task, processor.name, 0, start_ns, perf_counter_ns()))
+        events.append(TaskEvent(task, processor.name, 0, start_ns, perf_counter_ns(), passage))
         schedule.complete(task)
     return events
 
@@ -195,14 +196,14 @@ class Workers:
         while task is not None:
             start_ns = perf_counter_ns()
             try:
-                self._execute(task)
+                passage = self._execute(task)
             except BaseException as error:
                 with self._lock:
                     self._schedule.fail(task, error)
                     self._announce()
                 task = self._claim(processor, idle)
             else:
-                event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns())
+                event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns(), passage)
                 task = self._claim(processor, idle, event)
 
     def _claim(self, processor: Processor, idle: Condition, ended: TaskEvent | None = None) -> Task | None:

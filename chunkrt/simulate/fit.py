@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from chunkrt.backends.qnn.executable import NUM_PLACES
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.engine.npu_attention import npu_plans
@@ -20,7 +21,7 @@ from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, converted_bytes, weight_bytes
 from chunkrt.errors import PartitionError
 from chunkrt.graph.plan import Plan, Subgraph, linear_weights, resolve
-from chunkrt.graph.static_attention import static_slots
+from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import chunk_slots
@@ -59,7 +60,7 @@ class ContextFit:
 
     weight_bytes: of its linears on the NPU: 4-bit ones take half a byte a weight and a byte a block. context_bytes: of
     the compiled context, these weights included, estimated. spill_bytes: working memory beyond VTCM, estimated.
-    edge_bytes: of the float16 buffers by which values arrive and leave.
+    edge_bytes: of the float16 buffers by which values arrive and leave, for two calls; of those with attention for one.
     """
 
     name: str
@@ -250,7 +251,9 @@ def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: S
         weight_bytes=num_bytes,
         context_bytes=num_bytes + CONTEXT_OVERHEAD_BYTES + CONTEXT_COLUMN_BYTES * num_columns + limit_bytes,
         spill_bytes=max(0, int(WIDEST_VALUES_HELD[activation_bits] * widest_bytes) - soc.vtcm_bytes),
-        edge_bytes=converted_bytes(plan, subgraph, chunk_length),
+        edge_bytes=(1 if subgraph.state else NUM_PLACES)
+        * converted_bytes(plan, (*subgraph.inputs, *subgraph.outputs), chunk_length)
+        + FLOAT16_BYTES * sum(window_elements(subgraph, plan, chunk_length)),
     )
 
 

@@ -85,9 +85,14 @@ class DeviceProfile:
     cpu: ProcessorCost
     sources: Mapping[str, Source] = field(default_factory=dict)
 
-    def processors(self, plan: Plan) -> tuple[Processor, ...]:
-        """Who runs a plan, one task at a time each: without subgraphs of the NPU's the CPU alone."""
-        return processors_for(1 if any(s.device == "npu" for s in plan.subgraphs) else None, 1)
+    def processors(self, plan: Plan, *, overlaps_conversion: bool = False) -> tuple[Processor, ...]:
+        """Who runs a plan, one task at a time each: without subgraphs of the NPU's the CPU alone.
+
+        `overlaps_conversion`: the NPU takes a second task, whose values are converted while the first computes.
+        """
+        calls = 2 if overlaps_conversion else 1
+        has_npu = any(s.device == "npu" for s in plan.subgraphs)
+        return processors_for(calls if has_npu else None, 1, num_computing=1)
 
     def processor_cost(self, device: Device) -> ProcessorCost:
         """Of the processor that plays a role."""

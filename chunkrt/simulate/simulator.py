@@ -106,6 +106,7 @@ def simulate(
     threads: int | None = None,
     ranks: int = 1,
     link: LinkProfile | None = None,
+    overlaps_conversion: bool = False,
 ) -> Simulation:
     """Run one prompt on a virtual clock.
 
@@ -122,6 +123,8 @@ def simulate(
         threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
         ranks: that share the decoder.
         link: what joins them, if there are several.
+        overlaps_conversion: whether a modelled NPU computes while the values of another task are converted, as the qnn
+            backend has it; else an NPU takes one task at a time, conversion included.
 
     Raises:
         ConfigError: an argument is out of range, or does not go with the profile.
@@ -141,10 +144,13 @@ def simulate(
     if isinstance(device, DeviceProfile):
         if threads is not None:
             raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
-        processors, prompt_us = device.processors(plan), device.prompt_us
+        processors = device.processors(plan, overlaps_conversion=overlaps_conversion)
+        prompt_us = device.prompt_us
         work_of = ModelledWork(plan, found_scheme, device, chunk_length=chunk_length, chunks=chunks)
         speeds = memory_speeds(device.memory.gb_per_s, work_of)
     else:
+        if overlaps_conversion:
+            raise ConfigError(f"{device.name} was measured, conversion included; it does not tell how long that takes")
         budget = device.budget(threads)
         processors, prompt_us = device.processors(budget.threads), budget.prompt_us
         costs = measured_costs(plan, device, budget, chunk_length, found_scheme.name)
@@ -209,7 +215,7 @@ def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list
         policy=find_policy(record.pipeline.policy),
         durations=durations,
     )
-    return run_on_virtual_clock(schedule, schedule.duration, speeds)
+    return run_on_virtual_clock(schedule, schedule.duration, speeds, edges=lambda task: work_of(task).edges_ns)
 
 
 def _check_ranks(

@@ -23,11 +23,15 @@ from chunkrt.simulate.profile import DeviceProfile, ProcessorCost
 
 class Work(NamedTuple):
     """One task that runs alone: nanoseconds, bytes that it moves from and to the shared memory, and bytes that it sends
-    over the link."""
+    over the link.
+
+    edges_ns: of an NPU's task, how much of that time its inputs take to be converted, and its outputs.
+    """
 
     ns: int
     num_bytes: float
     sent_bytes: float = 0.0
+    edges_ns: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,19 +151,21 @@ class ModelledWork:
     def _work(self, subgraph: Subgraph, chunk: Chunk) -> Work:
         processor = self._device.processor_cost(subgraph.device)
         symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows)}
-        crossing = self._crossing(subgraph)
-        crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
-        window_bytes = FLOAT16_BYTES * window_elements(subgraph, self._plan, chunk.num_tokens)
-        us = processor.task_us
-        if subgraph.device == "npu":
-            transfer = self._device.transfer
-            us += len(crossing) * transfer.fixed_us + (crossing_bytes + window_bytes) / (1000 * transfer.gb_per_s)
-        num_bytes = float(crossing_bytes + window_bytes)
+        taken, given = self._crossing(subgraph)
+        us, num_bytes, edges_us = processor.task_us, 0.0, [0.0, 0.0]
+        for edge, crossing in enumerate((taken, given)):
+            crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
+            crossing_bytes += FLOAT16_BYTES * window_elements(subgraph, self._plan, chunk.num_tokens)[edge]
+            num_bytes += crossing_bytes
+            if subgraph.device == "npu":
+                transfer = self._device.transfer
+                edges_us[edge] = len(crossing) * transfer.fixed_us + crossing_bytes / (1000 * transfer.gb_per_s)
+        us += sum(edges_us)
         for node in subgraph.nodes:
             node_us, node_bytes = self._node(node, processor, chunk, symbols)
             us += node_us
             num_bytes += node_bytes
-        return Work(round(1000 * us), num_bytes)
+        return Work(round(1000 * us), num_bytes, edges_ns=(1000 * edges_us[0], 1000 * edges_us[1]))
 
     def _node(self, node: Node, processor: ProcessorCost, chunk: Chunk, symbols: dict[str, int]) -> tuple[float, float]:
         """Microseconds of one operator, and the bytes of shared memory among those that it reads."""
@@ -170,9 +176,6 @@ class ModelledWork:
         if node.op == "MatMul" and node.inputs[1] in self._linears:
             weight = node.inputs[1]
             num_bytes = shared_bytes = float(self._weight_bytes[weight])
-            is_spread = self._scheme.is_static and self._scheme.weight_bits_of(weight) == 4
-            if processor is self._device.npu and is_spread:
-                num_bytes = shared_bytes = num_bytes / 2  # packed; the CPU's are spread to 8 bits
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
         elif node.op in ATTENTION_OPS:
@@ -213,11 +216,11 @@ class ModelledWork:
         num_experts, _, _ = resolve(self._plan.tensors[node.inputs[2]].shape, {})
         return 1.0 - float(1 - cast(int, node.attributes["top_k"]) / num_experts) ** rows
 
-    def _crossing(self, subgraph: Subgraph) -> list[str]:
-        """The values that a subgraph takes from the other device, or gives to it."""
+    def _crossing(self, subgraph: Subgraph) -> tuple[list[str], list[str]]:
+        """The values that a subgraph takes from the other device, and those that it gives to it."""
         taken = [name for name in subgraph.inputs if self._homes.get(name, "cpu") != subgraph.device]
         given = [name for name in subgraph.outputs if self._readers.get(name, set()) - {subgraph.device}]
-        return taken + given
+        return taken, given
 
     @cached_property
     def _homes(self) -> dict[str, str]:

@@ -145,7 +145,8 @@ void bind_program(py::module_& module) {
       .def("silu_mul", silu_mul, "input"_a)
       .def("gelu_mul", gelu_mul, "input"_a)
       .def("linear", linear, "input"_a, "packed"_a, "scales"_a, "bias"_a = py::none(),
-           "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none())
+           "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none(),
+           "multipliers"_a = py::none())
       .def("float_linear", float_linear, "input"_a, "weight"_a)
       .def("block_linear", block_linear, "input"_a, "packed"_a, "block_scales"_a, "columns"_a,
            "bias"_a = py::none(), "residual"_a = py::none())

@@ -11,6 +11,7 @@
 #include "kernels/outliers/outliers.h"
 #include "kernels/quantize/quantize.h"
 #include "kernels/shadow/shadow.h"
+#include "kernels/unpack/unpack.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define CHUNKRT_ON_X86(...) __VA_ARGS__
@@ -40,6 +41,7 @@
 #define CHUNKRT_KERNELS(KERNEL)                                                   \
   KERNEL(gemm_f32_s8row_s8col, GemmFunction, CHUNKRT_DOT_PRODUCTS)                \
   KERNEL(block_gemm_f32_s8row_u4block, BlockGemmFunction, CHUNKRT_DOT_PRODUCTS)   \
+  KERNEL(unpack_s8col_u4block, UnpackFunction, CHUNKRT_VECTORS)                   \
   KERNEL(quantize_s8row_f32, QuantizeFunction, CHUNKRT_VECTORS)                   \
   KERNEL(quantize_s8grid_f32, GridQuantizeFunction, CHUNKRT_VECTORS)              \
   KERNEL(take_outliers_f32_f32, TakeOutliersFunction, CHUNKRT_VECTORS)            \

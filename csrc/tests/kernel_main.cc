@@ -22,5 +22,6 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_elementwise(suite);
   chunkrt::testing::test_attention(suite);
   chunkrt::testing::test_linear_attention(suite);
+  chunkrt::testing::test_unpack(suite);
   return suite.finish();
 }

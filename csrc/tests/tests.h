@@ -18,6 +18,7 @@ void test_norm(Suite& suite);
 void test_elementwise(Suite& suite);
 void test_attention(Suite& suite);
 void test_linear_attention(Suite& suite);
+void test_unpack(Suite& suite);
 
 // chunkrt_program_tests
 void test_thread_pool(Suite& suite);

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from native_cases import Case, make_case, node, random_rows, run, tensor
+from native_cases import Case, make_case, node, random_products, random_rows, run, tensor
 from native_isas import isa_parameters
 
+from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX
+from chunkrt.engine_directory.packing import pack, pack_products
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
+from chunkrt.engine_directory.weights import WeightWriter, stored_weights
 from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import LEVELS, SCHEMES, Scheme, find_scheme
 
+SMAPS = Path("/proc/self/smaps")
 HIDDEN, INNER = 70, 41  # neither is whole groups or blocks
 WIDE = "layers.0.down_proj.weight"
 STATIC = [
@@ -133,6 +138,90 @@ def test_linear_equals_the_reference_backend(scheme: Scheme) -> None:
     np.testing.assert_array_equal(found, truth)
     assert np.isnan(found[2]).all()
     assert np.isfinite(np.delete(found, 2, axis=0)).all()
+
+
+def linear_outputs(
+    x: np.ndarray, packed: np.ndarray, multipliers: np.ndarray | None, scales: np.ndarray, digits: int, threads: int = 2
+) -> np.ndarray:
+    builder = ProgramBuilder(ThreadPool(threads), len(x))
+    value = builder.input("x", "float32", ["T", x.shape[1]])
+    beside = None if multipliers is None else builder.constant(multipliers)
+    operands = builder.constant(packed), builder.constant(scales), None, None, digits
+    builder.output("y", builder.linear(value, *operands, input_step=1e-3, multipliers=beside))
+    y = np.empty((len(x), len(scales)), np.float32)
+    builder.build().run([x], [y])
+    return y
+
+
+@pytest.mark.parametrize("isa", isa_parameters())
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(1, 1), (32, 16), (33, 17), (48, 49), (160, 130), (5600, 33), (8200, 50), (16400, 17)]
+)
+def test_packed_4_bits_have_the_bits_of_their_int8_products(
+    depth: int, columns: int, digits: int, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 5462 inputs on a panel in the second-level cache has 2 blocks of columns, from 8193 on 1, and then more than
+    it is meant to."""
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
+    rng = np.random.default_rng(depth)
+    products, multipliers = random_products(rng, depth, columns)
+    scales = rng.random(columns, np.float32)
+    for rows in (1, 7):
+        x = rng.standard_normal((rows, depth), np.float32)
+        found = linear_outputs(x, *pack_products(products, multipliers), scales, digits)
+        np.testing.assert_array_equal(found, linear_outputs(x, pack(products), None, scales, digits))
+        np.testing.assert_array_equal(
+            found, linear_outputs(x, *pack_products(products, multipliers), scales, digits, threads=1)
+        )
+
+
+def test_packed_4_bits_that_do_not_fit() -> None:
+    products, multipliers = random_products(np.random.default_rng(0), 40, 20)
+    packed, by_block = pack_products(products, multipliers)
+    builder = ProgramBuilder(ThreadPool(1), 2)
+    x = builder.input("x", "float32", ["T", 40])
+    scales = builder.constant(np.ones(20, np.float32))
+    of_4_bits, beside = builder.constant(packed), builder.constant(by_block)
+    with pytest.raises(ValueError, match="4-bit weights with multipliers take an input on a grid"):
+        builder.linear(x, of_4_bits, scales, multipliers=beside)
+    with pytest.raises(ValueError, match=r"packed weight: expected a constant int8 \[2, 10, 16, 4\], got uint8"):
+        builder.linear(x, of_4_bits, scales, input_step=1.0)
+    with pytest.raises(ValueError, match=r"weight of 4 bits: expected a constant uint8 \[2, 2, 4, 16, 4\], got uint8"):
+        builder.linear(x, beside, scales, input_step=1.0, multipliers=beside)
+    with pytest.raises(ValueError, match=r"multipliers: expected a constant uint8 \[2, 2, 16\], got uint8"):
+        builder.linear(x, of_4_bits, scales, input_step=1.0, multipliers=of_4_bits)
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="this system has no /proc/self/smaps")
+def test_4_bit_weights_take_half_the_resident_memory_of_8_bit_ones(tmp_path: Path) -> None:
+    depth, columns, resident = 4096, 1024, {}
+    for name in ("w8a16", "w4a16"):
+        scheme, path = find_scheme(name), tmp_path / name
+        tensors = tensor("x", "T", depth), tensor("w", depth, columns, kind="weight"), tensor("y", "T", columns)
+        subgraph, plan, drawn = make_case([node("MatMul", "x w", "y")], tensors, "y", scheme=scheme)
+        entries = stored_weights(plan, scheme)["w"].entries
+        with path.open("wb") as file:
+            writer = WeightWriter(file, entries)
+            for entry in entries:
+                writer.write(drawn.array(entry.name))
+        case = subgraph, plan, WeightStore.open(path)
+        run(NativeBackend(2), case, {"x": random_rows(3, depth)}, 3, scheme)
+        resident[name] = resident_bytes(path)
+    most_beside = 64 * 1024  # scales, and what is left of pages
+    assert 0 <= resident["w8a16"] - depth * columns < most_beside
+    assert 0 <= resident["w4a16"] - depth * columns * 17 // 32 < most_beside
+
+
+def resident_bytes(path: Path) -> int:
+    """Of all that is mapped from a file, what is in memory."""
+    sizes, is_ours = [], False
+    for line in SMAPS.read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_ours = line.endswith(str(path))
+        elif is_ours and line.startswith("Rss:"):
+            sizes.append(int(line.split()[1]) * 1024)
+    return sum(sizes)
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,11 @@ def test_plan_shows_what_an_npu_converts(command):
     found = json.loads(command("plan", GGUF, "--chunk", 8, "--scheme", "w8a16", "--json").out)
     converted = [subgraph["converted_bytes"] for subgraph in found["subgraphs"]]
     assert [num_bytes > 0 for num_bytes in converted] == [s["device"] == "npu" for s in found["subgraphs"]]
-    assert f"an NPU converts {sum(converted) / 1e6:.2f} MB of float16 from and to float32 a chunk\n" in static.out
+    entering = sum(subgraph["entering_bytes"] for subgraph in found["subgraphs"])
+    assert (
+        f"an NPU converts {sum(converted) / 1e6:.2f} MB of float16 from and to float32 a chunk: "
+        f"{entering / 1e6:.2f} MB enter it, {(sum(converted) - entering) / 1e6:.2f} MB leave it\n" in static.out
+    )
     assert "converts" not in dynamic.out
 
 

@@ -56,7 +56,8 @@ def test_bytes_of_weights_under_static_schemes():
     found = {scheme: figures(scheme)["static.1"].weight_bytes for scheme in ("w8a16", "w8a8", "w4a16")}
     assert found["w8a16"] == packed + beside + 4 * (4 + 3 + HIDDEN)
     assert found["w8a8"] == packed + beside + 4 * (4 + sum(columns))
-    assert found["w4a16"] == found["w8a16"] + sum(-(-k // 32) * n for k, n in zip(depths, columns, strict=True))
+    blocks = sum(-(-n // 16) * 16 * -(-k // 32) for k, n in zip(depths, columns, strict=True))
+    assert found["w4a16"] == found["w8a16"] - packed + 17 * blocks  # 32 integers of 4 bits, and a multiplier
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

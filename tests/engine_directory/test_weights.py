@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore, unpack
-from chunkrt.engine_directory.weights import pack, packed_shape, stored_weights, write_weights
+from chunkrt.engine_directory.packing import pack, packed_shape, unpack
+from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.weights import stored_weights, write_weights
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.plan import embedding_tables, linear_weights
 from chunkrt.quant.arithmetic import quantize_weight

@@ -253,9 +253,13 @@ def test_the_store_holds_grids_beside_each_linear(scheme):
         if scheme.has_float_output(name):
             del shapes[OUTPUT_STEP_SUFFIX]
         if scheme.weight_bits_of(name) == 4:
-            shapes[MULTIPLIER_SUFFIX] = ("int8", (-(-depth // 32), columns))
+            shapes[MULTIPLIER_SUFFIX] = ("uint8", (-(-columns // 16), -(-depth // 32), 16))
+            assert store.array(name).nbytes == -(-columns // 16) * -(-depth // 32) * 16 * 32 // 2
+            multipliers = store.multipliers(name)
+            assert (multipliers.dtype, multipliers.shape) == (np.int8, (-(-depth // 32), columns))
+            assert (multipliers > 0).all()
         assert {suffix: (array.dtype.name, array.shape) for suffix, array in parts.items()} == shapes
-        assert all((array > 0).all() for array in parts.values())
+        assert all((array > 0).all() for suffix, array in parts.items() if suffix != MULTIPLIER_SUFFIX)
         assert scale.shape == (columns,)
         if not scheme.is_shadowed(name):
             with pytest.raises(KeyError):
@@ -281,7 +285,7 @@ def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_produ
             products, scale, multipliers = quantize_weight_in_blocks(load(name))
             for found, expected in zip(store.linear(name), (products, scale), strict=True):
                 np.testing.assert_array_equal(found, expected)
-            np.testing.assert_array_equal(store.array(name + MULTIPLIER_SUFFIX), multipliers)
+            np.testing.assert_array_equal(store.multipliers(name), multipliers)
 
 
 @pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)

@@ -10,6 +10,7 @@ from fake_backend import CONTEXT, make_executables, make_plan, npu_and_cpu, shar
 from trace_checker import CheckedTrace
 from virtual_record import PLAN, virtual_record
 
+from chunkrt.backends.base import Passage
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
@@ -135,6 +136,39 @@ def test_copies_have_a_track_where_there_are_any(tmp_path):
     assert [c.task for c in back.copies] == [copy.task]
 
 
+def test_spans_of_a_converting_npu_lie_within_its_tasks_and_come_back(tmp_path):
+    record = virtual_record(npu_and_cpu())
+    npu, cpu = record.pipeline.processors
+    processors = (replace(npu, num_computing=1), cpu)
+    events = [
+        e._replace(passage=Passage(e.start_ns + 1, e.start_ns + 3, e.end_ns - 5))
+        if e.processor == "npu" and e.end_ns - e.start_ns > 8
+        else e
+        for e in record.events
+    ]
+    record = replace(record, events=events, pipeline=replace(record.pipeline, processors=processors))
+    write_trace(tmp_path / "trace", [record], "spans")
+    (back,) = read_trace(tmp_path / "trace")
+    assert back.pipeline == record.pipeline
+    assert back.events == [moved_to_zero(event, record.start_ns) for event in events]
+    slices = [e for e in json.loads((tmp_path / "trace").read_text())["traceEvents"] if e.get("cat") == "span"]
+    num_passed = sum(event.passage is not None for event in events)
+    assert [e["name"] for e in slices] == ["entering", "waiting", "computing", "leaving"] * num_passed
+    npu_time, cpu_time = where_time_went([record])
+    assert {s: npu_time.span_ns[s] for s in ("entering", "waiting", "leaving")} == {
+        "entering": num_passed,
+        "waiting": 2 * num_passed,
+        "leaving": 5 * num_passed,
+    }
+    assert sum(npu_time.span_ns.values()) == sum(e.end_ns - e.start_ns for e in events if e.passage is not None)
+    assert not cpu_time.span_ns
+
+
+def moved_to_zero(event, start_ns):
+    passage = event.passage and Passage(*(time - start_ns for time in event.passage))
+    return event._replace(start_ns=event.start_ns - start_ns, end_ns=event.end_ns - start_ns, passage=passage)
+
+
 def test_real_runs_come_back_as_they_were(tmp_path):
     executor = Executor(
         PLAN, make_executables(PLAN), chunk_length=8, processors=npu_and_cpu(2), policy=find_policy("look_ahead")
@@ -256,6 +290,18 @@ NO_TRACES = {
     "time not finite": (set_event(ts=float("nan")), "NaN is not JSON"),
     "time too large": (set_event(ts=1e300), "is no time"),
     "negative time": (set_event(dur=-5), "-5 is no time"),
+    "passage beyond its task": (
+        set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [0, 0, 1 << 60]}),
+        "does not lie within it",
+    ),
+    "passage backwards": (
+        set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [1, 0, 1]}),
+        "does not lie within it",
+    ),
+    "passage in part": (
+        set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [0, 0]}),
+        "is damaged",
+    ),
     "time is a word": (set_event(ts="now"), "'now' is no time"),
     "run of no use": (set_event(args={"run": 5, "subgraph": 0, "chunk": 0}), "is damaged"),
     "negative run": (set_event(args={"run": -1, "subgraph": 0, "chunk": 0}), "-1 is no whole number"),

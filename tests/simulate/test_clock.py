@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -52,6 +54,58 @@ def test_at_full_speed_every_task_takes_its_time_and_starts_when_something_ends(
     assert all(event.end_ns - event.start_ns == durations[event.task] for event in events)
     assert [event.end_ns for event in events] == sorted(event.end_ns for event in events)
     assert {event.start_ns for event in events} <= {0, *(event.end_ns for event in events)}
+
+
+def converting_npu(workers: int) -> tuple[Processor, ...]:
+    npu, cpu = npu_and_cpu()
+    return replace(npu, workers=workers, num_computing=1), cpu
+
+
+def test_the_conversion_of_a_chunk_overlaps_the_computing_of_the_one_before() -> None:
+    """Of a task on the NPU 10 ns are for its inputs, 50 for itself and 20 for its outputs; the CPU takes no time."""
+    plan = make_plan(1)  # embedding, static.0, dynamic.0, static.1, head
+    durations, edges = (0, 80, 0, 80, 0), (10.0, 20.0)
+
+    def events_of(workers: int) -> list[TaskEvent]:
+        schedule = make_schedule(plan, 3, converting_npu(workers))
+        events = run_on_virtual_clock(schedule, lambda task: durations[task.subgraph], edges=lambda task: edges)
+        return [event for event in events if event.processor == "npu"]
+
+    def times(event: TaskEvent) -> tuple[int, ...]:
+        assert event.passage is not None
+        return event.start_ns, *event.passage, event.end_ns
+
+    one = events_of(1)
+    assert [times(event) for event in one] == [(t, t + 10, t + 10, t + 60, t + 80) for t in range(0, 320, 80)]
+    two = events_of(2)
+    assert [(event.task, times(event)) for event in two] == [
+        (Task(1, 0), (0, 10, 10, 60, 80)),
+        (Task(1, 1), (0, 10, 60, 110, 130)),
+        (Task(1, 2), (80, 90, 110, 160, 180)),
+        (Task(3, 2), (180, 190, 190, 240, 260)),
+    ]
+    computing = sorted((event.passage.began_ns, event.passage.ended_ns) for event in two if event.passage)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(computing))
+    assert [event.own_ns for event in two] == [80] * 4
+    spans = {span: end - start for span, start, end in two[1].spans}
+    assert spans == {"entering": 10, "waiting": 50, "computing": 50, "leaving": 20}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(20))
+def test_an_npu_of_one_call_takes_as_long_whatever_of_that_is_conversion(policy: str, seed: int) -> None:
+    random = Random(seed)
+    plan, chunks = make_plan(random.randint(1, 4)), random.randint(1, 6)
+    durations = {Task(s, c): random.randint(1, 50) for s in range(len(plan.subgraphs)) for c in range(chunks)}
+    shares = {}
+    for task, total in durations.items():
+        entering = random.randint(0, total - 1)
+        shares[task] = entering, random.randint(0, total - 1 - entering)
+    whole = run_on_virtual_clock(make_schedule(plan, chunks, npu_and_cpu(2), policy), durations.__getitem__)
+    npu, cpu = npu_and_cpu(2)
+    schedule = make_schedule(plan, chunks, (replace(npu, num_computing=1), cpu), policy)
+    parted = run_on_virtual_clock(schedule, durations.__getitem__, edges=shares.__getitem__)
+    assert [event._replace(passage=None) for event in parted] == whole
 
 
 def test_two_tasks_that_both_stream_all_the_time_take_twice_as_long() -> None:

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
 from chunkrt.backends.registry import NATIVE, operators
-from chunkrt.engine_directory.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
+from chunkrt.engine_directory.packing import pack
+from chunkrt.engine_directory.store import (
+    HOT_CHANNELS_SUFFIX,
+    INPUT_STEP_SUFFIX,
+    MULTIPLIER_SUFFIX,
+    OUTPUT_STEP_SUFFIX,
+    WeightStore,
+)
 from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph
 from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
@@ -147,11 +154,15 @@ def _linear(lowering: Lowering, node: Node) -> list[int]:
         beside = lowering.optional_value(bias), lowering.optional_value(residual)
         return [builder.block_linear(lowering.value(left), packed, scales, lowering.width(weight), *beside)]
     packed, scales = (builder.constant(array) for array in lowering.weights.packed_linear(weight))
+    multipliers = None
+    if scheme.storage_of(weight) == "int4":
+        multipliers = builder.constant(lowering.weights.array(weight + MULTIPLIER_SUFFIX))
     biases, residuals = lowering.optional_value(bias), lowering.optional_value(residual)
     operands = (lowering.value(left), packed, scales, biases, residuals, scheme.num_digits(weight))
     if not scheme.is_static:
         return [builder.linear(*operands)]
-    result = builder.linear(*operands, input_step=float(lowering.weights.array(weight + INPUT_STEP_SUFFIX)[0]))
+    input_step = float(lowering.weights.array(weight + INPUT_STEP_SUFFIX)[0])
+    result = builder.linear(*operands, input_step=input_step, multipliers=multipliers)
     if scheme.has_float_output(weight):
         return [result]
     output_step = builder.constant(lowering.weights.array(weight + OUTPUT_STEP_SUFFIX))
@@ -162,7 +173,10 @@ def _linear(lowering: Lowering, node: Node) -> list[int]:
 def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     left, weight = node.inputs
     builder, weights = lowering.builder, lowering.weights
-    packed, scales = (builder.constant(array) for array in weights.packed_linear(weight))
+    integers, scale = weights.packed_linear(weight)
+    if lowering.scheme.storage_of(weight) == "int4":
+        integers = pack(weights.linear(weight)[0])  # a copy: what a shadow multiplies is a row of int8 here and there
+    packed, scales = builder.constant(integers), builder.constant(scale)
     input_step = float(weights.array(weight + INPUT_STEP_SUFFIX)[0])
     hot_channels = builder.constant(weights.array(weight + HOT_CHANNELS_SUFFIX))
     return [builder.shadow_linear(lowering.value(left), packed, scales, input_step, hot_channels)]

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from chunkrt.engine_directory.store import (
     INPUT_STEP_SUFFIX,
-    MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
     SCALE_SUFFIX,
     WeightStore,
@@ -57,7 +56,7 @@ def qdq_values(weight: str, scheme: Scheme, weights: WeightStore) -> dict[str, N
         values[weight + COLUMN_LIMIT_SUFFIX] = limit
         values[weight + OUTPUT_STEP_SUFFIX] = np.full((), 1 / LEVELS[bits], np.float32)
     if scheme.weight_bits_of(weight) == 4:
-        multiplier = weights.array(weight + MULTIPLIER_SUFFIX)
+        multiplier = weights.multipliers(weight)
         by_row = np.repeat(multiplier, BLOCK_LENGTH, axis=0)[: len(integers)]
         integers, scale = (integers // by_row).astype(ml_dtypes.int4), multiplier * scale
     return values | {weight: integers, weight + SCALE_SUFFIX: scale.astype(np.float32)}

@@ -18,7 +18,8 @@ import numpy as np
 import onnx_ir as ir
 
 from chunkrt.backends.qnn.windowed import NEW_SUFFIX, ROWS_SUFFIX, mask_name
-from chunkrt.graph.plan import DOMAIN, HEAD_NORM_OP, Node
+from chunkrt.graph.plan import DOMAIN, Node
+from chunkrt.graph.static_attention import HEAD_NORM_OP, static_slots
 
 
 def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
@@ -89,7 +90,7 @@ class _Builder:
         """Of the chunk's rows over the slots and themselves."""
         attributes: dict[str, Any] = dict(node.attributes)
         heads, kv_heads, dim = (int(attributes[name]) for name in ("num_heads", "num_kv_heads", "head_dim"))
-        past, rows, group = int(attributes["past_slots"]), self.rows, heads // kv_heads
+        past, rows, group = static_slots(node), self.rows, heads // kv_heads
         qkv = old.inputs[0]
         assert qkv is not None
         key_cache, value_cache = node.inputs[5:7]

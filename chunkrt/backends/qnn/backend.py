@@ -36,7 +36,8 @@ class QnnBackend:
     """
 
     name = "qnn"
-    concurrency: int | None = 1
+    concurrency: int | None = 2
+    num_computing = 1
     cache_dtypes: tuple[str, ...] = ()
 
     def __init__(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import LifoQueue
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.base import Array
+from chunkrt.backends.base import Array, Passage
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.backends.qnn.support import graph_rows
 from chunkrt.errors import BackendError, DeviceLostError
@@ -19,52 +21,87 @@ FLOAT16_SUFFIX = ".float16"
 """Added to the names of a compiled subgraph's inputs and outputs."""
 
 
+NUM_PLACES = 2
+"""While the NPU computes from one, the values of the next call enter the other."""
+
+
 class Context:
-    """One context on the NPU. Inputs and outputs live in float16 buffers that are bound once and never move.
+    """A context on the NPU, and whose turn it is there.
 
     Args:
         name: the subgraph's, for messages.
+        session: of ONNX Runtime, over a graph of `graph_rows` rows.
         inputs, outputs: shapes by name.
+        htp: whose turn calls wait for.
+        num_places: calls that can be under way at once.
     """
 
     def __init__(
         self,
         name: str,
+        session: Any,
         inputs: Mapping[str, Sequence[int]],
         outputs: Mapping[str, Sequence[int]],
-        session: Any,
         htp: Htp,
+        *,
+        num_places: int,
     ) -> None:
         self._name = name
-        self._session = session
-        self._binding = session.io_binding()
-        self._values: list[Any] = []
+        self._session, self._turn = session, htp.turn
+        # The last one that was free comes first: calls one after the other find theirs in the caches.
+        self._free: LifoQueue[Place] = LifoQueue()
+        for _ in range(num_places):
+            self._free.put(Place(session.io_binding(), inputs, outputs, htp))
+
+    @contextmanager
+    def place(self) -> Iterator[Place]:
+        """A free place, as soon as there is one."""
+        place = self._free.get()
+        try:
+            yield place
+        finally:
+            self._free.put(place)
+
+    def compute(self, place: Place) -> Passage:
+        """Compute what has entered. Raises DeviceLostError if the NPU fails."""
+        entered_ns = perf_counter_ns()
+        with self._turn:
+            began_ns = perf_counter_ns()
+            try:
+                self._session.run_with_iobinding(place.binding)
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
+            return Passage(entered_ns, began_ns, perf_counter_ns())
+
+
+class Place:
+    """The float16 buffers of one call, by name, bound to the session. They never move."""
+
+    def __init__(
+        self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]], htp: Htp
+    ) -> None:
+        self.binding = binding
         self.buffers: dict[str, NDArray[np.float16]] = {}
+        self._values: list[Any] = []
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
-        for bind, shapes in (
-            (self._binding.bind_ortvalue_input, inputs),
-            (self._binding.bind_ortvalue_output, outputs),
-        ):
-            for value_name, shape in shapes.items():
+        for bind, shapes in ((binding.bind_ortvalue_input, inputs), (binding.bind_ortvalue_output, outputs)):
+            for name, shape in shapes.items():
                 value, buffer = _buffer(tuple(shape), htp)
-                bind(value_name + FLOAT16_SUFFIX, value)
+                bind(name + FLOAT16_SUFFIX, value)
                 self._values.append(value)
-                self.buffers[value_name] = buffer
-                self._is_finite[value_name] = np.empty(buffer.shape, np.bool_)
+                self.buffers[name] = buffer
+                self._is_finite[name] = np.empty(buffer.shape, np.bool_)
 
     def enter(self, name: str, array: Array) -> None:
-        """Put the first rows of an input. Raises BackendError if a value is beyond float16."""
-        buffer = self.buffers[name][: len(array)]
+        """Convert an input, whose rows come first. Raises BackendError if it is beyond float16."""
         with np.errstate(over="ignore", invalid="ignore"):  # told in words
-            np.copyto(buffer, array, casting="same_kind")
+            np.copyto(self.buffers[name][: len(array)], array, casting="same_kind")
         self.check_finite(name, len(array))
 
-    def run(self) -> None:
-        """Raises DeviceLostError if the NPU fails."""
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # ONNX Runtime raises many unrelated types
-            raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
+    def leave(self, name: str, array: Array) -> None:
+        """Convert an output, whose rows come first. Raises BackendError if it is beyond float16."""
+        self.check_finite(name, len(array))
+        np.copyto(array, self.buffers[name][: len(array)])
 
     def check_finite(self, name: str, num_rows: int) -> None:
         """Both sides: a grid makes something of an infinity, and hides it."""
@@ -82,24 +119,22 @@ class QnnExecutable:
             {name: resolve(plan.tensors[name].shape, {"T": rows, "R": rows}) for name in names}
             for names in (subgraph.inputs, subgraph.outputs)
         )
-        self._context = Context(subgraph.name, inputs, outputs, session, htp)
-        self._one_call = threading.Lock()
+        self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=NUM_PLACES)
 
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """See `Executable.run`. Calls from several threads take turns, as they would on the NPU.
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
+        """See `Executable.run`. Of calls from several threads one computes at a time, while others convert.
 
         Raises:
             DeviceLostError: the NPU failed.
             BackendError: a value is beyond float16.
         """
-        context = self._context
-        with self._one_call:
+        with self._context.place() as place:
             for name, array in inputs.items():
-                context.enter(name, array)
-            context.run()
+                place.enter(name, array)
+            passage = self._context.compute(place)
             for name, array in outputs.items():
-                context.check_finite(name, len(array))
-                np.copyto(array, context.buffers[name][: len(array)])
+                place.leave(name, array)
+        return passage
 
 
 def _buffer(shape: tuple[int, ...], htp: Htp) -> tuple[Any, NDArray[np.float16]]:

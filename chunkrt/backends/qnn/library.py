@@ -13,8 +13,9 @@ import importlib.util
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,16 @@ LINUX_NPU_DEVICES = ("fastrpc-cdsp", "fastrpc-cdsp-secure", "adsprpc-smd")
 
 @dataclass(frozen=True, kw_only=True)
 class Htp:
-    """The Hexagon Tensor Processor as ONNX Runtime offers it. `device` is what sessions are opened on."""
+    """The Hexagon Tensor Processor as ONNX Runtime offers it. `device` is what sessions are opened on.
+
+    turn: held while it computes, for it computes one graph at a time.
+    """
 
     version: str
     is_emulated: bool
     device: Any
     backend_path: str
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def memory(self) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from chunkrt.backends.base import Support
 from chunkrt.backends.registry import qualified
-from chunkrt.graph.plan import DOMAIN, HEAD_NORM_OP, Node, Plan, Subgraph
+from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph
+from chunkrt.graph.static_attention import HEAD_NORM_OP, PAST_SLOTS
 from chunkrt.quant.scheme import BLOCK_LENGTH, STATIC_SCHEMES, Scheme
 
 OPERATORS = ("Add", "Gelu", "MatMul", "Mul", "RMSNormalization", "Sigmoid", "Split")
@@ -47,7 +48,7 @@ def npu_support(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
 
 def _refusal(node: Node, plan: Plan, scheme: Scheme) -> str:
     operands = {name: plan.tensors[name] for name in (*node.inputs, *node.outputs) if name}
-    if node.domain == DOMAIN and (node.op == HEAD_NORM_OP or "past_slots" in node.attributes):
+    if node.domain == DOMAIN and (node.op == HEAD_NORM_OP or PAST_SLOTS in node.attributes):
         return ""
     if node.domain or node.op not in OPERATORS:
         types = ", ".join(operands[name].dtype for name in node.inputs if name)

@@ -6,20 +6,20 @@ rows of the rotary tables; afterwards the new rows are written into the state, i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.base import Array
+from chunkrt.backends.base import Array, Passage
 from chunkrt.backends.qnn.executable import Context
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.backends.qnn.support import graph_rows
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
+from chunkrt.graph.static_attention import static_slots
 
 NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
 """Added to the name of a cache where its new rows leave, and of a rotary table where its rows of the chunk enter."""
@@ -31,7 +31,7 @@ exponential is 0."""
 
 def mask_name(node: Node) -> str:
     """What layers with the same window and slots share: float16 [rows, past_slots + rows]."""
-    return f"mask.{node.attributes['window']}.{node.attributes['past_slots']}"
+    return f"mask.{node.attributes['window']}.{static_slots(node)}"
 
 
 class WindowedExecutable:
@@ -51,49 +51,51 @@ class WindowedExecutable:
         symbols = {"T": rows, "R": rows}
         inputs = {name: resolve(plan.tensors[name].shape, symbols) for name in self._values}
         inputs |= {name + ROWS_SUFFIX: (rows, table.shape[1]) for name, table in self._tables.items()}
-        inputs |= {name: (rows, _past(node) + rows) for name, node in self._masks.items()}
+        inputs |= {name: (rows, static_slots(node) + rows) for name, node in self._masks.items()}
         outputs = {name: resolve(plan.tensors[name].shape, symbols) for name in subgraph.outputs}
         for node in self._attention:
             for cache in node.inputs[5:7]:
                 kv_heads, _, dim = plan.tensors[cache].shape
-                inputs[cache] = (int(kv_heads), _past(node), int(dim))
+                inputs[cache] = (int(kv_heads), static_slots(node), int(dim))
                 outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
-        self._context = Context(subgraph.name, inputs, outputs, session, htp)
-        self._one_call = threading.Lock()
+        # The state orders the chunks of a sequence: nothing of the next could enter while one is computed.
+        self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=1)
 
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """See `Executable.run`. Calls from several threads take turns, as they would on the NPU.
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
+        """See `Executable.run`. Calls from several threads take turns.
 
         Raises:
             DeviceLostError: the NPU failed.
             BackendError: a value is beyond float16; the history is longer than the graph sees.
         """
-        num_rows = len(inputs[self._values[0]])
-        position, context = int(inputs["position"][0]), self._context
+        num_rows, position = len(inputs[self._values[0]]), int(inputs["position"][0])
         first = int(inputs.get("rope_position", inputs["position"])[0])
-        with self._one_call:
+        with self._context.place() as place:
             for name in self._values:
-                context.enter(name, inputs[name])
-                context.buffers[name][num_rows:] = 0
+                place.enter(name, inputs[name])
+                place.buffers[name][num_rows:] = 0
             for name, table in self._tables.items():
-                context.buffers[name + ROWS_SUFFIX][:num_rows] = table[first : first + num_rows]
+                place.buffers[name + ROWS_SUFFIX][:num_rows] = table[first : first + num_rows]
             for name, node in self._masks.items():
-                self._mask(context.buffers[name], node, position, num_rows)
+                self._mask(place.buffers[name], node, position, num_rows)
             for node in self._attention:
                 for cache in node.inputs[5:7]:
-                    np.copyto(context.buffers[cache], inputs[cache][:, : _past(node)])
-            context.run()
-            self._check(outputs, num_rows)
+                    np.copyto(place.buffers[cache], inputs[cache][:, : static_slots(node)])
+            passage = self._context.compute(place)
+            for node in self._attention:
+                for cache in node.inputs[5:7]:
+                    place.check_finite(cache + NEW_SUFFIX, len(place.buffers[cache]))
             for name, array in outputs.items():
-                np.copyto(array, context.buffers[name][:num_rows])
+                place.leave(name, array)
             for node in self._attention:
                 for cache in node.inputs[5:7]:
                     slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
-                    inputs[cache][:, slots] = context.buffers[cache + NEW_SUFFIX][:, :num_rows]
+                    inputs[cache][:, slots] = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
+        return passage
 
     def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
         """0 where a row sees a slot, or one of the chunk's rows; HIDDEN elsewhere. Padding sees what row 0 sees."""
-        past, window = _past(node), int(str(node.attributes["window"]))
+        past, window = static_slots(node), int(str(node.attributes["window"]))
         slots = np.arange(past)
         # of the positions before this one, the last that lies in a slot; none where that would be negative
         held = slots + (position - 1 - slots) // past * past if window else slots
@@ -107,14 +109,3 @@ class WindowedExecutable:
         if window:
             sees &= keys > rows - window
         np.copyto(mask, np.where(sees, np.float16(0), HIDDEN))
-
-    def _check(self, outputs: Mapping[str, Array], num_rows: int) -> None:
-        for name in outputs:
-            self._context.check_finite(name, num_rows)
-        for node in self._attention:
-            for cache in node.inputs[5:7]:
-                self._context.check_finite(cache + NEW_SUFFIX, len(self._context.buffers[cache]))
-
-
-def _past(node: Node) -> int:
-    return int(str(node.attributes["past_slots"]))

@@ -3,7 +3,8 @@
 One track a worker, one for copies where there are any, and one with the runs, or where runs share chunks one with those
 of each sequence. A task is a complete event ("X") named by its subgraph and chunk, of a shared chunk also by whose rows
 these are; flow events ("s", "t", "f") lead along every chunk, and where tasks fork a second one along the other way
-until it joins; counters ("C") hold the busy share of each processor and the memory of chunks and caches.
+until it joins; counters ("C") hold the busy share of each processor and the memory of chunks and caches. Within the
+slice of a task whose values an NPU has converted lie those of its spans.
 Times are microseconds since the first run's start, with three decimals.
 
 Source: Trace Event Format, Google, the Chromium project.
@@ -32,6 +33,8 @@ PROCESS = 1
 
 RUNS_TRACK, FIRST_WORKER_TRACK = 1, 2
 COPIES = "copies"
+SPAN = "span"
+"""The category of slices within a task's: what of its time was what."""
 TRUNCATION_GUARD_US = 1e-4
 """Added to all times: viewers cut them to whole nanoseconds, and not every nanosecond is a float. If 8.413 times 1000
 came out as 8412.999, tasks that touch would overlap."""
@@ -144,7 +147,11 @@ class _Drawn:
         """Tasks, copies, arrows and counters."""
         record = self._record
         for event in record.events:
-            yield self._task(event, self._tracks[event.processor, event.worker], "")
+            track = self._tracks[event.processor, event.worker]
+            yield self._task(event, track, "")
+            for span, start_ns, end_ns in event.spans:
+                if end_ns > start_ns:
+                    yield self._slice(track, span, SPAN, start_ns, end_ns, {})
         for copy in record.copies:
             yield self._task(copy, self._copies_track, "copy for ")
         if record.num_chunks > 1 or record.chunks:
@@ -155,6 +162,8 @@ class _Drawn:
     def _task(self, event: TaskEvent, track: int, prefix: str) -> Event:
         stage = self._record.pipeline.stages[event.task.subgraph]
         args = self._source | {"subgraph": event.task.subgraph, "chunk": self._numbers[event.task.chunk]}
+        if event.passage is not None:
+            args |= {"passage_ns": [time - event.start_ns for time in event.passage]}
         name = f"{prefix}{stage.name} chunk {self._numbers[event.task.chunk]}"
         if self._record.chunks:
             shared = self._record.chunks[event.task.chunk]

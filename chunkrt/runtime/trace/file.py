@@ -13,13 +13,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, get_args
 
+from chunkrt.backends.base import Passage
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_json, written_aside
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.record import WORKS, ChunkRecord, Pipeline, RunRecord, SegmentRecord, Stage, Work
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
-from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, trace_events, tracks_of
+from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, SPAN, trace_events, tracks_of
 from chunkrt.runtime.trace.shared import pipeline_numbers
 
 FORMAT, CHAINS = "chunkrt trace 2", "chunkrt trace 1"
@@ -122,14 +123,15 @@ def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
     tasks: list[list[TaskEvent]] = [[] for _ in runs]
     copies: list[list[TaskEvent]] = [[] for _ in runs]
     for event in events:
-        if event["ph"] != "X" or event["cat"] == "run":
+        if event["ph"] != "X" or event["cat"] in ("run", SPAN):
             continue
         args = event["args"]
         processor, worker = workers[event["tid"]]
         start_ns = _nanoseconds(event["ts"])
         end_ns = start_ns + _nanoseconds(event["dur"])
         for index, chunk in _places_of(args, runs, places):
-            found = TaskEvent(Task(_whole(args["subgraph"]), chunk), processor, worker, start_ns, end_ns)
+            task, passage = Task(_whole(args["subgraph"]), chunk), _passage(args, start_ns, end_ns)
+            found = TaskEvent(task, processor, worker, start_ns, end_ns, passage)
             (copies if processor == COPIES else tasks)[index].append(found)
     for index, (run, its_tasks) in enumerate(zip(runs, tasks, strict=True)):
         if not its_tasks:
@@ -137,6 +139,15 @@ def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
         if run.chunks and {event.task.chunk for event in its_tasks} != set(range(run.num_chunks)):
             raise ValueError(f"run {index} has chunks without tasks")
     return [replace(run, events=e, copies=c) for run, e, c in zip(runs, tasks, copies, strict=True)]
+
+
+def _passage(args: Mapping[str, Any], start_ns: int, end_ns: int) -> Passage | None:
+    if "passage_ns" not in args:
+        return None
+    passage = Passage(*(start_ns + _whole(time) for time in args["passage_ns"]))
+    if list(passage) != sorted(passage) or passage.ended_ns > end_ns:
+        raise ValueError(f"a task passes through the NPU at {args['passage_ns']}, which does not lie within it")
+    return passage
 
 
 def _run(index: int, data: dict[str, Any], pipelines: Sequence[Pipeline]) -> RunRecord:
@@ -244,8 +255,14 @@ def _processor(data: dict[str, Any]) -> Processor:
     workers = _whole(data["workers"])
     if not 1 <= workers <= MOST_WORKERS:
         raise ValueError(f"a processor has {workers} workers")
+    num_computing = data.get("num_computing")
+    if num_computing is not None and not 1 <= _whole(num_computing) <= workers:
+        raise ValueError(f"a processor of {workers} workers computes {num_computing} tasks at once")
     return Processor(
-        name=_text(data["name"]), devices=frozenset(_device(device) for device in data["devices"]), workers=workers
+        name=_text(data["name"]),
+        devices=frozenset(_device(device) for device in data["devices"]),
+        workers=workers,
+        num_computing=num_computing,
     )
 
 

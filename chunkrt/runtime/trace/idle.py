@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.record import RunRecord, Work
-from chunkrt.runtime.tasks import Task, TaskEvent
+from chunkrt.runtime.tasks import Span, Task, TaskEvent
 from chunkrt.runtime.trace.replay import Replay, Worker
 from chunkrt.runtime.trace.shared import joined
 
@@ -70,13 +70,18 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorTime:
-    """Where the time of one processor went: `total_ns` is wall time times workers, and the sum of all the rest."""
+    """Where the time of one processor went: `total_ns` is wall time times workers, and the sum of `busy_ns` and
+    `idle_ns`.
+
+    span_ns: of what it was busy with, on an NPU that converts: what of it was what; else empty.
+    """
 
     name: str
     workers: int
     total_ns: int
     busy_ns: Mapping[Work, int]
     idle_ns: Mapping[Cause, int]
+    span_ns: Mapping[Span, int]
 
 
 def idle_gaps(record: RunRecord) -> list[Gap]:
@@ -108,16 +113,28 @@ def times_of(records: Sequence[RunRecord]) -> list[ProcessorTime]:
     for name, processor in processors.items():
         busy: dict[Work, int] = {}
         idle: dict[Cause, int] = {}
+        spans: dict[Span, int] = {}
         for record in records:
             for event in record.events:
                 if event.processor == name:
                     work = record.pipeline.stages[event.task.subgraph].work
                     busy[work] = busy.get(work, 0) + event.end_ns - event.start_ns
+                    for span, start_ns, end_ns in event.spans:
+                        spans[span] = spans.get(span, 0) + end_ns - start_ns
         for gap in gaps:
             if gap.processor == name:
                 idle[gap.cause] = idle.get(gap.cause, 0) + gap.end_ns - gap.start_ns
         total = sum(busy.values()) + sum(idle.values())
-        times.append(ProcessorTime(name=name, workers=processor.workers, total_ns=total, busy_ns=busy, idle_ns=idle))
+        times.append(
+            ProcessorTime(
+                name=name,
+                workers=processor.workers,
+                total_ns=total,
+                busy_ns=busy,
+                idle_ns=idle,
+                span_ns=spans,
+            )
+        )
     return times
 
 

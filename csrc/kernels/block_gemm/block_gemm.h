@@ -27,7 +27,7 @@ struct BlockGemmArgs {
   const std::int32_t* left_sums;  // int32 [rows, depth_blocks]: the sum of each block of each row of `left`
   // uint8 [ceil(N / 16), depth_blocks, 4, 16, 4]: at [n / 16, k / 32, k % 32 / 8, n % 16, k % 4] stands q[k,
   // n], in the low half of the byte where k % 8 < 4, else in the high half. Zeros past N. See
-  // chunkrt/engine_directory/weights.py.
+  // chunkrt/engine_directory/packing.py.
   const std::uint8_t* right;
   // float16 [ceil(N / 16), depth_blocks, 2, 16]: the scales of 16 columns, then their minima. Zeros past N.
   const std::uint16_t* right_scales;

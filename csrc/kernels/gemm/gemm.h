@@ -13,7 +13,7 @@
 namespace chunkrt {
 
 // The packed layout of `right`: int8 [ceil(N / 16), ceil(K / 4), 16, 4], zero-padded, element
-// [n / 16, k / 4, n % 16, k % 4]. See chunkrt/engine_directory/weights.py.
+// [n / 16, k / 4, n % 16, k % 4]. See chunkrt/engine_directory/packing.py.
 inline constexpr std::size_t kGemmColumnsPerBlock = 16;
 inline constexpr std::size_t kGemmDepthPerGroup = 4;
 inline constexpr std::size_t kGemmBytesPerGroup = kGemmColumnsPerBlock * kGemmDepthPerGroup;

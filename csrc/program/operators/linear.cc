@@ -1,4 +1,5 @@
-// linear: int8 rows times a packed weight.
+// linear: int8 rows times a packed weight, of int8 or of 4-bit integers that become int8 panel by panel.
+#include <algorithm>
 #include <utility>
 
 #include "kernels/dispatch.h"
@@ -7,10 +8,41 @@
 #include "program/operators/panels.h"
 
 namespace chunkrt {
+namespace {
+
+// What a panel of unpacked weights may take, if it has more than one block: with the activations beside it,
+// it stays in the second-level cache.
+constexpr std::size_t kUnpackedPanelBytes = 256 * 1024;
+
+std::size_t blocks_per_unpacked_panel(std::size_t groups) {
+  const std::size_t block_bytes = std::max<std::size_t>(groups, 1) * kGemmBytesPerGroup;
+  return std::clamp<std::size_t>(kUnpackedPanelBytes / block_bytes, 1, kBlocksPerPanel);
+}
+
+// As multiply_panels, of a weight that `packed` tells of; `unpacked` has room for one panel.
+void unpack_and_multiply(GemmFunction* kernel, UnpackFunction* unpack, const GemmArgs& args,
+                         const UnpackArgs& packed, const Frame& frame, const std::vector<Digit>& digits,
+                         std::size_t begin, std::size_t end, std::int8_t* unpacked) {
+  const std::size_t most = blocks_per_unpacked_panel(args.groups);
+  for (std::size_t block = begin; block < end; block += most) {
+    const std::size_t num_blocks = std::min(most, end - block), column = block * kGemmColumnsPerBlock;
+    UnpackArgs source = packed;
+    source.out = unpacked;
+    unpack(source, block, block + num_blocks);
+    GemmArgs panel = args;
+    panel.right = unpacked;
+    panel.right_scales += column;
+    panel.out += column;
+    panel.columns -= column;
+    multiply_panel(kernel, panel, frame, digits, 0, num_blocks);
+  }
+}
+
+}  // namespace
 
 ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                std::optional<ValueId> bias, std::optional<ValueId> residual, std::size_t num_digits,
-               std::optional<float> input_step) {
+               std::optional<float> input_step, std::optional<ValueId> multipliers) {
   const Symbol symbol = builder.rows_of(input, "linear's input");
   const std::size_t depth = builder.width_of(input);
   require(depth <= kGemmMaxDepth, "linear: " + std::to_string(depth) +
@@ -23,10 +55,24 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
   const std::size_t blocks = ceil_divide(columns, kGemmColumnsPerBlock);
   builder.require_constant(scales, Dtype::float32, {fixed(columns)}, "linear's scales");
-  builder.require_constant(
-      packed, Dtype::int8,
-      {fixed(blocks), fixed(groups), fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
-      "linear's packed weight");
+  if (multipliers) {
+    require(input_step.has_value(), "linear: 4-bit weights with multipliers take an input on a grid");
+    const std::size_t depth_blocks = ceil_divide(depth, kUnpackDepth);
+    builder.require_constant(packed, Dtype::uint8,
+                             {fixed(blocks), fixed(depth_blocks), fixed(kUnpackGroups / 2),
+                              fixed(kUnpackColumns), fixed(kGemmDepthPerGroup)},
+                             "linear's packed weight of 4 bits");
+    builder.require_constant(*multipliers, Dtype::uint8,
+                             {fixed(blocks), fixed(depth_blocks), fixed(kUnpackColumns)},
+                             "linear's multipliers");
+    builder.need_scratch(
+        ceil_divide(blocks_per_unpacked_panel(groups) * groups * kGemmBytesPerGroup, sizeof(float)));
+  } else {
+    builder.require_constant(
+        packed, Dtype::int8,
+        {fixed(blocks), fixed(groups), fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
+        "linear's packed weight");
+  }
   require_addends(builder, bias, residual, symbol, columns, "linear");
   if (input_step) {
     require_step(*input_step, "linear's input step");
@@ -46,15 +92,17 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   for (const Digit& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
+  if (multipliers) uses.push_back(*multipliers);
+  UnpackFunction* unpack = select_kernel(unpack_s8col_u4block).function;
   GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
   builder.add_loop([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
-                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      const GemmArgs args = {
                          .left = nullptr,
                          .left_scales = nullptr,
                          .left_sums = nullptr,
-                         .right = frame.get<const std::int8_t>(packed),
+                         .right = multipliers ? nullptr : frame.get<const std::int8_t>(packed),
                          .right_scales = frame.get<const float>(column_scales),
                          .bias = bias ? frame.get<const float>(*bias) : nullptr,
                          .residual = residual ? frame.get<const float>(*residual) : nullptr,
@@ -64,6 +112,15 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
                          .groups = groups,
                          .residual_stride = columns,
                          .out_stride = columns};
+                     if (multipliers) {
+                       const UnpackArgs weight = {.packed = frame.get<const std::uint8_t>(packed),
+                                                  .multipliers = frame.get<const std::uint8_t>(*multipliers),
+                                                  .out = nullptr,
+                                                  .groups = groups};
+                       unpack_and_multiply(kernel, unpack, args, weight, frame, digits, begin, end,
+                                           reinterpret_cast<std::int8_t*>(scratch));
+                       return;
+                     }
                      const auto add = [&](std::size_t block, std::size_t block_end) {
                        if (!outliers) return;
                        add_outliers({.outliers = outliers->in(frame),

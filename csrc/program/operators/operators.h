@@ -43,9 +43,12 @@ ValueId gelu_mul(ProgramBuilder& builder, ValueId input);
 // With an input step (finite, above 0) the activations of all rows are on its grid instead, as integers q
 // of 8 bits or, in two digits, 16: the result is float(q @ weight) * (input_step * scales), without bias or
 // residual. Each operation rounds once; q @ weight does so where each digit's part of it is within 2^24.
+// With multipliers uint8 [ceil(N / 16), ceil(K / 32), 16], on a grid alone, the weight is their products with
+// 4-bit integers, packed uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: see kernels/unpack/unpack.h. The
+// result's bits are those of these products packed as int8.
 ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                std::optional<ValueId> bias, std::optional<ValueId> residual, std::size_t num_digits,
-               std::optional<float> input_step = {});
+               std::optional<float> input_step = {}, std::optional<ValueId> multipliers = {});
 // input @ weight in float32, a constant float32 [K, N]: see kernels/float_linear/float_linear.h.
 ValueId float_linear(ProgramBuilder& builder, ValueId input, ValueId weight);
 // input @ weight in 4-bit blocks, activations quantised as linear does without an input step: see

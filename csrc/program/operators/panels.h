@@ -15,23 +15,30 @@ namespace chunkrt {
 // likes three best, the others do not mind.
 inline constexpr std::size_t kBlocksPerPanel = 3;
 
-// Computes the columns of blocks [begin, end): the digits' products with the weight, and the bias and the
-// residual once; `add_outliers` adds to a panel's columns afterwards.
+// Computes the columns of blocks [begin, end) of one panel: the digits' products with the weight, and the
+// bias and the residual once.
+template <typename Args>
+void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args args, const Frame& frame,
+                    const std::vector<Digit>& digits, std::size_t begin, std::size_t end) {
+  for (const Digit& digit : digits) {
+    args.left = frame.get<const std::int8_t>(digit.values);
+    args.left_scales = frame.get<const float>(digit.scales);
+    args.left_sums = frame.get<const std::int32_t>(digit.sums);
+    kernel(args, begin, end);
+    args.bias = nullptr;
+    args.residual = args.out;
+  }
+}
+
+// Computes the columns of blocks [begin, end), panel by panel; `add_outliers` adds to a panel's columns
+// afterwards.
 template <typename Args, typename AddOutliers>
 void multiply_panels(void (*kernel)(const Args&, std::size_t, std::size_t), const Args& args,
                      const Frame& frame, const std::vector<Digit>& digits, std::size_t begin, std::size_t end,
                      const AddOutliers& add_outliers) {
   for (std::size_t block = begin; block < end; block += kBlocksPerPanel) {
     const std::size_t panel_end = std::min(block + kBlocksPerPanel, end);
-    Args product = args;
-    for (const Digit& digit : digits) {
-      product.left = frame.get<const std::int8_t>(digit.values);
-      product.left_scales = frame.get<const float>(digit.scales);
-      product.left_sums = frame.get<const std::int32_t>(digit.sums);
-      kernel(product, block, panel_end);
-      product.bias = nullptr;
-      product.residual = product.out;
-    }
+    multiply_panel(kernel, args, frame, digits, block, panel_end);
     add_outliers(block, panel_end);
   }
 }
