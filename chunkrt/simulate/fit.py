@@ -147,7 +147,7 @@ def fit_plan(plan: Plan, scheme: Scheme, soc: Soc, *, chunk_length: int, context
         PartitionError: the NPU cannot run one of the NPU's subgraphs.
     """
     contexts = [_context(s, plan, scheme, soc, chunk_length) for s in plan.subgraphs if s.device == "npu"]
-    processors = processors_for(1, soc.num_cores)
+    processors = processors_for(NUM_PLACES, soc.num_cores)
     lengths = ((chunk_length, chunk_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
     slots = plan.slots(context_length, chunk_length)
     return Fit(
