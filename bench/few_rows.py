@@ -3,7 +3,8 @@
     python bench/few_rows.py smollm2-135m-instruct --rounds 12
 
 CPU time of one thread, the least of all rounds, in which the cases take turns: other processes disturb it less than
-they do a clock. Linears have random weights, in as many copies as the caches cannot hold.
+they do a clock. Linears have random weights, in as many copies as the caches cannot hold. Of the static ones those of 4
+bits are unpacked panel by panel, and otherwise computed as those of int8: the difference is what that costs or saves.
 """
 
 from __future__ import annotations

@@ -46,16 +46,21 @@ class CheckedTrace:
         assert len(set(self.tracks.values())) == len(self.tracks)
         assert 0 not in self.tracks  # the kernel's idle task
         assert all(e["tid"] in self.tracks for e in self.events if "tid" in e)
-        self.slices = defaultdict(list)
+        self.slices, self.parts = defaultdict(list), defaultdict(list)
         for event in self.events:
             if event["ph"] == "X":
                 start = nanoseconds(event["ts"])
                 end = start + nanoseconds(event["dur"])
-                self.slices[self.tracks[event["tid"]]].append((start, end, event["name"], event["args"]))
-        for slices in self.slices.values():
+                found = self.parts if event["cat"] == "span" else self.slices
+                found[self.tracks[event["tid"]]].append((start, end, event["name"], event["args"]))
+        for slices in (*self.slices.values(), *self.parts.values()):
             slices.sort(key=lambda s: s[:2])
             for (_, end, *_), (start, *_) in pairwise(slices):
                 assert start >= end, "tasks of one track overlap"
+        for track, parts in self.parts.items():
+            for start, end, *_ in parts:
+                around = [s for s in self.slices[track] if s[0] <= start and end <= s[1]]
+                assert around, "what a task did lies outside of it"
         self.flows = self._flows()
         self.counters = defaultdict(list)
         for event in self.events:

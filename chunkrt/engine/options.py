@@ -244,7 +244,7 @@ class EngineOptions:
     )
     htp: HtpOptions = declared_option(
         "--htp NAME=VALUE",
-        "A setting of the NPU: performance_mode, vtcm_mb, rpc_control_latency_us.",
+        "A setting of the NPU, such as performance_mode, vtcm_mb, context_priority, profiling_level; see docs/npu.md.",
         default=HtpOptions(),
     )
     context_shift: bool = declared_option(

@@ -187,6 +187,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         soc,
         contexts=contexts_folder(),
         compiled=compiled if compiled.is_dir() else None,
+        compiled_by={target.library for target in manifest.npu},
         options=options.htp,
     )
     if backend.htp.is_emulated:

@@ -168,7 +168,7 @@ def fit_plan(
     ]
     on_npu = {name for s in plan.subgraphs if s.device == "npu" for name in s.weights}
     kept = {n: b for n, b in weight_bytes(plan, scheme).items() if options.weights == "both" or n not in on_npu}
-    processors = processors_for(1, soc.num_cores)
+    processors = processors_for(NUM_PLACES, soc.num_cores)
     lengths = ((chunk_length, chunk_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
     slots = plan.slots(context_length, chunk_length)
     return Fit(

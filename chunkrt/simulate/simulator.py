@@ -306,6 +306,6 @@ def _energy(device: DeviceProfile, record: RunRecord, work_of: WorkOf, ttft_ns: 
     joules = device.idle_watts * ttft_ns / 1e9
     for event in record.events:
         watts = device.npu.busy_watts if event.processor == "npu" else device.cpu.busy_watts
-        joules += watts * (event.end_ns - event.start_ns) / 1e9
+        joules += watts * event.own_ns / 1e9
         joules += work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12
     return joules

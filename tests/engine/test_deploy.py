@@ -195,6 +195,19 @@ def test_what_it_was_not_compiled_for_is_compiled_into_the_cache(device, tmp_pat
     assert files_of(device) == before
 
 
+def test_contexts_of_another_version_name_it(device, without_onnx, tmp_path):
+    shutil.copytree(device, tmp_path / "other")
+    manifest = tmp_path / "other" / "engine.json"
+    data = json.loads(manifest.read_text())
+    for target in data["npu"]:
+        target["library"] = "2.6.0"
+    manifest.write_text(json.dumps(data))
+    with pytest.raises(
+        CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which these were compiled by, or pip"
+    ):
+        run(tmp_path / "other", chunk_length=16)
+
+
 @pytest.mark.parametrize("options", [{"chunk_length": 16}, {"soc": "SM8850"}])
 def test_what_it_was_not_compiled_for_needs_onnx(device, without_onnx, options):
     with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or compile the model again$"):

@@ -90,7 +90,7 @@ def test_chunks_in_flight_are_the_executors():
     slot, decode_slot = (BufferLayout(TINY, length).num_bytes for length in (8, 1))
     assert fit(TINY, "w8a16", chunk=8).chunk_bytes == slot * 32 + decode_slot
     forty_cores = dataclasses.replace(SM8650, num_cores=40)
-    assert fit(TINY, "w8a16", forty_cores, chunk=8).chunk_bytes == slot * (1 + 1 + 40) + decode_slot
+    assert fit(TINY, "w8a16", forty_cores, chunk=8).chunk_bytes == slot * (1 + 2 + 40) + decode_slot
 
 
 def test_four_bits_take_half_a_byte_and_one_a_block():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,39 @@ def test_busy_and_idle_fill_the_makespan(plan: Plan, device: DeviceProfile, poli
     assert found.npu_busy == pytest.approx(found.processors["npu"].busy)
     assert found.overlap <= min(found.npu_busy, found.cpu_busy)
     assert found.makespan_ms * 1e6 == max(event.end_ns for event in found.record.events)
+
+
+def test_conversion_beside_computing_saves_at_most_what_it_takes(plan: Plan, device: DeviceProfile) -> None:
+    device = replace(device, transfer=replace(device.transfer, gb_per_s=0.5))
+    options = {"prompt_length": 512, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
+    apart = simulate(plan, device, **options)
+    beside = simulate(plan, device, **options, overlaps_conversion=True)
+    spans = dict.fromkeys(("entering", "waiting", "computing", "leaving"), 0)
+    for event in apart.record.events:
+        assert (event.passage is not None) == (event.processor == "npu")
+        for span, start_ns, end_ns in event.spans:
+            spans[span] += end_ns - start_ns
+    assert spans["waiting"] == 0
+    converted_ms = (spans["entering"] + spans["leaving"]) / 1e6
+    assert converted_ms > 0.1 * apart.makespan_ms
+    assert apart.makespan_ms - converted_ms <= beside.makespan_ms < apart.makespan_ms
+    computing = sorted(e.passage[1:] for e in beside.record.events if e.passage is not None)
+    assert all(end_ns <= begin_ns for (_, end_ns), (begin_ns, _) in pairwise(computing))
+
+
+def test_a_measured_profile_does_not_know_what_conversion_takes(plan: Plan) -> None:
+    with pytest.raises(
+        ConfigError, match="toy was measured, conversion included; it does not tell how long that takes"
+    ):
+        simulate(
+            plan,
+            measured(plan),
+            prompt_length=32,
+            chunk_length=32,
+            policy="in_order",
+            scheme="w8a16",
+            overlaps_conversion=True,
+        )
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from chunkrt.backends.base import Executable, Support
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
 from chunkrt.backends.qnn.executable import QnnExecutable
-from chunkrt.backends.qnn.library import open_htp, open_session
+from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.support import graph_rows, npu_support
@@ -29,10 +30,12 @@ class QnnBackend:
         soc: what to compile for, and to run on or to emulate.
         contexts: a folder for compiled contexts, shared by all models; what is not there is compiled into it.
         compiled: a folder that is looked into first, and never written: the contexts of an engine directory.
+        compiled_by: the versions of onnxruntime-qnn that these contexts were compiled by.
         options: how the NPU shall run.
 
     Raises:
         BackendUnavailableError: onnxruntime-qnn is not installed or does not load.
+        ConfigError: it does not know one of the options.
     """
 
     name = "qnn"
@@ -41,13 +44,21 @@ class QnnBackend:
     cache_dtypes: tuple[str, ...] = ()
 
     def __init__(
-        self, soc: Soc, *, contexts: Path, compiled: Path | None = None, options: HtpOptions | None = None
+        self,
+        soc: Soc,
+        *,
+        contexts: Path,
+        compiled: Path | None = None,
+        compiled_by: Collection[str] = (),
+        options: HtpOptions | None = None,
     ) -> None:
         self.soc = soc
         self.htp = open_htp()
         self._contexts = ContextFolder(contexts)
         self._compiled = ContextFolder(compiled) if compiled else None
+        self._compiled_by = compiled_by
         self._options = options or HtpOptions()
+        self._options.check_known()
         self.num_compiled = 0
         """Contexts that were compiled because they were not on disk."""
 
@@ -86,15 +97,17 @@ class QnnBackend:
         except ImportError as error:
             where = f"{self._compiled.path} has" if self._compiled else "there is"
             vtcm = f", {self._options.vtcm_mb} MiB of VTCM" if self._options.vtcm_mb else ""
+            others = sorted(set(self._compiled_by) - {self.htp.version})
+            remedy = f"pip install {PACKAGE}=={others[0]}, which these were compiled by, or " if others else ""
             raise CompileError(
                 f"{where} no usable context of {subgraph.name} for {self.soc.name}, chunks of {chunk_length}{vtcm} and "
-                f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; pip install onnx-ir, or compile "
-                "the model again"
+                f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; {remedy}pip install onnx-ir, or "
+                "compile the model again"
             ) from error
         model = npu_model(plan, subgraph, chunk_length, scheme, weights)
 
         def write(wrapper: Path) -> None:
-            options = self._options.as_provider_options()
+            options = self._options.as_provider_options(compiling=True)
             open_session(self.htp, self.soc, model, options=options, write_context=wrapper)
             self.num_compiled += 1
 
@@ -121,6 +134,8 @@ class QnnBackend:
             "rows": graph_rows(chunk_length),
             "linears": {name: _as_stored(name, scheme) for name in subgraph.weights},
         }
+        if compiled_in := self._options.compiled_in:
+            compiled_from["options"] = compiled_in
         digest = hashlib.sha256(json.dumps(compiled_from, sort_keys=True).encode())
         for name in subgraph.weights:
             for suffix, array in weights.parts(name):

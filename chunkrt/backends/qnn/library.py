@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,11 @@ PACKAGE = "onnxruntime-qnn"
 INSTALL = "pip install 'chunkrt[qnn]'"
 PROVIDER = "QNNExecutionProvider"
 EMULATING_MACHINES = ("x86_64", "amd64")
+_OPTION = re.compile(
+    rb"(?<=\0)(?:htp|qnn_context|enable|profiling|offload|skip|dump|op_packages|device)_?[a-z0-9_]+(?=\0)"
+)
+"""Of a string constant by which an option begins."""
+
 LINUX_DEVICES = Path("/sys/devices")
 LINUX_NPU_DEVICES = ("fastrpc-cdsp", "fastrpc-cdsp-secure", "adsprpc-smd")
 
@@ -65,6 +71,20 @@ def library_version() -> str:
         raise BackendUnavailableError(
             f"the qnn backend needs {PACKAGE}, which is not installed; {INSTALL}, or use --npu auto"
         ) from error
+
+
+@cache
+def provider_option_names() -> tuple[str, ...]:
+    """The options of the installed plug-in's provider, as they stand in its library; empty if it is not installed.
+
+    It has no list of them to ask for. Names that compilers put into code, because they are short, are not found.
+    """
+    if not is_installed():
+        return ()
+    import onnxruntime_qnn
+
+    found = _OPTION.findall(Path(onnxruntime_qnn.get_library_path()).read_bytes())
+    return tuple(sorted({name.decode() for name in found}))
 
 
 def this_soc() -> Soc | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from chunkrt.backends.qnn.library import library_version, provider_option_names
 from chunkrt.errors import ConfigError, unknown_name
 
 PERFORMANCE_MODES = (
@@ -22,6 +24,37 @@ PERFORMANCE_MODES = (
 )
 
 
+PROFILING_LEVELS = ("off", "basic", "detailed", "optrace")
+CONTEXT_PRIORITIES = ("low", "normal", "normal_high", "high")
+MOST_GRAPH_OPTIMIZATION = 3
+
+PROVIDER_NAMES = {
+    "performance_mode": "htp_performance_mode",
+    "vtcm_mb": "vtcm_mb",
+    "rpc_control_latency_us": "rpc_control_latency",
+    "graph_optimization": "htp_graph_finalization_optimization_mode",
+    "context_priority": "qnn_context_priority",
+    "profiling_level": "profiling_level",
+    "profiling_file": "profiling_file_path",
+}
+"""Settings, and what onnxruntime-qnn calls them."""
+
+SET_BY_CHUNKRT = {
+    "soc_model": "name the SoC with --soc",
+    "htp_arch": "name the SoC with --soc",
+    "enable_block_quant_weight_optimization": "without it 4-bit weights are computed wrongly",
+    "enable_htp_shared_memory_allocator": "buffers are shared where ONNX Runtime offers such memory",
+    "ep.share_ep_contexts": "a context holds one subgraph, and no other has its weights",
+    "offload_graph_io_quantization": "values enter and leave as float16",
+}
+"""Options of the provider that nobody else sets, and why."""
+
+NOT_FOUND = ("rpc_control_latency", "vtcm_mb")
+"""Options that are not among the names that are found in the library."""
+
+_WHOLE_NUMBERS = ("vtcm_mb", "rpc_control_latency_us", "graph_optimization")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HtpOptions:
     """Settings of the Hexagon Tensor Processor.
@@ -29,47 +62,93 @@ class HtpOptions:
     performance_mode: clocks and votes, one of PERFORMANCE_MODES.
     vtcm_mb: vector tightly coupled memory that a graph may use, in MiB; by default all that the SoC has. Compiled in.
     rpc_control_latency_us: the longest wait of a call into the NPU, in microseconds; by default the driver's.
+    graph_optimization: how hard the compiler tries, 0 to 3; by default its own choice. Compiled in.
+    context_priority: of our contexts beside those of other programs, one of CONTEXT_PRIORITIES; by default normal.
+    profiling_level, profiling_file: what the provider measures, one of PROFILING_LEVELS, and the CSV file that it
+        appends that to; both or none.
+    more: other options of the provider, name and value each, under its own names. Taken as compiled in.
     """
 
     performance_mode: str = "burst"
     vtcm_mb: int | None = None
     rpc_control_latency_us: int | None = None
+    graph_optimization: int | None = None
+    context_priority: str | None = None
+    profiling_level: str | None = None
+    profiling_file: str | None = None
+    more: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.performance_mode not in PERFORMANCE_MODES:
-            raise unknown_name("performance mode", self.performance_mode, PERFORMANCE_MODES)
+        for kind, value, known in (
+            ("performance mode", self.performance_mode, PERFORMANCE_MODES),
+            ("context priority", self.context_priority, CONTEXT_PRIORITIES),
+            ("profiling level", self.profiling_level, PROFILING_LEVELS),
+        ):
+            if value is not None and value not in known:
+                raise unknown_name(kind, value, known)
         for name in ("vtcm_mb", "rpc_control_latency_us"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+        if self.graph_optimization is not None and not 0 <= self.graph_optimization <= MOST_GRAPH_OPTIMIZATION:
+            raise ConfigError(
+                f"graph_optimization is {self.graph_optimization}, expected 0 to {MOST_GRAPH_OPTIMIZATION}"
+            )
+        if (self.profiling_file is None) != (self.profiling_level in (None, "off")):
+            raise ConfigError(
+                "profiling_level and profiling_file go together, as in profiling_level=basic and profiling_file=npu.csv"
+            )
+        if self.profiling_file is not None and not Path(self.profiling_file).absolute().parent.is_dir():
+            raise ConfigError(f"profiling_file is {self.profiling_file}, whose folder does not exist")
 
-    def as_provider_options(self) -> dict[str, str]:
-        """In onnxruntime-qnn's words."""
-        named = {"vtcm_mb": self.vtcm_mb, "rpc_control_latency": self.rpc_control_latency_us}
-        return {
-            "htp_performance_mode": self.performance_mode,
-            **{name: str(value) for name, value in named.items() if value is not None},
-        }
+    @property
+    def compiled_in(self) -> dict[str, str]:
+        """What contexts depend on beside VTCM, in the provider's words; empty unless something is set."""
+        graph = {} if self.graph_optimization is None else {"graph_optimization": self.graph_optimization}
+        return {PROVIDER_NAMES[name]: str(value) for name, value in graph.items()} | dict(sorted(self.more))
+
+    def check_known(self) -> None:
+        """Raises ConfigError if the installed onnxruntime-qnn does not know an option; its provider would ignore it."""
+        known = (*provider_option_names(), *NOT_FOUND)
+        for name in self.as_provider_options():
+            if name not in known:
+                raise unknown_name(f"option of onnxruntime-qnn {library_version()}", name, known)
+
+    def as_provider_options(self, *, compiling: bool = False) -> dict[str, str]:
+        """In onnxruntime-qnn's words; what is compiled is not profiled."""
+        left_out = ("profiling_level", "profiling_file") if compiling else ()
+        named = {name: getattr(self, name) for name in PROVIDER_NAMES if name not in left_out}
+        return {PROVIDER_NAMES[name]: str(v) for name, v in named.items() if v is not None} | dict(self.more)
 
     @staticmethod
     def parse(settings: Sequence[str]) -> HtpOptions:
         """Read NAME=VALUE settings, as from a command line.
 
+        A name is one of ours, or an option of the installed onnxruntime-qnn: its provider ignores what it does not
+        know, and says nothing.
+
         Raises:
             ConfigError: a setting has no '=', an unknown name, or a value of the wrong kind.
         """
-        known = HtpOptions.__dataclass_fields__
+        ours = {provider: name for name, provider in PROVIDER_NAMES.items()}
         values: dict[str, Any] = {}
+        more: dict[str, str] = {}
         for setting in settings:
             name, equals, value = setting.partition("=")
+            name = ours.get(name, name)
             if not equals:
-                raise ConfigError(f"{setting!r} is no NAME=VALUE setting of the NPU; names: {', '.join(known)}")
-            if name not in known:
-                raise unknown_name("NPU setting", name, known)
-            if name == "performance_mode":
+                names = ", ".join(PROVIDER_NAMES)
+                raise ConfigError(f"{setting!r} is no NAME=VALUE setting of the NPU; names: {names}")
+            if name in SET_BY_CHUNKRT:
+                raise ConfigError(f"chunkrt sets {name} itself: {SET_BY_CHUNKRT[name]}")
+            if name not in PROVIDER_NAMES:
+                if name not in (theirs := provider_option_names()):
+                    raise unknown_name("NPU setting", name, dict.fromkeys((*PROVIDER_NAMES, *theirs)))
+                more[name] = value
+            elif name not in _WHOLE_NUMBERS:
                 values[name] = value
             elif value.isdecimal():
                 values[name] = int(value)
             else:
                 raise ConfigError(f"{name} is {value!r}, expected a whole number")
-        return HtpOptions(**values)
+        return HtpOptions(**values, more=tuple(more.items()))

@@ -1,0 +1,112 @@
+"""Settings of the NPU: what is taken, what the installed provider knows, and what they do to contexts."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+
+from chunkrt.backends.qnn import HtpOptions, QnnBackend, find_soc, is_installed
+from chunkrt.backends.qnn.library import provider_option_names
+from chunkrt.backends.qnn.options import NOT_FOUND, PROVIDER_NAMES, SET_BY_CHUNKRT
+from chunkrt.errors import ConfigError
+from chunkrt.quant.scheme import SCHEMES
+from chunkrt.testing.decoder import random_decoder
+
+needs_qnn = pytest.mark.skipif(not is_installed(), reason="onnxruntime-qnn is not installed")
+ROWS = 32
+
+
+def test_all_settings_come_back_in_the_providers_words(tmp_path):
+    profile = tmp_path / "npu.csv"
+    named = {
+        "graph_optimization": "3",
+        "context_priority": "high",
+        "profiling_level": "basic",
+        "profiling_file": str(profile),
+    }
+    parsed = HtpOptions.parse([f"{name}={value}" for name, value in named.items()])
+    expected = {PROVIDER_NAMES[name]: value for name, value in named.items()}
+    assert parsed.as_provider_options() == {"htp_performance_mode": "burst", **expected}
+    compiling = parsed.as_provider_options(compiling=True)
+    assert compiling.keys() == {"htp_performance_mode", PROVIDER_NAMES["graph_optimization"], "qnn_context_priority"}
+    assert HtpOptions.parse([f"{name}={value}" for name, value in expected.items()]) == parsed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["graph_optimization=4"], "graph_optimization is 4, expected 0 to 3"),
+        (["graph_optimization=hard"], "graph_optimization is 'hard', expected a whole number"),
+        (["context_priority=hihg"], "unknown context priority 'hihg'; did you mean 'high'?"),
+        (["profiling_level=all", "profiling_file=x.csv"], "unknown profiling level 'all'"),
+        (["profiling_level=basic"], "profiling_level and profiling_file go together"),
+        (["profiling_file=x.csv"], "profiling_level and profiling_file go together"),
+        (["profiling_level=off", "profiling_file=x.csv"], "profiling_level and profiling_file go together"),
+        (["profiling_level=basic", "profiling_file=/no/such/x.csv"], "whose folder does not exist"),
+        (["soc_model=57"], "chunkrt sets soc_model itself: name the SoC with --soc"),
+        (["ep.share_ep_contexts=1"], "chunkrt sets ep.share_ep_contexts itself: a context holds one subgraph"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError) as raised:
+        HtpOptions.parse(settings)
+    assert message in str(raised.value)
+
+
+@needs_qnn
+def test_the_installed_provider_knows_what_we_set():
+    names = provider_option_names()
+    assert {*PROVIDER_NAMES.values()} - {*NOT_FOUND} <= {*names}
+    assert {name for name in SET_BY_CHUNKRT if not name.startswith("ep.") and name != "soc_model"} <= {*names}
+    assert all(name.isidentifier() and len(name) < 50 for name in names)
+
+
+@needs_qnn
+def test_options_of_the_provider_go_by_its_own_names():
+    parsed = HtpOptions.parse(["htp_share_resource_optimization=1"])
+    assert parsed.more == (("htp_share_resource_optimization", "1"),)
+    assert parsed.as_provider_options()["htp_share_resource_optimization"] == "1"
+    with pytest.raises(
+        ConfigError, match="unknown NPU setting 'enable_htp_fp16_precison'; did you mean 'enable_htp_fp16_pr"
+    ):
+        HtpOptions.parse(["enable_htp_fp16_precison=1"])
+
+
+@needs_qnn
+def test_what_the_provider_would_ignore_is_refused_when_it_is_opened(tmp_path):
+    options = HtpOptions(more=(("profiling_levels", "basic"),))
+    with pytest.raises(ConfigError, match=r"unknown option of onnxruntime-qnn [\d.]+ 'profiling_levels'; did you mean"):
+        QnnBackend(find_soc("SM8650"), contexts=tmp_path, options=options)
+
+
+@needs_qnn
+def test_the_provider_profiles_what_runs_and_contexts_are_named_after_what_is_compiled_in(tmp_path):
+    scheme = SCHEMES["w8a16"]
+    decoder = random_decoder([scheme])
+    subgraph, plan, weights = decoder.plan.static_subgraphs[0], decoder.plan, decoder.weights["w8a16"]
+    what = subgraph, plan, ROWS, scheme, weights
+
+    def backend(**settings):
+        return QnnBackend(find_soc("SM8650"), contexts=tmp_path, options=HtpOptions(**settings))
+
+    profile = tmp_path / "npu.csv"
+    plain, profiled = backend(), backend(profiling_level="detailed", profiling_file=str(profile))
+    plain.prepare(*what)
+    key = plain.key(*what)
+    assert profiled.key(*what) == backend(context_priority="high").key(*what) == key
+    assert backend(graph_optimization=3).key(*what) != key
+    assert backend(more=(("htp_share_resource_optimization", "1"),)).key(*what) != key
+
+    executable = profiled.compile(*what)
+    assert profiled.num_compiled == 0
+    inputs, outputs = (
+        {name: np.ones((ROWS, int(plan.tensors[name].shape[1])), np.float32) for name in names}
+        for names in (subgraph.inputs, subgraph.outputs)
+    )
+    executable.run(inputs, outputs)
+    with profile.open(newline="") as file:
+        events = [row["Event Identifier"] for row in csv.DictReader(file)]
+    assert any("(execute) time" in event for event in events)
+    assert any(event.startswith(f"{subgraph.inputs[0]}.float16") for event in events)  # the conversion in the graph
