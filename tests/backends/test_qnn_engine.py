@@ -310,7 +310,8 @@ def test_the_cpu_finishes_what_the_npu_began(model, native, failing_npu, caplog,
         runs = failing_npu.num_runs
         np.testing.assert_array_equal(logits_of(engine, tokens), logits_of(native, tokens))
         assert len(list(session.generate(max_new_tokens=4))) == 4
-        assert failing_npu.num_runs == runs == k
+        assert failing_npu.num_runs == runs
+        assert runs in (k, k + 1)  # the other call that was under way has its turn too
     assert len(warnings_of(caplog, FALLBACK)) == 1
 
 
