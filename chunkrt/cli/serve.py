@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -35,6 +35,11 @@ from chunkrt.errors import ConfigError
 @click.option(
     "--allow-host", metavar="NAME", multiple=True, help="A name to be asked by, beside localhost and addresses."
 )
+@click.option(
+    "--embeddings",
+    type=click.Choice(["last", "mean"]),
+    help="Give embeddings: the last token's hidden state, or the mean of all, as the model was trained.",
+)
 @engine_options
 def serve(
     model: str,
@@ -49,6 +54,7 @@ def serve(
     max_body: int,
     allow_origin: str | None,
     allow_host: tuple[str, ...],
+    embeddings: Literal["last", "mean"] | None,
     **settings: Any,
 ) -> None:
     """Serve MODEL over HTTP, as OpenAI's API has it: chats, completions, scores; and a page to chat at.
@@ -73,6 +79,7 @@ def serve(
         max_body_bytes=max_body,
         allow_origin=allow_origin and allow_origin.rstrip("/").lower(),  # as browsers write it
         allow_hosts=(host, *allow_host),
+        embeddings=embeddings,
     )
     with open_engine(model, {"queue": max(max_sessions, 1), **settings}) as engine:
         service = Service(engine, name or _name(model), options)

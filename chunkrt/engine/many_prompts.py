@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
+
+import numpy as np
 
 from chunkrt.engine.arguments import as_token_ids, require_whole
+from chunkrt.engine.embedding import Float32, Pooling
 from chunkrt.engine.generation import Piece
 from chunkrt.engine.many import MOST_AT_ONCE, Part, Runs, drive_many
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.engine.scoring import Score, encode_pair
 from chunkrt.engine.session import Session
-from chunkrt.errors import BusyError, ConfigError
+from chunkrt.errors import BusyError, ConfigError, unknown_name
 from chunkrt.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -150,6 +153,37 @@ class ManyPrompts(ABC):
         for index, score in self._drive_many(len(groups), scoring, max_sessions):
             found[index].append(score)
         return [score for group in found for score in group]
+
+    def embed(
+        self, texts: str | Sequence[str | Sequence[int]], *, pooling: Pooling, max_sessions: int = MOST_AT_ONCE
+    ) -> Float32:
+        """Texts as vectors, of their hidden states after the last norm, many at a time.
+
+        Args:
+            texts: one, or several; each text or token ids, as `Session.prefill` takes them. No token is added that the
+                tokenizer does not add to a prompt.
+            pooling: "last": the hidden state of the last token; "mean": the mean of all. A model that was trained to
+                give embeddings says which; of others neither is more than a guess.
+            max_sessions: how many texts are under way at once, as far as there is room in the caches.
+
+        Returns:
+            float32 [N, H], or [H] of one text; each of length 1.
+
+        Raises:
+            ConfigError: a text is empty or does not fit the context, or the scheme rotates hidden states.
+            BackendError: a subgraph failed.
+        """
+        if pooling not in get_args(Pooling):
+            raise unknown_name("pooling", pooling, get_args(Pooling))
+        several = [texts] if isinstance(texts, str) else _listed("texts", texts)
+        if not several:
+            raise ConfigError("there is no text to embed")
+
+        def embedding(session: Session, index: int) -> Part[Float32]:
+            yield session.embedding(several[index], pooling)
+
+        rows = dict(self._drive_many(len(several), embedding, max_sessions))
+        return rows[0] if isinstance(texts, str) else np.stack([rows[index] for index in range(len(several))])
 
     def _drive_many(
         self, number: int, part: Callable[[Session, int], Part[Result]], most: int

@@ -17,12 +17,14 @@ Float32 = NDArray[np.float32]
 class PrefillResult:
     """What a prefill gave.
 
-    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `num_tokens`: that
-    were run, earlier ones that the state had lost among them. `num_cached`: that were not, since the prefix cache had
-    them. `seconds`: wall time. `events`: one record a task, for figures and traces.
+    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `hidden`: float32
+    [T, H] of all tokens if they were asked for: after the last norm, as the head reads them. `num_tokens`: that were
+    run, earlier ones that the state had lost among them. `num_cached`: that were not, since the prefix cache had them.
+    `seconds`: wall time. `events`: one record a task, for figures and traces.
     """
 
     logits: Float32 | None
+    hidden: Float32 | None = None
     num_tokens: int
     num_cached: int = 0
     num_chunks: int
@@ -43,6 +45,7 @@ def joined(results: Sequence[PrefillResult]) -> PrefillResult:
     """The figures of several, and the logits of the last."""
     return PrefillResult(
         logits=results[-1].logits,
+        hidden=results[-1].hidden,
         num_tokens=sum(result.num_tokens for result in results),
         num_cached=sum(result.num_cached for result in results),
         num_chunks=sum(result.num_chunks for result in results),

@@ -23,7 +23,7 @@ from chunkrt.engine.session_file import Conversation, SessionFile
 from chunkrt.errors import ClosedError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.run import Cancel, Logits, Run, RunResult
+from chunkrt.runtime.run import OF_ALL, Cancel, Logits, Run, RunResult
 from chunkrt.runtime.state import State
 
 Float32 = NDArray[np.float32]
@@ -245,6 +245,8 @@ class TokenSequence:
             raise
         if logits == "all" and result.logits is not None:
             return replace(result, logits=result.logits[-len(new) :])
+        if result.hidden is not None:
+            return replace(result, hidden=result.hidden[-len(new) :])
         return result
 
     def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
@@ -265,14 +267,19 @@ class TokenSequence:
             self._reuse = reuse
             raise
         rows = [result.logits for result in results if result.logits is not None]
-        return replace(joined(results), logits=np.concatenate(rows) if logits == "all" else results[-1].logits)
+        hidden = [result.hidden for result in results if result.hidden is not None]
+        return replace(
+            joined(results),
+            logits=np.concatenate(rows) if logits == "all" else results[-1].logits,
+            hidden=np.concatenate(hidden) if hidden else None,
+        )
 
     def _catch_up(self, num_new: int, logits: Logits) -> Steps[PrefillResult]:
         """Run the tokens that the state has not seen, of which the last `num_new` are new ones, but for those that the
         prefix cache has. Whatever is raised, the state is as it was, or has seen them all."""
         start, state, reuse = time.perf_counter(), self.state, self._reuse
         num_left = len(self._pending())
-        limit = len(self.tokens) - (num_new if logits == "all" else 0)
+        limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
         prefix = reuse.find(self.tokens, state, limit)
         before = None
         try:
@@ -280,7 +287,7 @@ class TokenSequence:
             if prefix is not None:
                 before = state.mark()
                 num_cached = reuse.take(prefix, state)
-            parts = [num_left - num_cached] if logits == "all" else reuse.part_lengths(self.tokens, state)
+            parts = [num_left - num_cached] if logits in OF_ALL else reuse.part_lengths(self.tokens, state)
             if len(parts) > 1 and before is None:
                 before = state.mark()
             results = list[PrefillResult]()
@@ -321,6 +328,7 @@ class TokenSequence:
         wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         return PrefillResult(
             logits=wanted,
+            hidden=run.hidden,
             num_tokens=len(token_ids),
             num_chunks=sum(record.num_chunks for record in run.records),
             seconds=seconds,

@@ -10,6 +10,7 @@ from typing import get_args
 from chunkrt.engine.arguments import as_token_ids, require_whole
 from chunkrt.engine.async_session import AsyncSession
 from chunkrt.engine.driving import OneUser, drive
+from chunkrt.engine.embedding import Float32, Pooling, check_hidden, pooled
 from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.prefill_progress import telling
 from chunkrt.engine.prefill_result import PrefillResult
@@ -85,13 +86,14 @@ class Session(AsyncSession):
 
         Args:
             prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
-            logits: of the last token, of all tokens, or none.
+            logits: of the last token, of all tokens, or none; "hidden": none, but the hidden states of all tokens
+                after the last norm, which the head reads (`PrefillResult.hidden`).
             progress: told, from threads that compute, ("prefill", tokens done, tokens in all) after every chunk; it
                 must not raise. True shows it once it takes longer than a second.
 
         Raises:
-            ConfigError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary. The
-                session is as it was.
+            ConfigError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary; or hidden
+                states are asked for, and the scheme rotates them. The session is as it was.
             ClosedError: the session or the engine is closed, or `cancel` was called.
             BackendError: a subgraph failed. The session is as it was.
         """
@@ -275,6 +277,8 @@ class Session(AsyncSession):
         self._check_open()
         if not isinstance(logits, str):
             raise ConfigError(f"logits is {logits!r}, expected one of: {', '.join(get_args(Logits))}")
+        if logits == "hidden":
+            check_hidden(self._engine.scheme)
         self._sequence.cancel.clear()
         result = yield from self._sequence.extend(self._encode(prompt), logits)
         self._sequence.follows_text = isinstance(prompt, str) if follows_text is None else follows_text
@@ -286,6 +290,15 @@ class Session(AsyncSession):
 
     def _taking(self, prompt: str | Sequence[int]) -> Steps[None]:
         yield from self._extension(prompt, "last")
+
+    def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Steps[Float32]:
+        """The steps of an embedding, of a session that is empty; see `ManyPrompts.embed`."""
+        tokens = self._encode(prompt)
+        if len(tokens) > self.context_length:  # which may shift
+            raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")
+        result = yield from self._extension(tokens, "hidden")
+        assert result.hidden is not None
+        return pooled(result.hidden, pooling)
 
     def scoring(self, context: Sequence[int], continuation: Sequence[int]) -> Steps[Score]:
         """The steps of `score`."""

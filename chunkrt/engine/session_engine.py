@@ -9,6 +9,7 @@ from typing import Protocol
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.sequence import SequenceEngine
 from chunkrt.engine.session_file import Conversation, SessionFile
+from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.tokenizer import Tokenizer
 
@@ -17,6 +18,7 @@ class SessionEngine(SequenceEngine, Protocol):
     """What a session takes of an engine."""
 
     tokenizer: Tokenizer | None
+    scheme: Scheme
     make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler]
     is_closed: bool
 

@@ -27,11 +27,19 @@ class Flow:
         reads: for every subgraph those whose outputs it reads; each comes before it.
         has_state: for every subgraph whether it owns state.
         sums: those that are sums over ranks.
+        hidden: the one that writes the hidden states after the last norm, if that is known.
     """
 
-    def __init__(self, reads: Sequence[Collection[int]], has_state: Sequence[bool], sums: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        reads: Sequence[Collection[int]],
+        has_state: Sequence[bool],
+        sums: Collection[int] = (),
+        hidden: int | None = None,
+    ) -> None:
         self.has_state = tuple(has_state)
         self.sums = frozenset(sums)
+        self.hidden = hidden
         waits_for: list[tuple[int, ...]] = []
         ancestors: list[int] = []
         for sources in reads:
@@ -53,6 +61,9 @@ class Flow:
         """Of any other: what state is made of. Without state it is the first subgraph alone."""
         self.with_sums = self._route(state | _union(ancestors[i] | 1 << i for i in sums) or everything & 1)
         """Of a chunk whose logits another rank wants: what its sums are made of, and state."""
+
+        self.with_hidden = self.with_logits if hidden is None else self._route(state | ancestors[hidden] | 1 << hidden)
+        """Of a chunk whose hidden states are wanted, and no logits."""
 
     @property
     def is_chain(self) -> bool:

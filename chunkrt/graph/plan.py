@@ -163,6 +163,12 @@ class Plan:
         return next((window for window in windows if isinstance(window, int) and window), None)
 
     @cached_property
+    def hidden(self) -> str | None:
+        """What the head reads rows of: the hidden states [T, H] after the last norm. None if no row is picked."""
+        nodes = (node for s in self.subgraphs for node in s.nodes if node.op == "Gather")
+        return next((node.inputs[0] for node in nodes if node.inputs[1] == "logit_rows"), None)
+
+    @cached_property
     def has_raw_keys(self) -> bool:
         """Whether keys are cached before RoPE, so that they can move to another position."""
         return any(node.op == "RawKeyAttention" for s in self.subgraphs for node in s.nodes)
@@ -213,7 +219,8 @@ class Plan:
             reads.append({writers[name] for name in subgraph.inputs if name in writers})
             writers.update(dict.fromkeys(subgraph.outputs, index))
         sums = [index for index, subgraph in enumerate(self.subgraphs) if subgraph.device == "link"]
-        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums)
+        hidden = None if self.hidden is None else writers.get(self.hidden)
+        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums, hidden)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

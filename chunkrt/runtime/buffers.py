@@ -84,6 +84,7 @@ class BufferLayout:
         self.values = {name: plan.tensors[name] for name in _boundary_values(plan)}
         self.chunk_length = chunk_length
         self.vocab_size = plan.vocab_size
+        self.hidden = plan.hidden
         self.buffer_of: dict[str, int] = {}
         self.buffer_bytes: list[int] = []
         self._users = _users(plan)
@@ -128,7 +129,7 @@ class ChunkBuffers:
     def __init__(self, layout: BufferLayout) -> None:
         buffers = [aligned_zeros((num_bytes,), np.uint8) for num_bytes in layout.buffer_bytes]
         rows = layout.chunk_length
-        self._vocab_size = layout.vocab_size
+        self._vocab_size, self._hidden = layout.vocab_size, layout.hidden
         self._logits: Array | None = None
         self._arrays: dict[str, Array] = {}
         self._symbols: dict[str, Dimension] = {}
@@ -162,6 +163,15 @@ class ChunkBuffers:
         if made.nbytes <= KEPT_LOGIT_BYTES:
             self._logits = made
         return made
+
+    def give_hidden(self, segments: Sequence[Segment]) -> None:
+        """Copy the hidden states of the chunk's rows to those jobs that want them."""
+        assert self._hidden is not None
+        rows, row = self._arrays[self._hidden], 0
+        for segment in segments:
+            if (wanted := segment.job.hidden) is not None:
+                wanted[segment.start :][: segment.num_tokens] = rows[row : row + segment.num_tokens]
+            row += segment.num_tokens
 
     def views(
         self, names: Iterable[str], tokens: slice, logit_rows: slice = EMPTY, segment: int = 0

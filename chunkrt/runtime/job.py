@@ -40,10 +40,15 @@ class Job:
         """Of those that have been computed."""
         self.wait_for_writers: Callable[[], None] | None = None
         """Waits until nobody writes into the state, where the job was left while somebody might."""
-        self._num_rows = 0 if run.is_for_others else {"last": 1, "all": run.token_ids.size, "none": 0}[run.logits]
+        self._num_rows = 0 if run.is_for_others else {"last": 1, "all": run.token_ids.size}.get(run.logits, 0)
         rows = -(-self._num_rows // logit_group) * logit_group
         self.logits = aligned_zeros((rows, plan.vocab_size), np.float32)
         """float32 [rows asked for, rounded up to whole groups, V]."""
+        self.hidden: NDArray[np.float32] | None = None
+        """float32 [tokens, H], if they are asked for."""
+        if run.logits == "hidden" and not run.is_for_others:
+            assert plan.hidden is not None
+            self.hidden = aligned_zeros((run.token_ids.size, int(plan.tensors[plan.hidden].shape[-1])), np.float32)
 
     @property
     def num_left(self) -> int:
@@ -53,7 +58,7 @@ class Job:
     @property
     def rest(self) -> Segment:
         """The tokens that no chunk has taken."""
-        num_rows = {"all": self.num_left, "last": 1, "none": 0}[self.run.logits]
+        num_rows = {"all": self.num_left, "last": 1}.get(self.run.logits, 0)
         return Segment(self, self.num_taken, self.num_left, num_rows)
 
     def take(self, most: int) -> Segment:
@@ -61,7 +66,7 @@ class Job:
         run, start = self.run, self.num_taken
         num_tokens = min(most, self.num_left)
         self.num_taken += num_tokens
-        num_rows = {"all": num_tokens, "last": int(not self.num_left), "none": 0}[run.logits]
+        num_rows = {"all": num_tokens, "last": int(not self.num_left)}.get(run.logits, 0)
         return Segment(self, start, num_tokens, num_rows)
 
     def record(
@@ -113,7 +118,8 @@ class Job:
         """Advance the state: all has been computed."""
         self.run.state.advance(self.run.token_ids.size)
         del self.run  # whoever computed it or keeps its error may hold the job on, but not the memory of the state
-        return RunResult(logits=self.logits[: self._num_rows] if self._num_rows else None, records=self.records)
+        logits = self.logits[: self._num_rows] if self._num_rows else None
+        return RunResult(logits=logits, hidden=self.hidden, records=self.records)
 
 
 class Segment(NamedTuple):

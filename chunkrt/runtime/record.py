@@ -51,7 +51,10 @@ class Pipeline:
     @property
     def flow(self) -> Flow:
         """What waits for what among the stages."""
-        return Flow([stage.waits_for for stage in self.stages], [stage.has_state for stage in self.stages])
+        picks = (stage.waits_for for stage in self.stages if stage.work == "embedding" and stage.waits_for)
+        hidden = next((sources[-1] for sources in picks), None)  # the head picks rows of what that wrote
+        waits_for = [stage.waits_for for stage in self.stages]
+        return Flow(waits_for, [stage.has_state for stage in self.stages], hidden=hidden)
 
 
 class SegmentRecord(NamedTuple):

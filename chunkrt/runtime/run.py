@@ -15,7 +15,10 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.state import State
 
-Logits = Literal["last", "all", "none"]
+Logits = Literal["last", "all", "none", "hidden"]
+"""Of the last token, of all, of none; or no logits, but the hidden states that they would be made from, of all."""
+OF_ALL: tuple[Logits, ...] = ("all", "hidden")
+"""Those that want something of every token, so that none may come from elsewhere."""
 
 
 class Cancel:
@@ -63,6 +66,8 @@ class Run:
         token_ids, state = self.token_ids, self.state
         if self.logits not in get_args(Logits):
             raise unknown_name("choice of logits", self.logits, get_args(Logits))
+        if self.logits == "hidden" and plan.flow.hidden is None:
+            raise ConfigError("this decoder's plan does not tell which values are its hidden states")
         if token_ids.ndim != 1 or token_ids.dtype != np.int64:
             raise ConfigError(f"token ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [n]")
         if token_ids.size == 0:
@@ -89,12 +94,14 @@ class RunResult:
     """What a run computed.
 
     logits: float32 [1, V] of the last token, [n, V] of all, or None if none were asked for.
+    hidden: float32 [n, H], if they were asked for: after the last norm, as the head reads them.
     records: of consecutive parts of the run, each by one pipeline: every task, in the order in which they ended, and
         what tells why workers waited. A run that shares no chunk is one part.
     """
 
     logits: NDArray[np.float32] | None
     records: Sequence[RunRecord]
+    hidden: NDArray[np.float32] | None = None
 
     @property
     def record(self) -> RunRecord:

@@ -27,11 +27,18 @@ class Chunk:
         self.num_tokens = sum(segment.num_tokens for segment in self.segments)
         self.num_rows = sum(segment.num_rows for segment in self.segments)
         """Rows whose logits are wanted."""
-        wanted = flow.with_sums if self.segments[0].job.run.is_for_others else flow.with_logits
-        self.route: Route = wanted if self.num_rows else flow.without_logits
+        self.wants_hidden = any(segment.job.run.logits == "hidden" for segment in self.segments)
+        self.route: Route = self._route(flow)
         """What it passes through."""
         self.loading = Lock()
         self.is_loaded = False
+
+    def _route(self, flow: Flow) -> Route:
+        if not self.num_rows and not self.wants_hidden:
+            return flow.without_logits
+        if self.segments[0].job.run.is_for_others:
+            return flow.with_sums
+        return flow.with_logits if self.num_rows else flow.with_hidden
 
     def load(self, buffers: ChunkBuffers) -> None:
         """Fill the graph inputs, once: whichever of the first tasks comes first does."""
@@ -59,7 +66,7 @@ class Stream:
         slots: Sequence[ChunkBuffers],
     ) -> None:
         self.chunks = chunks
-        self._waits_for, self._subgraphs, self._slots = flow.waits_for, subgraphs, slots
+        self._waits_for, self._hidden, self._subgraphs, self._slots = flow.waits_for, flow.hidden, subgraphs, slots
 
     def compute(self, task: Task, slot: int) -> Passage | None:
         """Compute one task, whose chunk has a chunk slot; called from any worker's thread."""
@@ -68,6 +75,8 @@ class Stream:
         if not self._waits_for[index]:
             chunk.load(self._slots[slot])
         passage = self._run(subgraph, slot, chunk)
+        if chunk.wants_hidden and index == self._hidden:  # a later task may take over their memory
+            self._slots[slot].give_hidden(chunk.segments)
         if index == chunk.route.subgraphs[-1]:
             for segment in chunk.segments:
                 if (on_tokens := segment.job.run.on_tokens) is not None:

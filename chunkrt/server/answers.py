@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from chunkrt.engine.generation import Constraint, Piece
 from chunkrt.engine.sampling import SamplingOptions
@@ -107,6 +108,22 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all at the same time. Raises what was raised first; the others are ended then."""
+    failed = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except* Exception as several:
+        failed = first_of(several)
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed  # whose traceback holds this frame
 
 
 def first_of(several: BaseException) -> BaseException:

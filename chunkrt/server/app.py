@@ -21,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from chunkrt.server import scoring
+from chunkrt.server import embeddings, scoring
 from chunkrt.server.access import check_access
 from chunkrt.server.chat import Chat
 from chunkrt.server.completions import Completion
@@ -243,8 +243,8 @@ async def _completions(service: Service, http: HttpRequest) -> Response:
 
 
 async def _embeddings(service: Service, http: HttpRequest) -> Response:
-    service.check_model(read(await _body(service, http), EmbeddingRequest))
-    raise RequestError(f"{service.name} declares no embeddings; it writes texts and scores them", code="no_embeddings")
+    request = read(await _body(service, http), EmbeddingRequest)
+    return JSONResponse(await _while_connected(http, embeddings.embeddings(service, request)))
 
 
 async def _score(service: Service, http: HttpRequest) -> Response:

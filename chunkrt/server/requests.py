@@ -155,17 +155,7 @@ class CompletionRequest(Generating, kw_only=True):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each text, or token ids."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if given and all(type(token) is int for token in given):
-            return [given]
-        for one in given:
-            if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
-                raise RequestError("prompt: expected text, token ids, or a list of either", param="prompt")
-        if not 1 <= len(given) <= MOST_PROMPTS:
-            raise RequestError(f"prompt: the list has {len(given)}, expected 1 to {MOST_PROMPTS}", param="prompt")
-        return given
+        return _several("prompt", self.prompt)
 
 
 class ScoreRequest(Request, kw_only=True):
@@ -187,9 +177,14 @@ class RerankRequest(Request, kw_only=True):
 class EmbeddingRequest(Request, kw_only=True):
     """POST /v1/embeddings."""
 
-    input: Any
-    encoding_format: str | None = None
-    dimensions: int | None = None
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Each text, or token ids."""
+        return _several("input", self.input)
 
 
 class TokenizeRequest(Request, kw_only=True):
@@ -204,6 +199,20 @@ class DetokenizeRequest(Request, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int]
+
+
+def _several(param: str, given: str | list[Any]) -> list[str | list[int]]:
+    """Each text, or token ids."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(type(token) is int for token in given):
+        return [given]
+    for one in given:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            raise RequestError(f"{param}: expected text, token ids, or a list of either", param=param)
+    if not 1 <= len(given) <= MOST_PROMPTS:
+        raise RequestError(f"{param}: the list has {len(given)}, expected 1 to {MOST_PROMPTS}", param=param)
+    return given
 
 
 def read(body: bytes, kind: type[Body]) -> Body:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
 from chunkrt.engine.scoring import Score, encode_pair
 from chunkrt.server.admission import Turn
-from chunkrt.server.answers import first_of
+from chunkrt.server.answers import together
 from chunkrt.server.errors import RequestError
 from chunkrt.server.requests import RerankRequest, ScoreRequest
 from chunkrt.server.service import Service
@@ -83,18 +82,7 @@ async def _scores(service: Service, pairs: Sequence[Pair]) -> list[Score]:
             for index in indices:
                 found[index] = await session.ascore(*pairs[index])
 
-    failed = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            for indices in groups.values():
-                group.create_task(work(indices))
-    except* Exception as several:
-        failed = first_of(several)
-    if failed is not None:
-        try:
-            raise failed
-        finally:
-            del failed  # whose traceback holds this frame
+    await together(work(indices) for indices in groups.values())
     return [found[index] for index in range(len(pairs))]
 
 

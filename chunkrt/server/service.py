@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from chunkrt.engine.embedding import Pooling, check_hidden
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.server.admission import Admission
@@ -32,6 +33,7 @@ class ServerOptions:
         body_seconds: in which a request's body has to come.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
         allow_hosts: names beside "localhost" by which the server may be asked ("*" for any); addresses may always be.
+        embeddings: how they are made; None: not at all.
     """
 
     api_key: str | None = None
@@ -41,13 +43,16 @@ class ServerOptions:
     body_seconds: float = 30.0
     allow_origin: str | None = None
     allow_hosts: Sequence[str] = ()
+    embeddings: Pooling | None = None
 
 
 class Service:
-    """An engine that is served under a name."""
+    """An engine that is served under a name. Raises ConfigError if it gives no embeddings and shall."""
 
     def __init__(self, engine: Engine, name: str, options: ServerOptions) -> None:
         self.engine, self.name, self.options = engine, name, options
+        if options.embeddings is not None:
+            check_hidden(engine.scheme)
         self.created = int(time.time())
         self.admission = Admission(options.max_sessions, options.queue)
         self.metrics = Metrics(engine, self.admission)
@@ -80,13 +85,13 @@ class Service:
         except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a plain prompt. Raises RequestError if there are ids outside the vocabulary."""
+    def encode(self, prompt: str | Sequence[int], param: str = "prompt") -> list[int]:
+        """The tokens of a plain prompt, of the field `param`. Raises RequestError if ids are outside the vocabulary."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special=True, parse_special=False)
         vocab_size = self.engine.plan.vocab_size
         if outside := [token for token in prompt if not 0 <= token < vocab_size]:
-            raise RequestError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}", param="prompt")
+            raise RequestError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}", param=param)
         return list(prompt)
 
     def token_bytes(self, token_id: int) -> bytes:

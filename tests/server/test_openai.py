@@ -1,5 +1,6 @@
 """The server as OpenAI's own client sees it; what it answers is what the engine answers."""
 
+import base64
 import json
 import threading
 import time
@@ -232,9 +233,47 @@ def test_what_cannot_be_done_is_refused_by_name(client, body, param, message):
     assert error["param"] == param
 
 
-def test_embeddings_are_refused(client):
-    with pytest.raises(openai.BadRequestError, match="declares no embeddings"):
+def test_embeddings_want_a_flag(client):
+    with pytest.raises(openai.BadRequestError, match="--embeddings last, or mean"):
         client.embeddings.create(model="toy", input="hello")
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_the_engines(engine, pooling):
+    texts = ["hello", "hello there " * 4, "you"]
+    expected = engine.embed(texts, pooling=pooling)
+    with (
+        serving(engine, embeddings=pooling) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for encoding in ("float", "base64", openai.omit):  # the client itself asks for base64
+            answer = client.embeddings.create(model="toy", input=texts, encoding_format=encoding)
+            rows = [one.embedding for one in answer.data]
+            if encoding == "base64":
+                rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+            assert np.array_equal(np.array(rows, np.float32), expected)
+        tokens = [encoded(engine, text) for text in texts]
+        assert (answer.model, answer.pooling) == ("toy", pooling)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, tokens))
+        width = expected.shape[1]
+        for given in (tokens[1], texts[1]):
+            answer = client.embeddings.create(model="toy", input=given, dimensions=width)
+            assert np.array_equal(np.float32(answer.data[0].embedding), expected[1])
+        for body, param in (
+            ({"dimensions": width - 1}, "dimensions"),
+            ({"encoding_format": "int8"}, "encoding_format"),
+            ({"input": []}, "input"),
+            ({"input": [[]]}, "input"),
+            ({"input": "hello " * 99}, "input"),
+            ({"input": [999]}, "input"),
+            ({"input": [1.5]}, "input"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.post("/embeddings", body={"model": "toy", "input": "hello", **body}, cast_to=object)
+            assert refused.value.body["param"] == param
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="other", input="hello")
+    assert engine.stats().sessions == 0
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": 1}', b"\xff\xfe", b"[" * 100_000])

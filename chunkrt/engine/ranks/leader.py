@@ -174,7 +174,7 @@ def _part(segment: Segment) -> Part:
         start=segment.start,
         run_tokens=run.token_ids.size,
         token_ids=segment.token_ids,
-        logits=run.logits if segment.num_rows else "none",
+        logits=run.logits if segment.num_rows or run.logits == "hidden" else "none",
     )
 
 

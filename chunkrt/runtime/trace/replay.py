@@ -111,7 +111,7 @@ class Replay:
         return before
 
     def _check_tasks(self) -> None:
-        """Every chunk passed through everything, or through what state is made of."""
+        """Every chunk passed through everything, or through what state or hidden states are made of."""
         record, stages = self.record, self._stages
         if len(self.event_of) < len(record.events):
             raise _contradiction("a task has two events")
@@ -123,7 +123,7 @@ class Replay:
                 raise _contradiction(f"there is no task {tuple(task)}; {len(stages)} stages, {len(passed)} chunks")
             passed[task.chunk].append(task.subgraph)
         flow = record.pipeline.flow
-        routes = [list(route.subgraphs) for route in (flow.with_logits, flow.without_logits)]
+        routes = [list(route.subgraphs) for route in (flow.with_logits, flow.without_logits, flow.with_hidden)]
         for chunk, subgraphs in enumerate(passed):
             if subgraphs not in routes:
                 raise _contradiction(f"chunk {chunk} has {len(subgraphs)} of {len(stages)} tasks, with some left out")

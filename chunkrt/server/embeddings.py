@@ -1,0 +1,93 @@
+"""POST /v1/embeddings: texts as vectors of length 1, pooled as the server was told to."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkrt.engine.embedding import Pooling, pooled
+from chunkrt.server.admission import Turn
+from chunkrt.server.answers import together
+from chunkrt.server.errors import RequestError
+from chunkrt.server.requests import EmbeddingRequest
+from chunkrt.server.service import Service
+
+Float32 = NDArray[np.float32]
+
+
+async def embeddings(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
+    """A vector for each text; the answer says by which pooling.
+
+    Raises:
+        RequestError: the server gives none, a text is empty or too long, or fewer dimensions are asked for.
+        BusyError: as many requests wait as may.
+    """
+    service.check_model(request)
+    if (pooling := service.options.embeddings) is None:
+        raise RequestError(
+            f"{service.name} is not served for embeddings; start the server with --embeddings last, or mean, as the "
+            "model was trained",
+            code="no_embeddings",
+        )
+    texts = [await service.beside(service.encode, text, "input") for text in request.inputs]
+    length = service.engine.context_length
+    for tokens in texts:
+        if not tokens:
+            raise RequestError("input: a text is empty; give at least one token", param="input")
+        if len(tokens) > length:
+            raise RequestError(
+                f"this model's context holds {length} tokens, and the text has {len(tokens)}; give it in parts",
+                param="input",
+                code="context_length_exceeded",
+            )
+    width = _width(service)
+    if request.dimensions not in (None, width):
+        raise RequestError(
+            f"dimensions: {request.dimensions}, but the model gives {width} and a part of them means little; leave it "
+            "out",
+            param="dimensions",
+        )
+    rows = await _rows(service, texts, pooling)
+    number = sum(map(len, texts))
+    return {
+        "object": "list",
+        "model": service.name,
+        "pooling": pooling,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _encoded(row, request.encoding_format)}
+            for index, row in enumerate(rows)
+        ],
+        "usage": {"prompt_tokens": number, "total_tokens": number},
+    }
+
+
+def _width(service: Service) -> int:
+    plan = service.engine.plan
+    if plan.hidden is None:
+        raise RequestError(f"{service.name} does not tell its hidden states", code="no_embeddings")
+    return int(plan.tensors[plan.hidden].shape[-1])
+
+
+async def _rows(service: Service, texts: Sequence[Sequence[int]], pooling: Pooling) -> list[Float32]:
+    service.admission.check()
+    turn = Turn()
+    found: dict[int, Float32] = {}
+
+    async def work(index: int, tokens: Sequence[int]) -> None:
+        async with service.admission.places(1, turn), await service.engine.asession() as session:
+            result = await session.aprefill(tokens, logits="hidden")
+            assert result.hidden is not None
+            found[index] = pooled(result.hidden, pooling)
+            service.metrics.prompt_tokens.inc(len(tokens))
+
+    await together(work(index, tokens) for index, tokens in enumerate(texts))
+    return [found[index] for index in range(len(texts))]
+
+
+def _encoded(row: Float32, encoding: str) -> list[float] | str:
+    """As numbers, or as the bytes of float32, little-endian, in base64."""
+    return base64.b64encode(row.astype("<f4").tobytes()).decode() if encoding == "base64" else row.tolist()

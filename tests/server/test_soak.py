@@ -1,0 +1,26 @@
+"""Many clients at once, of whom a third go: nobody else notices, and nothing is left."""
+
+import asyncio
+import sys
+
+import pytest
+from server_soak import MOST_GROWTH, server, soak
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server's memory is read from /proc")
+
+
+def soaked(chat_folder, **load):
+    with server(chat_folder, "--npu", "native", "--threads", "2", "-c", "128") as (url, process_id):
+        return asyncio.run(soak(url, process_id, new_tokens=24, **load))
+
+
+def test_a_third_goes_and_nobody_else_notices(chat_folder):
+    found = soaked(chat_folder, clients=16, seconds=3)
+    assert found.complaints == []
+
+
+@pytest.mark.exhaustive
+def test_memory_stays_what_it_was(chat_folder):
+    found = soaked(chat_folder, clients=64, seconds=120)
+    assert found.complaints == []
+    assert abs(found.growth) <= MOST_GROWTH

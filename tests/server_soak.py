@@ -1,0 +1,217 @@
+"""A server that many clients ask at once, of whom a third go in the middle: what it leaves, and what the others get.
+
+    python tests/server_soak.py smollm2-135m-instruct --clients 64 --seconds 120
+
+runs `chunkrt serve` as a process of its own, and prints a line of JSON. Its status is 1 if anything is amiss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MOST_GROWTH = 0.02
+"""Of the server's memory, from after a load that warms it up to after the whole."""
+SETTLES_SECONDS = 30.0
+PROMPTS = ["hello there " * (1 + i % 5) + "good day" * (i % 3) + " " + "you" * i for i in range(12)]
+"""Of several lengths; some begin alike."""
+
+
+@dataclass
+class Soaked:
+    """What came of it. `wrong`: what an answer should have been, and was. Memory in MiB, resident."""
+
+    answered: int = 0
+    dropped: int = 0
+    refused: int = 0
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+    memory_before: float = 0.0
+    memory_after: float = 0.0
+    sequences_left: int = 0
+
+    @property
+    def growth(self) -> float:
+        """As a share of what there was."""
+        return self.memory_after / self.memory_before - 1
+
+    @property
+    def complaints(self) -> list[str]:
+        """What is amiss."""
+        found = [f"{count} times {what}" for what, count in self.failed.items()]
+        if self.wrong:
+            found.append(f"{len(self.wrong)} answers are not those of being alone; the first: {self.wrong[0]}")
+        if self.sequences_left:
+            found.append(f"{self.sequences_left} sequences are left")
+        if not self.answered or not self.dropped:
+            found.append(f"{self.answered} were answered and {self.dropped} went; expected some of both")
+        return found
+
+
+@contextmanager
+def server(model: str | Path, *options: str) -> Iterator[tuple[str, int]]:
+    """A server in a process of its own; its URL and process id. It has to end well."""
+    place = str(Path(model).resolve()) if Path(model).exists() else str(model)
+    command = [sys.executable, "-m", "chunkrt", "serve", place, "--port", "0", *options]
+    elsewhere = tempfile.gettempdir()  # not where the package's source may be
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=elsewhere)
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"served at (http://\S+)", line):
+                break
+        else:
+            raise RuntimeError("".join(lines))
+        yield found[1], process.pid
+    finally:
+        process.terminate()
+        with process.stderr:
+            said = process.stderr.read()
+        status = process.wait(60)
+        assert status == 0, (status, said)
+        assert "Traceback" not in said, said
+
+
+def resident_mib(process_id: int) -> float:
+    """Resident memory of a process. Linux only."""
+    status = Path(f"/proc/{process_id}/status").read_text("ascii")
+    (kib,) = re.findall(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+    return int(kib) / 1024
+
+
+def body(prompt: str, new_tokens: int, **more: Any) -> dict[str, Any]:
+    """A request whose answer is known: greedy."""
+    return {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, **more}
+
+
+async def soak(
+    url: str, process_id: int, *, clients: int, seconds: float, new_tokens: int, prompts: Sequence[str] = PROMPTS
+) -> Soaked:
+    """Have clients ask for a while; before that a fifth of the time, to have it make what it keeps."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
+        alone = {p: await _whole(http, body(p, new_tokens)) for p in prompts}
+        soaked = Soaked()
+        for share in (0.2, 1.0):
+            soaked = Soaked(memory_before=soaked.memory_after)
+            until = time.monotonic() + share * seconds
+            asking = (_client(http, index, until, alone, new_tokens, soaked) for index in range(clients))
+            await asyncio.gather(*asking)
+            soaked.sequences_left = await _left(http)
+            soaked.memory_after = resident_mib(process_id)
+        for prompt, text in alone.items():
+            if (again := await _whole(http, body(prompt, new_tokens))) != text:
+                soaked.wrong.append((text, again))
+        return soaked
+
+
+async def _whole(http: httpx.AsyncClient, request: dict[str, Any]) -> str:
+    answer = await http.post("/v1/completions", json=request)
+    answer.raise_for_status()
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+async def _client(
+    http: httpx.AsyncClient, index: int, until: float, alone: dict[str, str], new_tokens: int, soaked: Soaked
+) -> None:
+    """Asks one thing after the other; every third time it goes before the answer is there."""
+    chance = random.Random(index)
+    while time.monotonic() < until:
+        prompt = chance.choice(list(alone))
+        goes, streams = chance.random() < 1 / 3, chance.random() < 0.5
+        request = body(prompt, new_tokens, stream=streams)
+        try:
+            if goes:
+                await _go(http, request | {"n": chance.choice((1, 1, 2))}, chance)
+                soaked.dropped += 1
+                continue
+            text = await (_streamed(http, request) if streams else _whole(http, request))
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 503:
+                soaked.failed[f"status {error.response.status_code}"] += 1
+            soaked.refused += 1
+            await asyncio.sleep(0.2)
+        except httpx.HTTPError as error:
+            soaked.failed[type(error).__name__] += 1
+        else:
+            soaked.answered += 1
+            if text != alone[prompt]:
+                soaked.wrong.append((alone[prompt], text))
+
+
+async def _go(http: httpx.AsyncClient, request: dict[str, Any], chance: random.Random) -> None:
+    """Go at any moment: before the first token, or with some of them."""
+    num_events = chance.randrange(4)
+    try:
+        async with asyncio.timeout(chance.choice((0.01, 0.1, 1.0, 10.0))):
+            async with http.stream("POST", "/v1/completions", json=request) as answer:
+                answer.raise_for_status()
+                async for _ in answer.aiter_lines():
+                    num_events -= 1
+                    if num_events < 0:
+                        return
+    except TimeoutError:
+        pass
+
+
+async def _streamed(http: httpx.AsyncClient, request: dict[str, Any]) -> str:
+    text = ""
+    async with http.stream("POST", "/v1/completions", json=request) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                text += event["choices"][0]["text"] if event.get("choices") else ""
+    return text
+
+
+async def _left(http: httpx.AsyncClient) -> int:
+    """Sequences that are still there, once those who went have had time to be noticed."""
+    latest = time.monotonic() + SETTLES_SECONDS
+    while True:
+        stats = (await http.get("/stats")).json()
+        left: int = stats["sessions"] + stats["active_sequences"] + stats["waiting_requests"]
+        if not left or time.monotonic() > latest:
+            return left
+        await asyncio.sleep(0.1)
+
+
+def main() -> int:
+    """Run it on a model; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    given, options = parser.parse_known_args()
+    with server(given.model, *options) as (url, process_id):
+        soaked = asyncio.run(
+            soak(url, process_id, clients=given.clients, seconds=given.seconds, new_tokens=given.new_tokens)
+        )
+    complaints = soaked.complaints
+    if abs(soaked.growth) > MOST_GROWTH:
+        complaints.append(f"memory is {soaked.growth:+.1%} of what it was")
+    print(json.dumps(asdict(soaked) | {"growth": soaked.growth, "complaints": complaints}))
+    return len(complaints) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
