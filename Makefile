@@ -37,7 +37,7 @@ define install_extras
 $(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
 
-.PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint parity test-arm test-sanitize sanitized fuzz clean
+.PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint parity wheels test-arm test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -68,11 +68,16 @@ lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of a
 	$(BIN)/ruff format --check --extend-exclude build .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/validate-pyproject pyproject.toml
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
 parity: $(VENV)/.package $(VENV)/.test build/parity/.installed ## compare with Hugging Face Transformers (torch: large)
 	$(PARITY_BIN)/python tests/parity/make_fixtures.py --check
 	$(BIN)/python tests/parity/make_fixtures.py --live
+
+wheels: $(VENV)/.wheel $(VENV)/.wheels ## build a wheel for machines without a compiler in dist/, install it so, and ask it
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python tests/packaging/install_wheel.py "$$(ls -t dist/*.whl | head -n 1)"
 
 test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool >/dev/null || { \
@@ -141,6 +146,10 @@ $(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies
 
 $(VENV)/.test: $(VENV)/.dependencies
 	$(call install_extras,test qnn plot mpi serve structured)
+	@touch $@
+
+$(VENV)/.wheels: $(VENV)/.build
+	$(call install_extras,wheels)
 	@touch $@
 
 $(VENV)/.lint $(VENV)/.exhaustive: $(VENV)/.%: $(VENV)/.test
