@@ -1,6 +1,6 @@
 """Installs a wheel where there is no compiler, and nothing but Python, and asks it: `make wheels` does.
 
-    python tests/packaging/install_wheel.py dist/chunkrt-*.whl
+python tests/packaging/install_wheel.py dist/chunkrt-*.whl
 """
 
 import os
