@@ -1,4 +1,4 @@
-"""The documentation as a site: a link or an anchor that leads nowhere is an error, in pages of docs/ and of the root."""
+"""The documentation as a site: a link or an anchor that leads nowhere is an error, there and in pages of the root."""
 
 import shutil
 from pathlib import Path
