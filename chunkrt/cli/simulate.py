@@ -13,12 +13,14 @@ import click
 from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
+from chunkrt.cli.plots import draw_simulations
 from chunkrt.cli.serving import ServingOptions, simulate_served
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.pictures import check_picture
 from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.lanes import DecodeOn
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
@@ -68,6 +70,12 @@ LEAST_SHARE = 0.0005
 @click.option("--batcher", help="Which rows share a chunk.  [default: packed]")
 @click.option("--decode-on", type=click.Choice(get_args(DecodeOn)), help="Where answers run.  [default: auto]")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace of the server.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the predictions: a .png or .svg; needs matplotlib.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @verbose_option
 def simulate(
@@ -81,6 +89,7 @@ def simulate(
     chunks_in_flight: int | None,
     ranks: int,
     link_name: str | None,
+    plot: Path | None,
     as_json: bool,
     **serving: Any,
 ) -> None:
@@ -91,6 +100,10 @@ def simulate(
     """
     options = ServingOptions(**serving)
     options.check(prompt_lengths, ranks, link_name)
+    if plot is not None:
+        if options.arrivals is not None:
+            raise ConfigError("--plot draws prompts by themselves; with --arrivals leave it away, or say --trace")
+        check_picture(plot)
     device = find_device(device_name)
     link = find_link(link_name) if link_name is not None else None
     one_of = Ranks(0, ranks)
@@ -141,6 +154,8 @@ def simulate(
         whole, settled = _plan(model, scheme, ALONE)
         alone = simulate_all(whole.on_cpu(), 1, None)
         speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
+    if plot is not None:
+        draw_simulations(model, rows, plot)
     if as_json:
         results = [{"model": model} | row.to_dict() for row in rows]
         if link is not None:
