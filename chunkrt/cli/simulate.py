@@ -15,6 +15,7 @@ from chunkrt.cli.options import verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.cli.plots import draw_simulations
 from chunkrt.cli.serving import ServingOptions, simulate_served
+from chunkrt.cli.tables import print_table
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
@@ -198,16 +199,16 @@ def _plan(model: str, scheme: str | None, ranks: Ranks) -> tuple[Plan, Scheme]:
 
 def _print(model: str, rows: Sequence[Simulation]) -> None:
     click.echo(f"{model} on {rows[0].device}, scheme {rows[0].scheme}")
-    line = "{:>6} {:>5}  {:13} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7} {:>7}  {}"
     head = ("prompt", "chunk", "policy", "ttft ms", "tokens/s", "npu busy", "cpu busy", "overlap", "MB", "joules")
-    click.echo(line.format(*head, "most idle for"))
+    table: list[Sequence[str]] = [(*head, "most idle for")]
     for row in rows:
         figures = (f"{row.time_to_first_token_ms:.1f}", f"{row.tokens_per_s:.1f}")
         shares = (f"{share:.1%}" for share in (row.npu_busy, row.cpu_busy, row.overlap))
         joules = "" if row.energy_joules is None else f"{row.energy_joules:.2f}"
         memory = f"{row.peak_memory_bytes / 1e6:.0f}"
-        names = (row.prompt_length, row.chunk_length, row.policy)
-        click.echo(line.format(*names, *figures, *shares, memory, joules, _most_idle(row)).rstrip())
+        names = (str(row.prompt_length), str(row.chunk_length), row.policy)
+        table.append((*names, *figures, *shares, memory, joules, _most_idle(row)))
+    print_table(table, right=[name for name in head if name != "policy"], between=" ")
 
 
 def _print_ranks(model: str, rows: Sequence[Simulation], link: LinkProfile, speed_ups: Sequence[float | None]) -> None:
