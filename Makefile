@@ -37,7 +37,7 @@ define install_extras
 $(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
 
-.PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint parity test-arm test-sanitize sanitized fuzz clean
+.PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -68,11 +68,16 @@ lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of a
 	$(BIN)/ruff format --check --extend-exclude build .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/validate-pyproject pyproject.toml
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
 parity: $(VENV)/.package $(VENV)/.test build/parity/.installed ## compare with Hugging Face Transformers (torch: large)
 	$(PARITY_BIN)/python tests/parity/make_fixtures.py --check
 	$(BIN)/python tests/parity/make_fixtures.py --live
+
+wheels: $(VENV)/.wheel $(VENV)/.wheels ## build a wheel for machines without a compiler in dist/, install it so, and ask it
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python tests/packaging/install_wheel.py "$$(ls -t dist/*.whl | head -n 1)"
 
 test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool >/dev/null || { \
@@ -86,6 +91,10 @@ test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_kernel_tests
 	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_program_tests
 
+test-arm-package: $(VENV)/.package $(VENV)/.test $(VENV)/.wheels ## cross-build the wheel for 64-bit Arm, and run it in an emulator
+	@$(BIN)/chunkrt pull $(MODEL) >/dev/null
+	$(BIN)/python -P tests/packaging/arm_package.py
+
 test-sanitize: sanitized ## run the C++ and the native Python tests under sanitizers
 	build/asan/csrc/tests/chunkrt_kernel_tests
 	build/asan/csrc/tests/chunkrt_program_tests
@@ -93,6 +102,9 @@ test-sanitize: sanitized ## run the C++ and the native Python tests under saniti
 	$(CMAKE) --build build/tsan --target chunkrt_program_tests --parallel $(JOBS)
 	build/tsan/csrc/tests/chunkrt_program_tests
 	$(SANITIZED) -m pytest -p no:cacheprovider tests/backends/test_native_*.py
+
+docs: $(VENV)/.docs ## build the documentation as a site in build/site/VERSION; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 fuzz: sanitized ## mutate files of every format for MINUTES=60, under sanitizers
 	$(SANITIZED) tests/fuzz/campaign.py $(MINUTES)
@@ -140,7 +152,11 @@ $(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.dependencies
-	$(call install_extras,test qnn plot mpi serve structured)
+	$(call install_extras,test qnn plot mpi serve structured docs)
+	@touch $@
+
+$(VENV)/.wheels $(VENV)/.docs: $(VENV)/.%: $(VENV)/.build
+	$(call install_extras,$*)
 	@touch $@
 
 $(VENV)/.lint $(VENV)/.exhaustive: $(VENV)/.%: $(VENV)/.test

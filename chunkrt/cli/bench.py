@@ -16,10 +16,12 @@ from chunkrt.cli.bench_tests import Case, measure
 from chunkrt.cli.command import GroupedCommand, ModelName, with_revision
 from chunkrt.cli.numbers import read_numbers
 from chunkrt.cli.options import engine_options_but, measured, open_engine, trace_option, written_trace
+from chunkrt.cli.plots import draw_bench
 from chunkrt.cli.prompts import read_text
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable, written_aside
+from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
 
@@ -59,6 +61,9 @@ DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
     help=f"What llama-bench takes ({', '.join(FORMATS)}), or the file to write, in the format that its name ends in.",
 )
 @click.option("--format", "format_name", type=click.Choice(list(FORMATS)), help="Of what is written.  [default: md]")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the rates: a .png or .svg; needs matplotlib."
+)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @trace_option
 @engine_options_but("threads")
@@ -77,6 +82,7 @@ def bench(
     output: str | None,
     format_name: str | None,
     as_json: bool,
+    plot: Path | None,
     trace: Path | None,
     **settings: Any,
 ) -> None:
@@ -91,6 +97,8 @@ def bench(
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
     if parallel is not None and (both or depths != "0" or prompt_file):
         raise ConfigError("--parallel goes without -pg, -d and --prompt-file; leave them away")
+    if plot is not None:
+        check_picture(plot)
     form, path = _output(output, "json" if as_json else format_name)
     asked = _Asked(
         prompts=None if prompt_lengths is None else read_numbers("-p", prompt_lengths),
@@ -110,6 +118,8 @@ def bench(
                     progress(test.name, done, len(tests))
                     rows.append(test.measure(engine, name, repetitions, records if trace else None))
                 progress("", len(tests), len(tests))
+    if plot is not None:
+        draw_bench(rows, plot)
     if path is None:
         click.echo(FORMATS[form](rows), nl=False)
     else:

@@ -21,11 +21,12 @@ from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.base import Base, base_options, check_base
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, evaluate_layers
-from chunkrt.evaluation.layers_picture import check_picture, draw_layers
+from chunkrt.evaluation.layers_picture import draw_layers
 from chunkrt.evaluation.report import BaseRun, Report, Run, TaskRun, TextRun
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, Part, cut_windows, spread
 from chunkrt.files import Progress
+from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.scheme import SCHEMES, Recipe

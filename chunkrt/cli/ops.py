@@ -15,6 +15,7 @@ from chunkrt.backends.switches import Switches
 from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.cli.plan import chosen_ranks, placement_of, read_model
+from chunkrt.cli.tables import print_table
 from chunkrt.engine.capability import plan_by_capability
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import supports_by_role
@@ -63,7 +64,9 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
         found = [{**asdict(row), "uses": counts[row]} for row in rows]
         click.echo(json.dumps({"model": model, "scheme": scheme.name, **roles, "operators": found}, indent=1))
     else:
-        _print([("operator", "uses", "role", "runs on", "from", "why"), *(_cells(row, counts[row]) for row in rows)])
+        print_table(
+            [("operator", "uses", "role", "runs on", "from", "why"), *(_cells(row, counts[row]) for row in rows)]
+        )
 
 
 def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
@@ -88,9 +91,3 @@ def _row(runner: Runner, role: str) -> Row:
 
 def _cells(row: Row, num_uses: int) -> tuple[str, ...]:
     return row.operator, str(num_uses), row.role, row.runs_on, row.origin, row.reason
-
-
-def _print(table: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())

@@ -13,13 +13,16 @@ import click
 from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
 from chunkrt.cli.plan import read_model
+from chunkrt.cli.plots import draw_simulations
 from chunkrt.cli.serving import ServingOptions, simulate_served
+from chunkrt.cli.tables import print_table
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.pictures import check_picture
 from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.lanes import DecodeOn
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
@@ -73,6 +76,12 @@ LEAST_SHARE = 0.0005
 @click.option("--batcher", help="Which rows share a chunk.  [default: packed]")
 @click.option("--decode-on", type=click.Choice(get_args(DecodeOn)), help="Where answers run.  [default: auto]")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace of the server.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the predictions: a .png or .svg; needs matplotlib.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @verbose_option
 def simulate(
@@ -87,6 +96,7 @@ def simulate(
     overlaps_conversion: bool,
     ranks: int,
     link_name: str | None,
+    plot: Path | None,
     as_json: bool,
     attention: AttentionOn,
     npu_window: str | int,
@@ -106,6 +116,10 @@ def simulate(
         raise ConfigError("attention on the NPU is simulated for one prompt on one machine; leave --attention npu away")
     options = ServingOptions(**serving)
     options.check(prompt_lengths, ranks, link_name)
+    if plot is not None:
+        if options.arrivals is not None:
+            raise ConfigError("--plot draws prompts by themselves; with --arrivals leave it away, or say --trace")
+        check_picture(plot)
     device = find_device(device_name)
     link = find_link(link_name) if link_name is not None else None
     one_of = Ranks(0, ranks)
@@ -159,6 +173,8 @@ def simulate(
         whole, settled = _plan(model, scheme, ALONE)
         alone = simulate_all(whole.on_cpu(), 1, None)
         speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
+    if plot is not None:
+        draw_simulations(model, rows, plot)
     if as_json:
         results = [{"model": model} | row.to_dict() for row in rows]
         if link is not None:
@@ -215,16 +231,16 @@ def _plan(model: str, scheme: str | None, ranks: Ranks) -> tuple[Plan, Scheme]:
 
 def _print(model: str, rows: Sequence[Simulation]) -> None:
     click.echo(f"{model} on {rows[0].device}, scheme {rows[0].scheme}")
-    line = "{:>6} {:>5}  {:13} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7} {:>7}  {}"
     head = ("prompt", "chunk", "policy", "ttft ms", "tokens/s", "npu busy", "cpu busy", "overlap", "MB", "joules")
-    click.echo(line.format(*head, "most idle for"))
+    table: list[Sequence[str]] = [(*head, "most idle for")]
     for row in rows:
         figures = (f"{row.time_to_first_token_ms:.1f}", f"{row.tokens_per_s:.1f}")
         shares = (f"{share:.1%}" for share in (row.npu_busy, row.cpu_busy, row.overlap))
         joules = "" if row.energy_joules is None else f"{row.energy_joules:.2f}"
         memory = f"{row.peak_memory_bytes / 1e6:.0f}"
-        names = (row.prompt_length, row.chunk_length, row.policy)
-        click.echo(line.format(*names, *figures, *shares, memory, joules, _most_idle(row)).rstrip())
+        names = (str(row.prompt_length), str(row.chunk_length), row.policy)
+        table.append((*names, *figures, *shares, memory, joules, _most_idle(row)))
+    print_table(table, right=[name for name in head if name != "policy"], between=" ")
 
 
 def _print_ranks(model: str, rows: Sequence[Simulation], link: LinkProfile, speed_ups: Sequence[float | None]) -> None:

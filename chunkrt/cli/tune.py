@@ -11,9 +11,11 @@ import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument
 from chunkrt.cli.options import read_size, verbose_option
+from chunkrt.cli.plots import draw_tuned
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
+from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import DEVICES, MeasuredProfile, find_device
@@ -59,6 +61,12 @@ NUM_SHOWN = 12
 @click.option(
     "--dask", help="Address of a Dask scheduler whose workers simulate.  [default: the cores of this machine]"
 )
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw time over memory: a .png or .svg; needs matplotlib.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print every choice as JSON.")
 @verbose_option
 def tune(
@@ -71,6 +79,7 @@ def tune(
     scheme: str | None,
     memory: str | None,
     dask: str | None,
+    plot: Path | None,
     as_json: bool,
 ) -> None:
     """Search how MODEL, or a shape without weights, should run on a device.
@@ -80,6 +89,8 @@ def tune(
     written for `--settings` of run, chat, bench and compile.
     """
     _check_output(output)
+    if plot is not None:
+        check_picture(plot)
     device = find_device(device_name)
     prompts = _numbers("-p", prompt_lengths)
     chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
@@ -110,6 +121,8 @@ def tune(
         raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
     for name, reason in tuned.left_out.items():
         click.echo(f"left out {name}: {reason}", err=True)
+    if plot is not None:
+        draw_tuned(tuned, plot)
     if as_json:
         click.echo(json.dumps(_summary(tuned), indent=1))
     else:

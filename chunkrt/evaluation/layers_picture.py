@@ -7,33 +7,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from chunkrt.errors import ConfigError
 from chunkrt.evaluation.layers import LayersRun, LinearFigures
-from chunkrt.files import written_aside
-
-FORMATS = (".png", ".svg")
-
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442")
-"""Okabe and Ito's, which colour-blind people can tell apart; a kind of linear each."""
+from chunkrt.pictures import COLOURS, check_picture, plain, save_picture
 
 MARKERS = {8: "o", 16: "s"}
 """By bits of activations."""
-
-
-def check_picture(path: Path) -> None:
-    """Tell before anything runs whether a picture can be drawn.
-
-    Raises:
-        ConfigError: an unknown format, matplotlib is missing, or there is something that is no file.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: its name ends in none of {', '.join(FORMATS)}")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot draw {path}: it is no file; name one")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'chunkrt[plot]'") from error
 
 
 def draw_layers(run: LayersRun, path: Path, title: str) -> None:
@@ -76,17 +54,9 @@ def draw_layers(run: LayersRun, path: Path, title: str) -> None:
     outliers.set_xticks([*range(0, head, step), head], [*map(str, range(0, head, step)), "head"])
     for axes in (errors, outliers):
         axes.set_yscale("log")
-        axes.grid(visible=True, which="major", color="#e5e5e5")
-        axes.spines[["top", "right"]].set_visible(False)
+        plain(axes)
     figure.legend(handles=_legend(run, kinds), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    try:
-        with written_aside(path) as aside:
-            is_vector = path.suffix.lower() == ".svg"
-            figure.savefig(
-                aside, format=path.suffix[1:].lower(), dpi=100, metadata={"Date": None} if is_vector else None
-            )
-    except OSError as error:
-        raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error
+    save_picture(figure, path)
 
 
 def _draw(

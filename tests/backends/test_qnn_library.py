@@ -90,6 +90,20 @@ def test_a_package_that_does_not_load_says_why(monkeypatch):
         library.open_htp.__wrapped__()
 
 
+def test_a_machine_without_the_device_is_told_what_is_missing(monkeypatch, tmp_path):
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
+    monkeypatch.setattr(library.sys, "platform", "linux")
+    monkeypatch.setattr(ort, "register_execution_provider_library", lambda name, path: None)
+    monkeypatch.setattr(ort, "get_ep_devices", list)
+    with pytest.raises(BackendUnavailableError, match=r"driver that makes /dev/fastrpc-cdsp, .* native$"):
+        library.open_htp.__wrapped__()
+    (tmp_path / "adsp").touch()
+    monkeypatch.setattr(library, "LINUX_NPU_DEVICES", ("cdsp", str(tmp_path / "adsp")))
+    with pytest.raises(BackendUnavailableError, match=r"may this user read .*adsp\?; without an NPU: --npu native$"):
+        library.open_htp.__wrapped__()
+
+
 def test_an_emulating_machine_is_no_soc(monkeypatch):
     for machine in ("x86_64", "AMD64"):
         monkeypatch.setattr(library.platform, "machine", lambda name=machine: name)

@@ -150,9 +150,8 @@ def open_htp() -> Htp:
             raise BackendUnavailableError(f"{PACKAGE} {version} does not load: {error}") from error
     devices = [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
     if not devices:
-        raise BackendUnavailableError(
-            f"{PACKAGE} {version} finds no device that it can use on this {platform.machine()} machine"
-        )
+        what = f"{PACKAGE} {version} finds no device that it can use on this {platform.machine()} machine"
+        raise BackendUnavailableError(f"{what}: {_missing_driver()}; without an NPU: --npu native")
     is_npu = ort.OrtHardwareDeviceType.NPU
     device = min(devices, key=lambda d: d.device.type != is_npu)
     return Htp(
@@ -196,6 +195,15 @@ def open_session(
     common = {"backend_path": htp.backend_path, "enable_block_quant_weight_optimization": "1"}
     settings.add_provider_for_devices([htp.device], {**common, **target, **options})
     return ort.InferenceSession(model if isinstance(model, bytes) else str(model), settings)
+
+
+def _missing_driver() -> str:
+    devices = [Path("/dev", name) for name in LINUX_NPU_DEVICES]
+    if sys.platform != "linux":
+        return "is the NPU's driver installed?"
+    if there := [path for path in devices if path.exists()]:
+        return f"may this user read {there[0]}?"
+    return f"the vendor's kernel has a driver that makes {devices[0]}, and this one has not"
 
 
 def _is_emulating() -> bool:

@@ -1,0 +1,96 @@
+"""Pictures that commands draw with `--plot`, by matplotlib, which is imported when there is one to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chunkrt.errors import ConfigError
+from chunkrt.files import written_aside
+
+FORMATS = (".png", ".svg")
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442")
+"""Okabe and Ito's, which colour-blind people can tell apart."""
+
+
+class Point(NamedTuple):
+    """One of a line; `deviation` is drawn as a bar up and down, if there is one."""
+
+    x: float
+    y: float
+    deviation: float = 0.0
+
+
+class Panel(NamedTuple):
+    """Axes with lines by their names. A line of several points is joined in the order of x."""
+
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[Point]]
+
+
+def check_picture(path: Path) -> None:
+    """Tell before anything runs whether a picture can be drawn.
+
+    Raises:
+        ConfigError: an unknown format, matplotlib is missing, or there is something that is no file.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot draw {path}: its name ends in none of {', '.join(FORMATS)}")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot draw {path}: it is no file; name one")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'chunkrt[plot]'") from error
+
+
+def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> None:
+    """Draw panels side by side, all from 0 upwards.
+
+    Raises:
+        ConfigError: see `check_picture`; the file cannot be written.
+    """
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2 + 5 * len(panels), 5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for (name, points), colour in zip(panel.lines.items(), cycle(COLOURS), strict=False):
+            ordered = sorted(points)
+            xs, ys, deviations = zip(*ordered, strict=True)
+            bars = deviations if any(deviations) else None
+            axes.errorbar(xs, ys, bars, marker="o", markersize=4, linewidth=1, capsize=2, color=colour, label=name)
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=9)
+        plain(axes)
+    figure.suptitle(title, x=0.01, ha="left")
+    save_picture(figure, path)
+
+
+def plain(axes: Any) -> None:
+    """A faint grid, and no frame."""
+    axes.grid(visible=True, which="major", color="#e5e5e5")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure, whole or not at all; the same figure gives the same file.
+
+    Args:
+        path: its ending is the format, one of FORMATS.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        with written_aside(path) as aside:
+            metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+            figure.savefig(aside, format=path.suffix[1:].lower(), dpi=100, metadata=metadata)
+    except OSError as error:
+        raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error

@@ -1,0 +1,39 @@
+"""Tables are whole in a pipe, and fold their last column in a narrow terminal."""
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from chunkrt.cli.tables import print_table
+
+ROWS = [("name", "uses", "why"), ("a", "12", "one two three four five six seven"), ("bb", "3", "short")]
+WHOLE = ["name  uses  why", "a       12  one two three four five six seven", "bb       3  short"]
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    def of(columns):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: columns is not None, raising=False)
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((columns or 1, 24)))
+        print_table(ROWS, right=["uses"])
+        return capsys.readouterr().out.splitlines()
+
+    return of
+
+
+@pytest.mark.parametrize("columns", [None, 200, 45])
+def test_a_table_is_whole_where_it_fits_and_in_a_pipe(printed, columns):
+    assert printed(columns) == WHOLE
+
+
+def test_the_last_column_folds_beside_the_others(printed):
+    folded = "a       12  one two three four five six", "            seven"
+    assert printed(40) == [WHOLE[0], *folded, WHOLE[2]]
+
+
+def test_without_room_beside_them_it_goes_below(printed):
+    lines = printed(20)
+    assert lines == [WHOLE[0], "a       12", "    one two three", "    four five six", "    seven", WHOLE[2]]
+    assert all(len(line) <= 20 for line in lines)

@@ -1,0 +1,44 @@
+"""The documentation as a site: a link or an anchor that leads nowhere is an error, there and in pages of the root."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("material", reason="needs the extra 'docs'")
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+ROOT = Path(__file__).parents[1]
+
+
+def built(root, out):
+    build(load_config(str(root / "mkdocs.yml"), strict=True, site_dir=str(out)))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the site is made of, to be changed."""
+    copy = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns("build", ".venv", ".git", "tests", "csrc", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("page", "link"),
+    [("docs/start.md", "[x](models.md#no-such-heading)"), ("README.md", "[x](docs/no-such-page.md)")],
+)
+def test_a_link_that_leads_nowhere_is_an_error(checkout, tmp_path, page, link):
+    with (checkout / page).open("a") as file:
+        file.write(f"\n{link}\n")
+    with pytest.raises(Abort, match="1 warnings in strict mode"):
+        built(checkout, tmp_path / "site")
+
+
+def test_the_site_has_a_version_and_the_pages_of_the_root(tmp_path):
+    built(ROOT, tmp_path)
+    (version,) = tmp_path.iterdir()
+    for page in ("index.html", "start/index.html", "changelog/index.html", "bench/index.html"):
+        assert f"chunkrt {version.name}" in (version / page).read_text()
