@@ -68,7 +68,7 @@ def test_the_blocks_of_the_page_run(capsys, tmp_path, monkeypatch):
     place.symlink_to(pulled)
     names = {"__name__": "page"}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     written = capsys.readouterr().out
