@@ -18,6 +18,7 @@ from pathlib import Path
 
 import click
 
+from chunkrt.cli.peers import INSTEAD
 from chunkrt.engine.loading import follow
 from chunkrt.errors import ChunkrtError
 from chunkrt.runtime.ranks.launch import connect, say
@@ -55,6 +56,8 @@ class CommandGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import `chunkrt.cli.<name>` and take the command of that name."""
+        if cmd_name in INSTEAD:
+            raise click.UsageError(f"there is no {cmd_name}: {INSTEAD[cmd_name]}")
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"chunkrt.cli.{cmd_name}"), cmd_name)
@@ -94,6 +97,11 @@ def main() -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
+    except click.NoSuchOption as error:
+        if told := INSTEAD.get(error.option_name):
+            _report(f"there is no {error.option_name}: {told}", False, error.exit_code)
+        path = error.ctx.command_path if error.ctx else "chunkrt"
+        _report(f"{error.format_message().rstrip('.')} (see `{path} --help`)", False, error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" (see `{context.command_path} --help`)" if context else ""
