@@ -11,7 +11,7 @@ from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.errors import BackendError, ConfigError
+from chunkrt.errors import BackendError, ClosedError, ConfigError
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import find_scheme
 
@@ -421,3 +421,33 @@ def test_layers_are_placed_one_by_one(load):
         found = tell(engine)
     with load("llama_gqa") as engine:
         assert relative_error(found, tell(engine)) < LOGIT_TOLERANCE
+
+
+def test_hidden_states_come_from_both_plans(load):
+    tokens = tokens_of(60)
+    with load("llama_gqa") as engine:
+        expected = engine.session().prefill(tokens, logits="hidden").hidden
+    with load("llama_gqa", attention="npu", npu_window=32) as engine:
+        found = engine.session().prefill(tokens, logits="hidden").hidden
+    assert found.shape == expected.shape == (60, expected.shape[1])
+    assert relative_error(found, expected) < LOGIT_TOLERANCE
+
+
+def test_a_run_that_is_cancelled_between_windows_leaves_the_session_as_it_was(load, monkeypatch):
+    with load("llama_gqa", attention="npu", npu_window=32) as engine:
+        session = engine.session()
+        session.prefill(tokens_of(10))
+        expected = session.fork().prefill(tokens_of(70, seed=3)).logits
+        far = engine._conductor.lanes.prompts
+        compute = far.compute
+
+        def cancelled(job, *arguments, **options):
+            session.cancel()
+            compute(job, *arguments, **options)
+
+        monkeypatch.setattr(far, "compute", cancelled)
+        with pytest.raises(ClosedError, match="cancelled"):
+            session.prefill(tokens_of(70, seed=3))
+        monkeypatch.undo()
+        assert session.position == 10
+        np.testing.assert_array_equal(session.prefill(tokens_of(70, seed=3)).logits, expected)

@@ -1,0 +1,70 @@
+"""What attention on the NPU would bring, by the simulator: prompts with and without, on every device that ships.
+
+    python bench/npu_attention.py --plot docs/images/npu-attention.png
+
+prints the table of docs/scheduling.md. Of windows of 64, 512 and 2048 the shortest that is enough is taken.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from chunkrt.cli.plan import read_model
+from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.options import EngineOptions
+from chunkrt.graph.plan import Plan
+from chunkrt.pictures import Panel, Point, draw_panels
+from chunkrt.quant.scheme import find_scheme
+from chunkrt.simulate import find_device, find_shape, shapes, simulate
+
+LENGTHS = (64, 512, 2048)
+DEVICES = ("sd8gen2", "sd8gen3", "sd8elite", "sdxelite")
+MODELS = {"smollm2-135m-instruct": 32, "qwen1.5-1.8b": 128}
+"""With their chunk lengths."""
+DRAWN = "sd8gen3"
+SCHEME = "w8a16"
+
+
+def rate(plan: Plan, device: str, prompt_length: int, chunk_length: int) -> float:
+    """Predicted prompt tokens a second."""
+    return simulate(
+        plan,
+        find_device(device),
+        prompt_length=prompt_length,
+        chunk_length=chunk_length,
+        policy="look_ahead",
+        scheme=find_scheme(SCHEME),
+    ).tokens_per_s
+
+
+@click.command()
+@click.option("--plot", type=click.Path(path_type=Path), help=f"Draw those of {DRAWN}.")
+def main(plot: Path | None) -> None:
+    """Print rates with attention on the CPU, and on the NPU."""
+    click.echo(f"| model | device | {' | '.join(f'{length} tokens' for length in LENGTHS)} |")
+    click.echo(f"| --- | --- |{' ---: |' * len(LENGTHS)}")
+    panels = []
+    for model, chunk in MODELS.items():
+        far = find_shape(model).plan() if model in shapes() else read_model(model, EngineOptions(scheme=SCHEME))[0]
+        options = EngineOptions(npu="qnn", attention="npu", npu_window=",".join(map(str, LENGTHS)))
+        near = near_plans(far, {}, options, far.context_length, chunk)
+        lines: dict[str, list[Point]] = {"attention on the CPU": [], "attention on the NPU": []}
+        for device in DEVICES:
+            cells = []
+            for length in LENGTHS:
+                on_npu = next(each.plan for each in near if each.reach >= (length - 1) // chunk * chunk)
+                rates = [rate(plan, device, length, chunk) for plan in (far, on_npu)]
+                cells.append(" / ".join(f"{each:.0f}" for each in rates))
+                if device == DRAWN:
+                    for line, each in zip(lines.values(), rates, strict=True):
+                        line.append(Point(length, each))
+            click.echo(f"| {model} | {device} | {' | '.join(cells)} |")
+        panels.append(Panel("prompt tokens", f"{model}, tokens/s", lines))
+    if plot is not None:
+        draw_panels(panels, plot, f"Snapdragon 8 Gen 3, scheme {SCHEME}, simulated")
+
+
+if __name__ == "__main__":
+    main()

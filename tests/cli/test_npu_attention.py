@@ -1,0 +1,74 @@
+"""Attention on the NPU as the command line has it: what is shown, predicted, compiled and refused."""
+
+import json
+
+import pytest
+from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
+
+SHAPE = "qwen2.5-0.5b"
+
+
+@pytest.fixture
+def figures(command):
+    """What a command prints with --json."""
+
+    def figures(*arguments):
+        result = command(*arguments, "--json")
+        assert result.status in (0, 3), result.err
+        return json.loads(result.out)
+
+    return figures
+
+
+def test_fit_takes_shapes_and_tells_what_the_cpu_keeps(figures):
+    both = figures("fit", SHAPE, "--soc", "SM8650", "--scheme", "w4a16")
+    alone = figures("fit", SHAPE, "--soc", "SM8650", "--scheme", "w4a16", "--weights", "npu-only")
+    assert 0 < alone["cpu_weight_bytes"] < both["cpu_weight_bytes"]
+    assert alone["npu_bytes"] == both["npu_bytes"]
+
+
+def test_llama_8b_fits_a_phone_of_16_gb_where_no_cpu_keeps_weights(figures):
+    asked = ("fit", "llama-3.1-8b", "--soc", "SM8650", "--scheme", "w4a16", "--ram", "16", "--context", "4096")
+    assert figures(*asked, "--weights", "npu-only")["fits"]
+
+
+def test_fit_counts_the_graphs_of_both_plans(figures):
+    asked = ("fit", SHAPE, "--soc", "SM8650", "--attention", "npu", "--npu-graph", "layers=8")
+    near = figures(*asked, "--context", "512")
+    assert len(near["contexts"]) == 3
+    longer = figures(*asked, "--context", "1024")
+    assert len(longer["contexts"]) == 3 + 25
+    assert longer["npu_bytes"] > near["npu_bytes"]
+
+
+def test_simulate_attends_on_either_processor(figures):
+    asked = ("simulate", SHAPE, "--device", "sd8gen3", "-p", "256", "--chunk", "32")
+    (on_cpu,), (on_npu,) = figures(*asked), figures(*asked, "--attention", "npu")
+    assert on_npu["cpu_busy"] < on_cpu["cpu_busy"] / 4
+    assert on_npu["tokens_per_s"] != on_cpu["tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulate", SHAPE, "--device", "sd8gen3", "-p", "2048", "--attention", "npu"), "--npu-window 512 sees"),
+        (("simulate", SHAPE, "--device", "sd8gen3", "--npu-window", "64"), "does nothing without --attention npu"),
+        (("fit", SHAPE, "--soc", "SM8650", "--npu-graph", "layers=2"), "does nothing without --attention npu"),
+        (("compile", checkpoint("llama_gqa"), "-o", "out", "--attention", "npu"), "does nothing without --soc"),
+        (("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "native", "--attention", "npu"), "--npu is native"),
+        (("fit", SHAPE, "--soc", "SM8650", "--attention", "npu", "--npu-window", "0"), "npu_window is '0'"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(command, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expect_one_line(command(*arguments), message)
+
+
+def test_plan_shows_the_graph_and_what_crosses(figures):
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
+    asked = ("plan", checkpoint("llama_gqa"), "--npu", "qnn", "--scheme", "w8a16")
+    found = figures(*asked, "--attention", "npu", "--npu-window", "64")
+    (graph,) = [each for each in found["subgraphs"] if each["device"] == "npu"]
+    assert graph["window_bytes"] > 0
+    assert all(each["window_bytes"] == 0 for each in figures(*asked)["subgraphs"])
