@@ -184,6 +184,10 @@ def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Comman
         def checked(*arguments: Any, **options: Any) -> Any:
             if options.get("npu") in _WITHOUT_NPU:
                 refuse_without(f"an NPU (--npu is {options['npu']})", *_FOR_NPUS)
+            if options.get("attention") != "npu" and options.get("placement") is None:
+                refuse_without("--attention npu", "npu_window", "npu_graph")
+            if options.get("weights") == "npu-only":
+                refuse_without("--weights both", "decode_on")
             if options.get("cache_memory") is None:
                 refuse_without("--cache-memory", "queue")
             if not options.get("context_shift"):

@@ -45,7 +45,8 @@ def plan_by_capability(
     """Move what the NPU cannot compile to the CPU: its subgraph is cut there.
 
     A plan of which the NPU takes everything is returned as it is; so is any where no NPU is used, where the NPU has no
-    linears under the scheme, and with `npu_strict`: `check_runs` refuses what cannot be run.
+    linears under the scheme, and with `npu_strict`, unless it is attention that a near plan has there: `check_runs`
+    refuses what cannot be run.
 
     Args:
         placement: what the plan was placed by.
@@ -55,7 +56,7 @@ def plan_by_capability(
         ConfigError, BackendUnavailableError: see `check_runs`.
     """
     supports = npu_under(options, scheme)
-    if supports is None or options.npu_strict or linear_refusal(supports, scheme):
+    if supports is None or linear_refusal(supports, scheme):
         return plan, []
     name = "qnn" if options.npu == "auto" else options.npu
     dispatcher = Dispatcher(
@@ -80,6 +81,8 @@ def plan_by_capability(
                 raise PartitionError(f"{name} cannot run node {each.node}, which is placed on the NPU: {each.reason}")
         subgraphs += _cut(subgraph, plan, uses)
         moved += [each for each in refused if each.node not in near]
+    if options.npu_strict and moved:
+        return plan, []
     return (plan if tuple(subgraphs) == plan.subgraphs else replace(plan, subgraphs=tuple(subgraphs))), moved
 
 

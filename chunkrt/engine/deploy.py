@@ -72,7 +72,7 @@ def compile_engine(
             progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
             paths.append(backend.prepare(subgraph, of, chunk_length, scheme, weights).parent)
         target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
-        compiled[target] = paths
+        compiled[target] = list(dict.fromkeys(paths))  # what did not melt with attention is in several plans
     try:
         _assemble(engine, manifest, compiled, output)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.lanes import Lanes
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.tasks import processors_for
+
+_NPU_ERRORS = (CompileError, DeviceLostError, PartitionError)
+
+log = logging.getLogger(__name__)
 
 BY_ROWS = {NATIVE, QNN}
 """Backends that compute every row by itself; see `parting_step` for what they do not."""
@@ -75,14 +80,20 @@ class ExecutorBuilder:
             for s in self.plan.subgraphs
             if keeps_all or s.device != "npu"
         }
-        health = NpuHealth()
-        near = self._near(on_cpu, health) if self.npu_backend.name == QNN else []
+        health, near = NpuHealth(), list[Executor]()
+        if self.npu_backend.name == QNN:
+            try:
+                near = self._near(on_cpu, health)
+            except _NPU_ERRORS as error:
+                if not self.options.falls_back:
+                    raise
+                log.warning("%s; attention stays on the CPU", error)
         is_near_enough = any(lane.reaches(choose_context_length(self.plan, self.options)) for lane in near)
-        on_npu = self._compile_for_npu(self.plan, on_cpu, health) if has_npu and not is_near_enough else {}
+        on_npu = self._compile_or_fall_back(on_cpu, health) if has_npu and not is_near_enough else {}
         if health.is_lost:
-            near, on_npu = [], {}
+            near = []
         has_npu = bool(near or on_npu)
-        if near and not on_npu:
+        if near and is_near_enough:
             prompts = near[-1]
         else:
             prompts = self._make(
@@ -127,21 +138,20 @@ class ExecutorBuilder:
         return prompts if self.options.decode_on == "npu" else tokens, few, many
 
     def _near(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> list[Executor]:
-        """Those for short histories, with attention on the NPU; none, if the NPU fails and the CPU shall take over."""
+        """Those for short histories, with attention on the NPU. Raises as `_compile_for_npu`."""
         context_length = choose_context_length(self.plan, self.options)
         made = []
         for near in near_plans(self.plan, self.placement, self.options, context_length, self.chunk_length):
             if self.link is not None:
                 raise ConfigError("with ranks attention stays on the CPU; leave --attention npu away")
             dispatcher = self.dispatcher.for_plan(near.plan)
+            self._check_whole(near.plan)
             own = {
                 s.name: on_cpu.get(s.name) or dispatcher.compile(s, self.cpu_backend, self.chunk_length, self.weights)
                 for s in near.plan.subgraphs
                 if s.device != "npu" or self.options.falls_back
             }
             on_npu = self._compile_for_npu(near.plan, own, health)
-            if not on_npu:
-                return []
             made.append(
                 self._make(
                     near.plan,
@@ -202,24 +212,39 @@ class ExecutorBuilder:
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
         return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
 
+    def _check_whole(self, plan: Plan) -> None:
+        """Raises ConfigError if a function would run between operators of a graph with attention."""
+        dispatcher = self.dispatcher.for_plan(plan)
+        for subgraph in (s for s in plan.subgraphs if s.device == "npu" and s.state):
+            for use, runner in dispatcher.runners(subgraph, QNN):
+                if runner.function is not None:
+                    raise ConfigError(
+                        f"with attention on the NPU all operators of its graphs run there, and {runner.runs_on} runs "
+                        f"{use.operator} ({runner.reason}); leave --attention npu away, or let the NPU have it"
+                    )
+
+    def _compile_or_fall_back(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> dict[str, Executable]:
+        """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
+        try:
+            return self._compile_for_npu(self.plan, on_cpu, health)
+        except _NPU_ERRORS as error:
+            has_to = self.options.npu != "auto" or self.options.npu_strict
+            was_chosen = isinstance(error, PartitionError) and has_to
+            if was_chosen or not self.options.falls_back:
+                raise
+            health.report(error)
+            return {}
+
     def _compile_for_npu(
         self, plan: Plan, on_cpu: Mapping[str, Executable], health: NpuHealth
     ) -> dict[str, Executable]:
-        """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
+        """A plan's NPU subgraphs. Raises CompileError, DeviceLostError, PartitionError: what the NPU cannot."""
         subgraphs = [s for s in plan.subgraphs if s.device == "npu"]
         dispatcher = self.dispatcher.for_plan(plan)
         on_npu: dict[str, Executable] = {}
         for done, subgraph in enumerate(subgraphs):
             self.progress("compiling for the NPU", done, len(subgraphs))
-            try:
-                executable = dispatcher.compile(subgraph, self.npu_backend, self.chunk_length, self.weights)
-            except (CompileError, DeviceLostError, PartitionError) as error:
-                has_to = self.options.npu != "auto" or self.options.npu_strict
-                was_chosen = isinstance(error, PartitionError) and has_to
-                if was_chosen or not self.options.falls_back:
-                    raise
-                health.report(error)
-                return {}
+            executable = dispatcher.compile(subgraph, self.npu_backend, self.chunk_length, self.weights)
             if self.options.falls_back:
                 executable = FallbackExecutable(executable, on_cpu[subgraph.name], health)
             on_npu[subgraph.name] = executable

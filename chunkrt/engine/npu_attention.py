@@ -34,7 +34,7 @@ def near_plans(
         placement: what it was placed by.
 
     Raises:
-        ConfigError: the NPU shall attend, and no attention of the plan can be static.
+        ConfigError: the NPU shall attend, and no attention of the plan can be static; or caches are int8.
     """
     if options.attention == "cpu":
         return []
@@ -43,6 +43,8 @@ def near_plans(
         if options.attention == "npu":
             raise ConfigError("no attention of this model can be computed by the NPU; leave --attention npu away")
         return []
+    if options.cache_dtype == "int8":
+        raise ConfigError("the NPU attends to no caches of int8; choose float16, or attention 'cpu'")
     slots = plan.slots(context_length, chunk_length)
     found: list[NearPlan] = []
     for window in options.npu_windows:

@@ -283,8 +283,6 @@ class EngineOptions:
                 raise ConfigError(f"attention 'npu' and npu {self.npu!r} contradict each other; try npu 'qnn'")
             if self.context_shift:
                 raise ConfigError("the NPU cannot attend to keys of a context that shifts; choose attention 'cpu'")
-            if self.cache_dtype == "int8":
-                raise ConfigError("the NPU attends to no caches of int8; choose float16, or attention 'cpu'")
 
     def _check_npu_only(self) -> None:
         if self.weights == "npu-only":

@@ -42,7 +42,7 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
         cpu = npu if npu.concurrency is None else _beside_npu(manifest.scheme, threads)
         if cpu.name != "native" and cpu is not npu:
             log.warning("%s plays the CPU: native has no linears under the scheme %s", cpu.name, manifest.scheme.name)
-        _mind_soc(options)
+        _mind_settings(options)
     if options.cache_dtype not in (None, *cpu.cache_dtypes):
         raise ConfigError(
             f"{cpu.name} has no caches of {options.cache_dtype}; choose {' or '.join(cpu.cache_dtypes)}, or another npu"
@@ -170,7 +170,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         ConfigError: nobody knows which SoC this is.
     """
     if options.npu not in ("auto", "qnn") or (options.npu == "auto" and not has_npu()):
-        _mind_soc(options)
+        _mind_settings(options)
         return None
     if options.npu == "auto" and not manifest.scheme.is_static:
         log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme.name)
@@ -195,10 +195,16 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
     return backend
 
 
-def _mind_soc(options: EngineOptions) -> None:
-    if options.soc is not None:
-        what = "another backend" if options.npu not in NPU_CHOICES else "the CPU"
-        log.warning("--soc %s has no effect: %s does the NPU's work; try --npu qnn", options.soc, what)
+def _mind_settings(options: EngineOptions) -> None:
+    """Tell of what only Qualcomm's NPU minds."""
+    what = "another backend" if options.npu not in NPU_CHOICES else "the CPU"
+    given = {
+        f"--soc {options.soc}": options.soc is not None,
+        "--attention npu": options.attention == "npu",
+        "--weights npu-only": options.weights == "npu-only",
+    }
+    for setting in (setting for setting, is_given in given.items() if is_given):
+        log.warning("%s has no effect: %s does the NPU's work; try --npu qnn", setting, what)
 
 
 def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:

@@ -64,7 +64,7 @@ class Lanes:
     def overlaps(self) -> bool:
         """Whether several chunks at once keep processors busy that one alone would not. With other ranks those that
         several sequences share are computed one at a time, in the order in which the first has formed them."""
-        if self.many.plan.flow.sums:
+        if self.many.plan.flow.sums or self.many in self.near:  # these compute one chunk at a time, in one thread
             return False
         return self.many is not self.few and self.many.is_concurrent and len(self.many.processors) > 1
 

@@ -96,7 +96,8 @@ class RunResult:
     logits: float32 [1, V] of the last token, [n, V] of all, or None if none were asked for.
     hidden: float32 [n, H], if they were asked for: after the last norm, as the head reads them.
     records: of consecutive parts of the run, each by one pipeline: every task, in the order in which they ended, and
-        what tells why workers waited. A run that shares no chunk is one part.
+        what tells why workers waited. A run that shares no chunk is one part, or one an executor where its history
+        outgrows those that reach only so far.
     """
 
     logits: NDArray[np.float32] | None
@@ -105,7 +106,7 @@ class RunResult:
 
     @property
     def record(self) -> RunRecord:
-        """That of a run that shared no chunk."""
+        """That of a run in one part."""
         (record,) = self.records
         return record
 

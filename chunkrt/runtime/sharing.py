@@ -22,9 +22,13 @@ def for_thread(lanes: Lanes, waiting: Sequence[Ticket], last: Executor | None) -
     far = _far(lanes, waiting)
     others = _beside_decoding(lanes, far)
     decoding = [ticket for ticket in far if ticket not in others]
+    by_thread = [] if lanes.overlaps else others
     groups = [(decoding, lanes.few)]
-    groups += [([t for t in waiting if _near(lanes, t) is lane], lane) for lane in lanes.near]
-    groups += [] if lanes.overlaps else [(others, lanes.many)]
+    for lane in lanes.near:
+        own = [t for t in waiting if _near(lanes, t) is lane or (lane is lanes.many and t in by_thread)]
+        groups.append((own, lane))
+    if lanes.many not in lanes.near:
+        groups.append((by_thread, lanes.many))
     start = next((index + 1 for index, (_, lane) in enumerate(groups) if lane is last), 0)
     return next((group for group in (*groups[start:], *groups[:start]) if group[0]), None)
 

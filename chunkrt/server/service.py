@@ -53,6 +53,10 @@ class Service:
         self.engine, self.name, self.options = engine, name, options
         if options.embeddings is not None:
             check_hidden(engine.scheme)
+            if engine.plan.flow.hidden is None:
+                raise ConfigError(
+                    "this decoder's plan does not tell which values are its hidden states; leave --embeddings away"
+                )
         self.created = int(time.time())
         self.admission = Admission(options.max_sessions, options.queue)
         self.metrics = Metrics(engine, self.admission)

@@ -11,9 +11,13 @@ from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.engine_directory.manifest import CONTEXTS
 from chunkrt.errors import BackendError, ClosedError, ConfigError
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import find_scheme
+from chunkrt.runtime.run import Run
+from chunkrt.runtime.sharing import for_thread
+from chunkrt.runtime.ticket import Ticket
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not open_htp().is_emulated:
@@ -451,3 +455,79 @@ def test_a_run_that_is_cancelled_between_windows_leaves_the_session_as_it_was(lo
         monkeypatch.undo()
         assert session.position == 10
         np.testing.assert_array_equal(session.prefill(tokens_of(70, seed=3)).logits, expected)
+
+
+def test_sequences_decode_by_the_only_executor_there_is(load):
+    """Where the longest window holds the context, single tokens that are sent to the NPU share what prompts have."""
+    from interleavings import check_interleaving
+
+    with load("llama_gqa", attention="npu", npu_window="32,128") as engine:
+        lanes = engine._conductor.lanes
+        assert lanes.many is lanes.near[-1]
+        assert not lanes.overlaps
+        check_interleaving(engine, 1, input_ids("llama_gqa"), most=4, longest=50)
+
+
+def test_what_only_qualcomms_npu_minds_is_told_where_there_is_none(load, caplog):
+    with caplog.at_level(logging.WARNING), load("llama_gqa", npu="auto", attention="npu", weights="npu-only"):
+        assert "--attention npu has no effect: the CPU does the NPU's work" in caplog.text
+        assert "--weights npu-only has no effect" in caplog.text
+
+
+def test_caches_of_int8_are_refused_where_attention_is_placed_on_the_npu(load):
+    with pytest.raises(ConfigError, match="no caches of int8"):
+        load("llama_gqa", placement={"model.layers.1.self_attn": "npu"}, cache_dtype="int8")
+
+
+def test_prompts_have_their_turns_beside_those_that_decode(load):
+    """With "auto", where prompts and single tokens may share the only executor that has the NPU."""
+    with load("llama_gqa", attention="npu", npu_window=128, decode_on="auto") as engine:
+        lanes = engine._conductor.lanes
+        of_prompt = Ticket(engine._conductor.job(Run(tokens_of(50), engine.make_state())), CHUNK, bool)
+        decoding = Ticket(engine._conductor.job(Run(tokens_of(1), engine.make_state())), CHUNK, bool)
+        for last in (None, lanes.few, *lanes.near):
+            taken = for_thread(lanes, [decoding, of_prompt], last)
+            assert taken is not None
+            tickets, lane = taken
+            assert of_prompt in tickets or lane is lanes.few
+            after = for_thread(lanes, [decoding, of_prompt], lane)
+            assert of_prompt in tickets or of_prompt in after[0]
+
+
+def test_attention_placed_on_the_npu_is_no_breach_of_strictness(load):
+    placement = {"model.layers.1.self_attn": "npu"}
+    with load("llama_gqa", placement=placement, npu_window=64, npu_strict=True) as engine:
+        assert len(engine._conductor.lanes.near) == 1
+
+
+def test_a_far_plan_without_the_npu_goes_on_where_the_near_one_ends(load):
+    linears = dict.fromkeys(("model.layers.*.self_attn.qkv_proj", "model.layers.*.self_attn.o_proj"), "cpu")
+    placement = {"": "cpu", "model.layers.*.self_attn": "npu", **linears}
+    with load("llama_gqa", placement=placement, npu_window=32) as engine:
+        assert all(s.device == "cpu" for s in engine._conductor.lanes.prompts.plan.subgraphs)
+        found = tell(engine)
+    with load("llama_gqa", npu="native") as engine:
+        assert relative_error(found, tell(engine)) < LOGIT_TOLERANCE
+
+
+def test_an_operator_that_is_switched_off_is_named(load):
+    with pytest.raises(ConfigError, match=r"runs silu_mul .*leave --attention npu away"):
+        load("llama_gqa", attention="npu", ops="-silu_mul")
+
+
+def test_an_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, home):
+    from chunkrt.engine.deploy import compile_engine
+    from chunkrt.engine.options import EngineOptions
+
+    load("lfm2").close()  # makes the calibration
+    asked = {"scheme": "w8a16", "calibration": home / "lfm2.npz", "attention": "npu", "npu_window": "32,64"}
+    options = EngineOptions(npu="qnn", **asked)
+    folder = tmp_path / "out"
+    written = compile_engine(str(checkpoint("lfm2")), folder, options, socs=["SM8650"], chunk_lengths=[CHUNK])
+    contexts = [path for path in (folder / CONTEXTS).iterdir() if path.is_dir()]
+    assert written["npu"][0]["contexts"] == len(contexts) == len(set(contexts))
+    with chunkrt.load(folder, npu="qnn", threads=2, prefix_cache="off", attention="npu", npu_window="32,64") as engine:
+        assert engine.npu_backend.num_compiled == 0
+        found = tell(engine)
+    with load("lfm2", attention="npu", npu_window="32,64") as engine:
+        np.testing.assert_array_equal(tell(engine), found)

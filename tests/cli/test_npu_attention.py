@@ -57,6 +57,11 @@ def test_simulate_attends_on_either_processor(figures):
         (("fit", SHAPE, "--soc", "SM8650", "--npu-graph", "layers=2"), "does nothing without --attention npu"),
         (("compile", checkpoint("llama_gqa"), "-o", "out", "--attention", "npu"), "does nothing without --soc"),
         (("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "native", "--attention", "npu"), "--npu is native"),
+        (("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "qnn", "--npu-window", "9"), "without --attention npu"),
+        (
+            ("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "qnn", "--weights", "npu-only", "--decode-on", "cpu"),
+            "--decode-on does nothing without --weights both",
+        ),
         (("fit", SHAPE, "--soc", "SM8650", "--attention", "npu", "--npu-window", "0"), "npu_window is '0'"),
     ],
 )

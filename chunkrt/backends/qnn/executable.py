@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from queue import LifoQueue
+from collections.abc import Mapping, Sequence
+from threading import Lock
 from time import perf_counter_ns
 from typing import Any
 
@@ -48,19 +47,12 @@ class Context:
     ) -> None:
         self._name = name
         self._session, self._turn = session, htp.turn
-        # The last one that was free comes first: calls one after the other find theirs in the caches.
-        self._free: LifoQueue[Place] = LifoQueue()
-        for _ in range(num_places):
-            self._free.put(Place(session.io_binding(), inputs, outputs, htp))
+        self._places = [Place(session.io_binding(), inputs, outputs, htp) for _ in range(num_places)]
 
-    @contextmanager
-    def place(self) -> Iterator[Place]:
-        """A free place, as soon as there is one."""
-        place = self._free.get()
-        try:
-            yield place
-        finally:
-            self._free.put(place)
+    @property
+    def place(self) -> Place:
+        """One that nobody has now, or the first: calls one after the other find theirs in the caches."""
+        return next((place for place in self._places if not place.turn.locked()), self._places[0])
 
     def compute(self, place: Place) -> Passage:
         """Compute what has entered. Raises DeviceLostError if the NPU fails."""
@@ -75,12 +67,15 @@ class Context:
 
 
 class Place:
-    """The float16 buffers of one call, by name, bound to the session. They never move."""
+    """The float16 buffers of one call, by name, bound to the session. They never move.
+
+    turn: held by whoever uses them.
+    """
 
     def __init__(
         self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]], htp: Htp
     ) -> None:
-        self.binding = binding
+        self.binding, self.turn = binding, Lock()
         self.buffers: dict[str, NDArray[np.float16]] = {}
         self._values: list[Any] = []
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
@@ -128,7 +123,8 @@ class QnnExecutable:
             DeviceLostError: the NPU failed.
             BackendError: a value is beyond float16.
         """
-        with self._context.place() as place:
+        place = self._context.place
+        with place.turn:
             for name, array in inputs.items():
                 place.enter(name, array)
             passage = self._context.compute(place)

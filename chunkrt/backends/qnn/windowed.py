@@ -70,7 +70,8 @@ class WindowedExecutable:
         """
         num_rows, position = len(inputs[self._values[0]]), int(inputs["position"][0])
         first = int(inputs.get("rope_position", inputs["position"])[0])
-        with self._context.place() as place:
+        place = self._context.place
+        with place.turn:
             for name in self._values:
                 place.enter(name, inputs[name])
                 place.buffers[name][num_rows:] = 0
@@ -94,7 +95,7 @@ class WindowedExecutable:
         return passage
 
     def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
-        """0 where a row sees a slot, or one of the chunk's rows; HIDDEN elsewhere. Padding sees what row 0 sees."""
+        """0 where a row sees a slot, or a row of the chunk; HIDDEN elsewhere. Padding sees as the last row does."""
         past, window = static_slots(node), int(str(node.attributes["window"]))
         slots = np.arange(past)
         # of the positions before this one, the last that lies in a slot; none where that would be negative
