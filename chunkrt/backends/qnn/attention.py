@@ -80,7 +80,7 @@ class _Builder:
         columns = int(str(x.shape[-1]))
         normed, rest = self._split(x, [heads * dim, columns - heads * dim]) if columns > heads * dim else (x, None)
         by_head = self._op("Reshape", normed, self._ints(self.rows * heads, dim))
-        ones = self._floats(np.ones(dim, np.float32))
+        ones = self._constant(np.ones(dim, np.float32))
         normed = self._op("RMSNormalization", by_head, ones, axis=-1, epsilon=float(str(node.attributes["epsilon"])))
         by_row = self._op("Reshape", normed, self._ints(self.rows, heads * dim))
         normed = self._op("Mul", by_row, self._op("Reshape", weight, self._ints(heads * dim)))
@@ -107,7 +107,7 @@ class _Builder:
             self._op("Concat", self._input(name, (kv_heads, past, dim)), new, axis=1)
             for name, new in ((key_cache, k), (value_cache, v))
         )
-        q = self._op("Mul", q, self._floats(np.array(attributes["scale"], np.float32)))
+        q = self._op("Mul", q, self._constant(np.array(attributes["scale"], np.float32)))
         q = self._op("Reshape", q, self._ints(kv_heads, group * rows, dim))
         scores = self._op("MatMul", q, self._op("Transpose", keys, perm=[0, 2, 1]))
         scores = self._op("Reshape", scores, self._ints(kv_heads, group, rows, past + rows))
@@ -152,9 +152,6 @@ class _Builder:
 
     def _ints(self, *values: int) -> ir.Value:
         return self._constant(np.array(values, np.int64))
-
-    def _floats(self, values: Any) -> ir.Value:
-        return self._constant(values)
 
     def _constant(self, values: Any) -> ir.Value:
         tensor = ir.tensor(values, name=self._name())

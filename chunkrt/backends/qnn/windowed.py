@@ -44,20 +44,21 @@ class WindowedExecutable:
     ) -> None:
         self._name = subgraph.name
         self._rows = rows = graph_rows(chunk_length)
-        self._attention = [node for node in subgraph.nodes if node.op in ATTENTION_OPS]
+        attention = [node for node in subgraph.nodes if node.op in ATTENTION_OPS]
+        self._caches = {cache: static_slots(node) for node in attention for cache in node.inputs[5:7]}
+        """By name, with the slots that the graph sees."""
         self._values = [name for name in subgraph.inputs if plan.tensors[name].shape[0] == "T"]
-        self._tables = {name: weights.array(name) for node in self._attention for name in node.inputs[3:5]}
-        self._masks = {mask_name(node): node for node in self._attention}
+        self._tables = {name: weights.array(name) for node in attention for name in node.inputs[3:5]}
+        self._masks = {mask_name(node): node for node in attention}
         symbols = {"T": rows, "R": rows}
         inputs = {name: resolve(plan.tensors[name].shape, symbols) for name in self._values}
         inputs |= {name + ROWS_SUFFIX: (rows, table.shape[1]) for name, table in self._tables.items()}
         inputs |= {name: (rows, static_slots(node) + rows) for name, node in self._masks.items()}
         outputs = {name: resolve(plan.tensors[name].shape, symbols) for name in subgraph.outputs}
-        for node in self._attention:
-            for cache in node.inputs[5:7]:
-                kv_heads, _, dim = plan.tensors[cache].shape
-                inputs[cache] = (int(kv_heads), static_slots(node), int(dim))
-                outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
+        for cache, past in self._caches.items():
+            kv_heads, _, dim = plan.tensors[cache].shape
+            inputs[cache] = (int(kv_heads), past, int(dim))
+            outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
         # The state orders the chunks of a sequence: nothing of the next could enter while one is computed.
         self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=1)
 
@@ -79,19 +80,16 @@ class WindowedExecutable:
                 place.buffers[name + ROWS_SUFFIX][:num_rows] = table[first : first + num_rows]
             for name, node in self._masks.items():
                 self._mask(place.buffers[name], node, position, num_rows)
-            for node in self._attention:
-                for cache in node.inputs[5:7]:
-                    np.copyto(place.buffers[cache], inputs[cache][:, : static_slots(node)])
+            for cache, past in self._caches.items():
+                np.copyto(place.buffers[cache], inputs[cache][:, :past])
             passage = self._context.compute(place)
-            for node in self._attention:
-                for cache in node.inputs[5:7]:
-                    place.check_finite(cache + NEW_SUFFIX, len(place.buffers[cache]))
+            for cache in self._caches:
+                place.check_finite(cache + NEW_SUFFIX, len(place.buffers[cache]))
             for name, array in outputs.items():
                 place.leave(name, array)
-            for node in self._attention:
-                for cache in node.inputs[5:7]:
-                    slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
-                    inputs[cache][:, slots] = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
+            for cache in self._caches:
+                slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
+                inputs[cache][:, slots] = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
         return passage
 
     def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
