@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from calibrated import calibrated
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from led_ranks import led
 
 import chunkrt
 from chunkrt.backends import qnn
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.embedding import check_hidden
 from chunkrt.errors import ConfigError
@@ -161,12 +160,8 @@ def test_an_emulated_npu_gives_what_it_gives_alone_and_means_the_same(tmp_path):
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
     if not qnn.open_htp().is_emulated:
         pytest.skip("this machine has an NPU, and a compiler for that NPU alone")
-    model = checkpoint("llama_biased_gguf")
-    planned = plan_checkpoint(model, {})
-    text = np.random.default_rng(1).integers(3, planned.plan.vocab_size, 128)
     path = tmp_path / "toy.npz"
-    weights = weights_digest(planned.source)
-    calibrate(planned.plan, planned.load, text, model="toy", weights=weights).save(path)
+    model = calibrated("llama_biased_gguf", path)
     with chunkrt.load(model, npu="reference", scheme="float") as engine:
         exact = engine.embed(TEXTS, pooling="mean")
     with chunkrt.load(model, npu="qnn", soc="SM8650", chunk_length=8, calibration=path) as engine:

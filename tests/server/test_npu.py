@@ -3,16 +3,12 @@
 import threading
 
 import httpx
-import numpy as np
 import pytest
-from fixture_checkpoints import checkpoint
+from calibrated import calibrated
 from server_of_tests import serving
 
 import chunkrt
 from chunkrt.backends import qnn
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not qnn.open_htp().is_emulated:
@@ -20,12 +16,8 @@ if not qnn.open_htp().is_emulated:
 
 
 def test_two_clients_at_once_get_what_each_gets_alone(tmp_path):
-    model = checkpoint("llama_biased_gguf")
-    planned = plan_checkpoint(model, {})
-    text = np.random.default_rng(1).integers(3, planned.plan.vocab_size, 128)
     path = tmp_path / "toy.npz"
-    weights = weights_digest(planned.source)
-    calibrate(planned.plan, planned.load, text, model="toy", weights=weights).save(path)
+    model = calibrated("llama_biased_gguf", path)
 
     def ask(prompt):
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}

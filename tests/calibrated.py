@@ -1,0 +1,20 @@
+"""A tiny checkpoint that an NPU can run: its calibration on random tokens."""
+
+from pathlib import Path
+
+import numpy as np
+from fixture_checkpoints import checkpoint
+
+from chunkrt.checkpoints.source import weights_digest
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.compiler import plan_checkpoint
+
+
+def calibrated(name: str, path: Path) -> Path:
+    """The checkpoint, whose calibration is written to a path; token ids 0 to 2 are left out."""
+    model = checkpoint(name)
+    planned = plan_checkpoint(model, {})
+    text = np.random.default_rng(1).integers(3, planned.plan.vocab_size, 128)
+    weights = weights_digest(planned.source)
+    calibrate(planned.plan, planned.load, text, model="toy", weights=weights).save(path)
+    return model
