@@ -116,6 +116,16 @@ class SumExecutable(Executable, Protocol):
         ...
 
 
+@runtime_checkable
+class HistoryExecutable(Executable, Protocol):
+    """A subgraph that keeps a copy of caches and rings where it computes, so that only what is new enters."""
+
+    def run_after(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], history: int) -> Passage | None:
+        """As `run`. The same `history` as in the call before says that what it saw or wrote up to the position of this
+        one is still what the state holds."""
+        ...
+
+
 class Backend(Protocol):
     """A way to compile and run subgraphs."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from chunkrt.backends.base import Array, Executable, Passage
+from chunkrt.backends.base import Array, Executable, HistoryExecutable, Passage
 from chunkrt.errors import BackendError
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,33 @@ class FallbackExecutable:
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage | None:
         """See `Executable.run`."""
+        return self._first(lambda: self._on_npu.run(inputs, outputs), inputs, outputs)
+
+    def _first(
+        self, on_npu: Callable[[], Passage | None], inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+    ) -> Passage | None:
         if not self._health.is_lost:
             try:
-                return self._on_npu.run(inputs, outputs)
+                return on_npu()
             except BackendError as error:
                 self._health.report(error)
         return self._on_cpu.run(inputs, outputs)
+
+
+class HistoryFallbackExecutable(FallbackExecutable):
+    """One whose NPU keeps a copy of the state."""
+
+    def __init__(self, on_npu: HistoryExecutable, on_cpu: Executable, health: NpuHealth) -> None:
+        super().__init__(on_npu, on_cpu, health)
+        self._after = on_npu
+
+    def run_after(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], history: int) -> Passage | None:
+        """See `HistoryExecutable.run_after`."""
+        return self._first(lambda: self._after.run_after(inputs, outputs, history), inputs, outputs)
+
+
+def with_fallback(on_npu: Executable, on_cpu: Executable, health: NpuHealth) -> FallbackExecutable:
+    """What runs on the NPU while that works, then on the CPU."""
+    if isinstance(on_npu, HistoryExecutable):
+        return HistoryFallbackExecutable(on_npu, on_cpu, health)
+    return FallbackExecutable(on_npu, on_cpu, health)

@@ -205,6 +205,11 @@ def _print(
     moved_bytes = sum(f.crossing_bytes for f in figures) // 2 + sum(f.window_bytes for f in figures)
     ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0
     click.echo(f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices")
+    if history_bytes := sum(f.history_bytes for f in figures):
+        click.echo(
+            f"attention on the npu has {history_bytes / 1e6:.2f} MB of caches there: what a chunk adds enters, "
+            "and all of it where sequences alternate"
+        )
     if converted_bytes := sum(f.converted_bytes for f in figures):
         entering_bytes = sum(f.entering_bytes for f in figures)
         click.echo(

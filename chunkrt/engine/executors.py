@@ -10,7 +10,7 @@ from chunkrt.backends import Backend, Executable
 from chunkrt.backends.base import ConvertingBackend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher
-from chunkrt.backends.fallback import FallbackExecutable, NpuHealth
+from chunkrt.backends.fallback import NpuHealth, with_fallback
 from chunkrt.backends.registry import NATIVE
 from chunkrt.engine.lengths import choose_context_length
 from chunkrt.engine.npu_attention import near_plans
@@ -246,7 +246,7 @@ class ExecutorBuilder:
             self.progress("compiling for the NPU", done, len(subgraphs))
             executable = dispatcher.compile(subgraph, self.npu_backend, self.chunk_length, self.weights)
             if self.options.falls_back:
-                executable = FallbackExecutable(executable, on_cpu[subgraph.name], health)
+                executable = with_fallback(executable, on_cpu[subgraph.name], health)
             on_npu[subgraph.name] = executable
         self.progress("compiling for the NPU", len(subgraphs), len(subgraphs))
         return on_npu

@@ -25,10 +25,12 @@ class SubgraphFigures:
     `linear_flops`: of what grows with the rows alone, which are its linears, the experts that rows pick, and linear
     attention; a multiply-add counted as two. `weight_bytes`: under the scheme, scales included; weights that several
     subgraphs read count at the first of them. `crossing_bytes`: values that it takes from or gives to subgraphs on
-    another device, once each. `window_bytes`: what static attention takes of the caches and gives to them, which are
-    the CPU's, with masks and rows of rotary tables. `converted_bytes`: what it would take and give as float16, if an
-    NPU ran it; 0 unless it is on the NPU and the scheme is static. `entering_bytes`: what it would take, of these.
-    `sum_bytes`: what the rank gives to a sum over ranks, and what it gets; 0 unless it is on the link.
+    another device, once each. `window_bytes`: what static attention takes and gives for every chunk beside these:
+    masks, rows of rotary tables, new rows of the caches. `history_bytes`: the slots of caches and rings that it sees,
+    which stay on the device, and enter where another sequence's are there. `converted_bytes`: what it would take and
+    give as float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `entering_bytes`: what it
+    would take, of these. `sum_bytes`: what the rank gives to a sum over ranks, and what it gets; 0 unless it is on
+    the link.
     """
 
     name: str
@@ -39,6 +41,7 @@ class SubgraphFigures:
     weight_bytes: int
     crossing_bytes: int
     window_bytes: int
+    history_bytes: int
     converted_bytes: int
     entering_bytes: int
     sum_bytes: int
@@ -84,13 +87,15 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             linear_flops=sum(_linear_flops(plan, node, symbols) for node in s.nodes),
             weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
             crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
-            window_bytes=FLOAT16_BYTES * sum(window_elements(s, plan, chunk_length)),
+            window_bytes=FLOAT16_BYTES * (window.entering + window.leaving),
+            history_bytes=FLOAT16_BYTES * window.history,
             converted_bytes=converted_bytes(plan, _edges(s), chunk_length) if is_converted(s) else 0,
             entering_bytes=converted_bytes(plan, s.inputs, chunk_length) if is_converted(s) else 0,
             sum_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in s.outputs) if s.device == "link" else 0,
             state_slots=s.state,
         )
         for s in plan.subgraphs
+        for window in [window_elements(s, plan, chunk_length)]
     ]
 
 

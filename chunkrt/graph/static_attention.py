@@ -55,22 +55,26 @@ class WindowElements(NamedTuple):
 
     entering: int
     leaving: int
+    history: int
 
 
 def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements:
-    """Slots of caches, a mask for those with the same window, rows of rotary tables; and new rows of the caches."""
-    entering = leaving = 0
+    """Entering, masks (one for those with the same window) and rows of rotary tables; leaving, new rows of the caches.
+
+    The history are slots of caches and rings. They stay where the graph runs: of one sequence they enter once.
+    """
+    leaving = history = 0
     shared: dict[tuple[object, ...], int] = {}
     for node in (node for node in subgraph.nodes if PAST_SLOTS in node.attributes):
         past = static_slots(node)
         for cache in node.inputs[5:7]:
             kv_heads, _, dim = resolve(plan.tensors[cache].shape, {"P": past, "W": past})
-            entering += kv_heads * past * dim
+            history += kv_heads * past * dim
             leaving += kv_heads * rows * dim
         shared["mask", node.attributes["window"], past] = rows * (past + rows)
         for table in node.inputs[3:5]:
             shared["rows", table] = rows * int(plan.tensors[table].shape[1])
-    return WindowElements(entering + sum(shared.values()), leaving)
+    return WindowElements(sum(shared.values()), leaving, history)
 
 
 def static_slots(node: Node) -> int:

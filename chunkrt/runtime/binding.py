@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkrt.backends.base import Array, Executable, Passage, SegmentExecutable, SegmentOperands, SumExecutable
+from chunkrt.backends.base import (
+    Array,
+    Executable,
+    HistoryExecutable,
+    Passage,
+    SegmentExecutable,
+    SegmentOperands,
+    SumExecutable,
+)
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Subgraph
 from chunkrt.runtime.buffers import EMPTY, ChunkBuffers
@@ -45,6 +53,7 @@ class BoundSubgraph:
         self._compute = executable.run
         self._compute_segments = executable.run_segments if isinstance(executable, SegmentExecutable) else None
         self._sum = executable.run_sum if isinstance(executable, SumExecutable) else None
+        self._after = executable.run_after if isinstance(executable, HistoryExecutable) else None
         self._fixed_length = executable.fixed_length
         self._slots = slots
         self._chunk_length = chunk_length
@@ -117,6 +126,8 @@ class BoundSubgraph:
                 buffers.clear_padding(self.subgraph.inputs, num_tokens)
         if self.subgraph.state:
             inputs = inputs | self._state_of(segments[0])
+            if self._after is not None:
+                return self._after(inputs, outputs, segments[0].job.run.state.history)
         if self._sum is not None:
             self._sum(inputs, outputs, number)
             return None

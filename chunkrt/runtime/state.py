@@ -90,6 +90,11 @@ class State:
         return self._present.first
 
     @property
+    def history(self) -> int:
+        """A number that is the same as long as tokens are only added; see `Present`."""
+        return self._present.history
+
+    @property
     def num_bytes(self) -> int:
         """Bytes reserved, committed or not."""
         return sum(array.nbytes for array in self.tensors.values())
@@ -104,7 +109,7 @@ class State:
         self._settle()
         changed = self._tensors.overwritten(self.first_in_rings, self.position, num_tokens)
         undo = tuple((array, ..., array.copy()) for array in changed)
-        self._present = replace(self._present, writes=undo)
+        self._present = self._present.begun(undo)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that have been written; the executor calls it when a run completes.
@@ -119,7 +124,7 @@ class State:
             )
         position = self.position + num_tokens
         first = max(self.first_in_rings, position - self._tensors.ring_slots)
-        self._present = replace(self._present, position=position, first=first, writes=())
+        self._present = self._present.advanced(position, first)
 
     def roll_back(self, wait: Callable[[], None] | None = None) -> None:
         """Undo a run that did not complete: everything is as it was when it began.
@@ -147,7 +152,7 @@ class State:
         self._settle()
         kept = tuple(snapshot for snapshot in self._present.kept if snapshot.position <= position)
         if position == self.position or self._tensors.can_rewind(self.first_in_rings, position):
-            self._present = replace(self._present, position=position, kept=kept)
+            self._present = self._present.rewound(position, kept)
         elif kept:
             self._become(kept[-1], kept)
         else:
@@ -234,9 +239,7 @@ class State:
         self._settle()
         forms = {name: (array.dtype, array.shape) for name, array in self._tensors.held(snapshot.position).items()}
         if forms != {name: (array.dtype, array.shape) for name, array in snapshot.tensors.items()}:
-            raise ConfigError(
-                "the snapshot is of another kind of state; restore it into one made with the same options"
-            )
+            raise ConfigError("the snapshot is of another kind of state; make both with the same options")
         self._become(snapshot, snapshot.kept)
 
     def fork(self) -> State:

@@ -8,6 +8,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.backends.qnn.executable import Place
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
@@ -123,12 +124,17 @@ class OneAttention:
         backend = QnnBackend(find_soc("SM8650"), contexts=folder)
         return backend.compile(self.subgraph, self.plan, rows, find_scheme("w8a16"), Constants(self.tables))
 
+    def append(self, position, num_rows):
+        """Write what the history holds at positions into the caches."""
+        for name, cache in self.caches.items():
+            for place in range(position, position + num_rows):
+                cache[:, place % cache.shape[1]] = self.history[name][:, place]
+
     def remember(self, position):
         """The caches hold the history before a position, each slot its last; others hold what nobody shall see."""
-        for name, cache in self.caches.items():
+        for cache in self.caches.values():
             cache[...] = 1000
-            for place in range(position):
-                cache[:, place % cache.shape[1]] = self.history[name][:, place]
+        self.append(0, position)
 
     def expected(self, qkv, position):
         """Output [T, heads * dim], new keys and values [kv_heads, T, dim], in float64."""
@@ -155,13 +161,28 @@ class OneAttention:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
-    def check(self, executable, position, num_rows, seed=1):
-        rng = np.random.default_rng(seed)
-        qkv = rng.normal(size=(num_rows, (self.heads + 2 * self.kv_heads) * self.dim)).astype(np.float32)
-        self.remember(position)
+    def learn(self, position, num_rows):
+        """The history is what a run has written."""
+        for name, cache in self.caches.items():
+            places = np.arange(position, position + num_rows)
+            self.history[name][:, places] = cache[:, places % cache.shape[1]]
+
+    def rows(self, num_rows, seed=1):
+        columns = (self.heads + 2 * self.kv_heads) * self.dim
+        return np.random.default_rng(seed).normal(size=(num_rows, columns)).astype(np.float32)
+
+    def run(self, executable, qkv, position, history=None):
+        found = np.full((len(qkv), self.heads * self.dim), np.nan, np.float32)
+        inputs = {"qkv": qkv, "position": np.array([position]), **self.caches}
+        executable.run_after(inputs, {"out": found}, history)
+        return found
+
+    def check(self, executable, position, num_rows, history=None):
+        qkv = self.rows(num_rows)
+        if history is None:
+            self.remember(position)
         before = {name: cache.copy() for name, cache in self.caches.items()}
-        found = np.full((num_rows, self.heads * self.dim), np.nan, np.float32)
-        executable.run({"qkv": qkv, "position": np.array([position]), **self.caches}, {"out": found})
+        found = self.run(executable, qkv, position, history)
         output, *new = self.expected(qkv, position)
         assert relative_error(found, output) < TOLERANCE
         places = np.arange(position, position + num_rows) % self.caches["keys"].shape[1]
@@ -223,6 +244,41 @@ def test_a_chunk_of_fewer_rows_is_padded_inside(tmp_path):
     executable = one.compile(tmp_path, rows=8)
     for num_rows in range(1, 9):
         one.check(executable, 20, num_rows)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_of_a_history_only_what_is_new_enters(window, tmp_path, monkeypatch):
+    one = OneAttention(4, 2, 16, 128, window=window)
+    executable = one.compile(tmp_path)
+    entered, enter_at = [], Place.enter_at
+
+    def noted(place, name, slots, array):
+        entered.extend(slots if name == "keys" else [])
+        enter_at(place, name, slots, array)
+
+    monkeypatch.setattr(Place, "enter_at", noted)
+    for position, num_rows, history, missing in [
+        (0, 32, 1, 0),
+        (32, 20, 1, 0),  # what the graph gave is there
+        (52, 1, 1, 0),
+        (60, 3, 1, 7),  # another processor went on
+        (63, 1, 1, 0),
+        (60, 4, 2, 60),  # the state went back, and on
+        (20, 5, 3, 20),
+        (25, 32, 3, 0),
+        (90, 32, 3, 33),
+        (127, 1, 3, 5),
+    ]:
+        one.append(position - missing, missing)
+        entered.clear()
+        one.check(executable, position, num_rows, history)
+        assert len(entered) == missing + num_rows
+        one.learn(position, num_rows)
+    last = one.run(executable, one.rows(1), 128, history=3)
+    for cache in one.caches.values():
+        cache[...] = 0
+    one.run(executable, one.rows(1), 0, history=4)
+    assert np.any(one.run(executable, one.rows(1), 128, history=3) != last), "what it keeps is another history's"
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +385,7 @@ def test_a_failed_run_leaves_the_state_as_it_was(load, monkeypatch):
         session.prefill(tokens_of(20))
         before = {name: array.copy() for name, array in session._sequence.state.tensors.items()}
         executable = engine._conductor.lanes.near[0].subgraphs[1]
-        monkeypatch.setattr(executable, "_compute", fails)
+        monkeypatch.setattr(executable, "_after", fails)
         with pytest.raises(BackendError, match="it is gone"):
             session.prefill(tokens_of(40, seed=2))
         monkeypatch.undo()
@@ -338,7 +394,7 @@ def test_a_failed_run_leaves_the_state_as_it_was(load, monkeypatch):
             np.testing.assert_array_equal(array[:, :20], before[name][:, :20])
 
 
-def fails(inputs, outputs):
+def fails(inputs, outputs, history):
     raise BackendError("it is gone")
 
 
@@ -348,15 +404,15 @@ def test_the_cpu_takes_over_with_the_same_state(load, monkeypatch, caplog):
         expected = tell(engine)
     with load("llama_gqa", attention="npu", npu_window=64, on_npu_failure="fallback") as engine:
         paired = engine._conductor.lanes.near[0].subgraphs[1]._compute.__self__
-        calls, run = [], paired._on_npu.run
+        calls, run = [], paired._on_npu.run_after
 
-        def fails_later(inputs, outputs):
+        def fails_later(inputs, outputs, history):
             calls.append(1)
             if len(calls) > 1:
                 raise BackendError("it is gone")
-            run(inputs, outputs)
+            run(inputs, outputs, history)
 
-        monkeypatch.setattr(paired._on_npu, "run", fails_later)
+        monkeypatch.setattr(paired._on_npu, "run_after", fails_later)
         with caplog.at_level(logging.WARNING):
             found = tell(engine)
         assert "it is gone; the CPU takes over" in caplog.text
@@ -364,13 +420,25 @@ def test_the_cpu_takes_over_with_the_same_state(load, monkeypatch, caplog):
     assert relative_error(found, expected) < LOGIT_TOLERANCE
 
 
-def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("llama_gqa", {"npu_window": 32}),
+        ("llama_gqa", {"npu_window": "32,64", "decode_on": "npu"}),
+        ("llama_gqa", {"npu_window": 128}),
+        ("mistral_window_5", {"npu_window": 64, "decode_on": "npu"}),
+    ],
+)
+def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, name, how):
+    """And alone on an engine whose graphs get the whole history every time."""
     from interleavings import check_interleaving
 
-    for how in ({"npu_window": 32}, {"npu_window": "32,64", "decode_on": "npu"}, {"npu_window": 128}):
-        with load("llama_gqa", attention="npu", **how) as engine:
-            for seed in range(3):
-                check_interleaving(engine, seed, input_ids("llama_gqa"), most=4, longest=50)
+    with load(name, attention="npu", **how) as engine, load(name, attention="npu", **how) as forgetful:
+        for near in forgetful._conductor.lanes.near:
+            for subgraph in near.subgraphs:
+                subgraph._after = None
+        for seed in range(3):
+            check_interleaving(engine, seed, input_ids(name), most=4, longest=50, plain=forgetful)
 
 
 def test_no_cpu_keeps_weights_that_the_npu_has(load, monkeypatch):

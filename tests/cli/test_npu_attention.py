@@ -76,4 +76,5 @@ def test_plan_shows_the_graph_and_what_crosses(figures):
     found = figures(*asked, "--attention", "npu", "--npu-window", "64")
     (graph,) = [each for each in found["subgraphs"] if each["device"] == "npu"]
     assert graph["window_bytes"] > 0
-    assert all(each["window_bytes"] == 0 for each in figures(*asked)["subgraphs"])
+    assert graph["history_bytes"] > 0
+    assert all(each["window_bytes"] == each["history_bytes"] == 0 for each in figures(*asked)["subgraphs"])

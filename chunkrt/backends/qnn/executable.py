@@ -93,6 +93,14 @@ class Place:
             np.copyto(self.buffers[name][: len(array)], array, casting="same_kind")
         self.check_finite(name, len(array))
 
+    def enter_at(self, name: str, slots: NDArray[np.int64], array: Array) -> None:
+        """Convert some of the second axis of an input. Raises BackendError if it is beyond float16."""
+        with np.errstate(over="ignore"):  # told in words
+            values = array.astype(np.float16)
+        if not np.isfinite(values).all():
+            raise self._beyond(name)
+        self.buffers[name][:, slots] = values
+
     def leave(self, name: str, array: Array) -> None:
         """Convert an output, whose rows come first. Raises BackendError if it is beyond float16."""
         self.check_finite(name, len(array))
@@ -101,7 +109,11 @@ class Place:
     def check_finite(self, name: str, num_rows: int) -> None:
         """Both sides: a grid makes something of an infinity, and hides it."""
         if not np.isfinite(self.buffers[name][:num_rows], out=self._is_finite[name][:num_rows]).all():
-            raise BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
+            raise self._beyond(name)
+
+    @staticmethod
+    def _beyond(name: str) -> BackendError:
+        return BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
 
 
 class QnnExecutable:

@@ -1,19 +1,20 @@
 """Running a context with attention over a static window: what the graph needs of the state, and what comes of it.
 
-The state stays the caller's. Before a run the slots that the graph sees are copied into its buffers, with masks and
-rows of the rotary tables; afterwards the new rows are written into the state, if the run went well.
+The state stays the caller's. Before a run the slots that the graph sees are copied into its buffers, but for those that
+are there from the run before, with masks and rows of the rotary tables. After one that went well the new rows are
+written into both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
-from chunkrt.backends.qnn.executable import Context
+from chunkrt.backends.qnn.executable import Context, Place
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.backends.qnn.support import graph_rows
 from chunkrt.engine_directory.store import WeightStore
@@ -32,6 +33,16 @@ exponential is 0."""
 def mask_name(node: Node) -> str:
     """What layers with the same window and slots share: float16 [rows, past_slots + rows]."""
     return f"mask.{node.attributes['window']}.{static_slots(node)}"
+
+
+class Held(NamedTuple):
+    """What the buffers hold of caches and rings: a history's positions up to `end`, as far as the graph sees them."""
+
+    history: int | None
+    end: int
+
+
+NOTHING = Held(None, 0)
 
 
 class WindowedExecutable:
@@ -61,9 +72,14 @@ class WindowedExecutable:
             outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
         # The state orders the chunks of a sequence: nothing of the next could enter while one is computed.
         self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=1)
+        self._held = NOTHING
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
-        """See `Executable.run`. Calls from several threads take turns.
+        """See `Executable.run`. Raises as `run_after`."""
+        return self.run_after(inputs, outputs, None)
+
+    def run_after(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], history: int | None) -> Passage:
+        """See `HistoryExecutable.run_after`. Calls from several threads take turns.
 
         Raises:
             DeviceLostError: the NPU failed.
@@ -80,8 +96,9 @@ class WindowedExecutable:
                 place.buffers[name + ROWS_SUFFIX][:num_rows] = table[first : first + num_rows]
             for name, node in self._masks.items():
                 self._mask(place.buffers[name], node, position, num_rows)
-            for cache, past in self._caches.items():
-                np.copyto(place.buffers[cache], inputs[cache][:, :past])
+            held, self._held = self._held, NOTHING
+            is_same = history is not None and held.history == history and held.end <= position
+            self._copy(place, inputs, held.end if is_same else 0, position)
             passage = self._context.compute(place)
             for cache in self._caches:
                 place.check_finite(cache + NEW_SUFFIX, len(place.buffers[cache]))
@@ -90,7 +107,17 @@ class WindowedExecutable:
             for cache in self._caches:
                 slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
                 inputs[cache][:, slots] = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
+            self._copy(place, inputs, position, position + num_rows)
+            self._held = Held(history, position + num_rows)
         return passage
+
+    def _copy(self, place: Place, inputs: Mapping[str, Array], start: int, end: int) -> None:
+        """Copy what the state holds of positions, where the graph sees them. Raises BackendError beyond float16."""
+        for cache, past in self._caches.items():
+            size = inputs[cache].shape[1]
+            slots = np.arange(max(start, end - size), end) % size
+            slots = slots[slots < past]
+            place.enter_at(cache, slots, inputs[cache][:, slots])
 
     def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
         """0 where a row sees a slot, or a row of the chunk; HIDDEN elsewhere. Padding sees as the last row does."""
