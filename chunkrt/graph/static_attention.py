@@ -50,6 +50,11 @@ def num_layers(subgraph: Subgraph) -> int:
     return sum(node.op in ATTENTION_OPS for node in subgraph.nodes)
 
 
+def num_static(subgraph: Subgraph) -> int:
+    """Attention that is static, of that which a subgraph holds."""
+    return sum(PAST_SLOTS in node.attributes for node in subgraph.nodes)
+
+
 class WindowElements(NamedTuple):
     """What static attention takes for a chunk beside the values between subgraphs, and what it gives; in elements."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -13,7 +13,8 @@ from chunkrt.backends.base import Backend
 from chunkrt.errors import CompileError, PartitionError
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
-from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Subgraph, linear_nodes
+from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Plan, Subgraph, linear_nodes
+from chunkrt.graph.static_attention import attention_nodes, num_static, with_static_attention
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.runtime.state_tensors import CACHE_DTYPES
 from chunkrt.testing.calls import UNWRITTEN, Recording
@@ -23,6 +24,7 @@ from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shado
 from chunkrt.testing.executables import (
     CompiledSubgraph,
     check_chunks,
+    check_history,
     check_repetition,
     check_segments,
     check_threads,
@@ -59,7 +61,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     backend `reference`. Its sizes are such that no vector width divides them; then the same under the static schemes
     with multiples of 32, for hardware that takes nothing else, and under those with 4-bit blocks, whose depth is 32.
     At last, under the schemes of TRIED_HYBRID, a decoder of what Llama has not: both kinds of linear attention, norms
-    of heads, attention over a window, whose ring wraps, and routed experts.
+    of heads, attention over a window, whose ring wraps, and routed experts. Attention comes once more, static, as NPUs
+    take it (`graph/static_attention.py`), under one scheme of each decoder.
 
     Args:
         chunk_length: an NPU's compiler decides anew for every length; check it with those that it is used with.
@@ -81,7 +84,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
             caches are float16. With quantised linears a value between two integers may fall to either side, so there
             the root mean square of the difference, over all rows of an output, is at most 1/256 of the output's; 1/64
             where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a
-            `fixed_length` a subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16.
+            `fixed_length` a subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16; so is
+            static attention.
         linears: a linear alone. A dynamic one of multiples of 1/2 with 127 in every row, and two outliers of 40 times
             that in every other, is exact to 4 * 2^-23 of the sum of its products' magnitudes: outliers are multiplied
             as they are, the rest is rounded half to even, sums of products are exact; a row of zeros gives zeros. With
@@ -100,6 +104,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
             and then the rest.
         segments: where an executable with state has `run_segments`, rows of three sequences in one call give, within
             that tolerance, what each sequence's own call does.
+        history: where an executable has `run_after`, chunks of one history, another that comes between, and the first
+            again give the bits that `run` gives.
         threads: two calls of one executable at once, in two threads, give the same bits as one after the other.
 
     Raises:
@@ -117,7 +123,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         check_values(subgraph)
     for suite in suites:
         suite.check_linears()
-    for check in (check_repetition, check_chunks, check_segments, check_threads):
+    for check in (check_repetition, check_chunks, check_segments, check_history, check_threads):
         for subgraph in compiled:
             check(subgraph)
 
@@ -189,7 +195,10 @@ class _Suite:
 
     def compile_all(self) -> list[CompiledSubgraph]:
         """What the backend supports; checks the clauses support and refusal."""
-        return [subgraph for recording in self.recordings.values() for subgraph in self._compile(recording)]
+        recordings = list(self.recordings.values())
+        compiled = [s for each in recordings for s in self._compile(each, each.plan, each.plan.subgraphs)]
+        static = _with_static_attention(recordings[0])
+        return compiled + self._compile(recordings[0], static, [s for s in static.subgraphs if num_static(s)])
 
     def check_linears(self) -> None:
         """Check the clauses linears and shadows."""
@@ -200,10 +209,10 @@ class _Suite:
     def _break(self, clause: str, detail: str, cause: BaseException | None = None) -> NoReturn:
         raise ConformanceError(self.backend.name, clause, detail) from cause
 
-    def _compile(self, recording: Recording) -> list[CompiledSubgraph]:
-        plan, scheme, weights = recording.plan, recording.scheme, recording.weights
+    def _compile(self, recording: Recording, plan: Plan, subgraphs: Iterable[Subgraph]) -> list[CompiledSubgraph]:
+        scheme, weights = recording.scheme, recording.weights
         compiled = []
-        for subgraph in plan.subgraphs:
+        for subgraph in subgraphs:
             self._check_refusal(_with_unknown_operator(subgraph), recording)
             if not self.backend.supports(subgraph, plan, scheme):
                 self._check_refusal(subgraph, recording)
@@ -276,6 +285,13 @@ class _Suite:
                 f"{case.subgraph.weights[0]} under {scheme.name}: row {row}, column {column} is "
                 f"{found[row, column]:.8g}, expected {least[row, column]:.8g} to {most[row, column]:.8g}",
             )
+
+
+def _with_static_attention(recording: Recording) -> Plan:
+    """A recording's plan with attention over all slots of the caches, and over whole rings."""
+    plan = recording.plan
+    slots = {"P": plan.context_length, "W": recording.ring}
+    return with_static_attention(plan, attention_nodes(plan), slots, fits=lambda _: False)
 
 
 def _with_unknown_operator(subgraph: Subgraph) -> Subgraph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -11,8 +11,9 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.base import Array, Executable, SegmentExecutable
+from chunkrt.backends.base import Array, Executable, HistoryExecutable, SegmentExecutable
 from chunkrt.graph.plan import EXPERTS_OP, Subgraph
+from chunkrt.graph.static_attention import num_static
 from chunkrt.testing.calls import Call, PackedCall, Recording
 from chunkrt.testing.error import ConformanceError
 
@@ -61,12 +62,12 @@ class CompiledSubgraph:
         scheme = self.recording.scheme
         linears = [node.inputs[1] for node in self.subgraph.nodes if node.op == "MatMul"]
         has_coarse_grids = scheme.is_static and any(scheme.activation_bits_of(name) == 8 for name in linears)
-        num_reasons = has_coarse_grids + self.is_of_fixed_length
+        num_reasons = has_coarse_grids + self.is_in_float16
         return num_reasons * COARSE_TOLERANCE if num_reasons else QUANTIZED_TOLERANCE
 
     def float_tolerance(self, cache_dtype: str) -> float:
         """How far off values may be, of the largest, where they pass through no steps of integers."""
-        num_half = 2 * (cache_dtype == "float16") + NUM_OPERATORS * self.is_of_fixed_length
+        num_half = 2 * (cache_dtype == "float16") + NUM_OPERATORS * self.is_in_float16
         return FLOAT_TOLERANCE + num_half * HALF_ROUNDING
 
     @property
@@ -75,9 +76,9 @@ class CompiledSubgraph:
         return any("W" in self.recording.plan.tensors[name].shape for name in self.subgraph.state)
 
     @property
-    def is_of_fixed_length(self) -> bool:
-        """Whether it tells of an NPU, which computes in float16 between linears."""
-        return self.executable.fixed_length is not None
+    def is_in_float16(self) -> bool:
+        """Whether it tells of an NPU, which computes so between linears: by a fixed length, or static attention."""
+        return self.executable.fixed_length is not None or num_static(self.subgraph) > 0
 
     def calls(self, cache_dtype: str = "float32") -> list[Call]:
         """Every number of rows that it takes; tokens at position 0, at one within a chunk, and where a
@@ -180,20 +181,54 @@ def _sequences(subgraph: CompiledSubgraph, cache_dtype: str) -> list[Call]:
     return [recording.call(subgraph.subgraph, *place, cache_dtype=cache_dtype) for place in places]
 
 
-def _in_parts(subgraph: CompiledSubgraph, lengths: Sequence[int], cache_dtype: str) -> list[Call]:
-    """Consecutive calls, each of which finds the state as the one before has left it."""
-    executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
+def check_history(subgraph: CompiledSubgraph) -> None:
+    """Check the clause history."""
+    executable, lengths = subgraph.executable, [subgraph.chunk_length, 1, 2]
+    if not isinstance(executable, HistoryExecutable):
+        return
+    one, other = (_After(executable, history) for history in (1, 2))
+    for cache_dtype in subgraph.cache_dtypes:
+        expected = _in_parts(subgraph, lengths, cache_dtype)
+        between = _in_parts(subgraph, [2], cache_dtype, past=0.5)
+        found = _in_parts(subgraph, lengths, cache_dtype, one)
+        found += _in_parts(subgraph, [2], cache_dtype, other, past=0.5)
+        found += _in_parts(subgraph, lengths, cache_dtype, one)
+        for call, same in zip(found, expected + between + expected, strict=True):
+            _expect_same_bits("history", subgraph, call, same)
+
+
+def _in_parts(
+    subgraph: CompiledSubgraph,
+    lengths: Sequence[int],
+    cache_dtype: str,
+    executable: Executable | None = None,
+    *,
+    past: float = 1,
+) -> list[Call]:
+    """Consecutive calls, each of which finds the state as the one before has left it; the first multiplied."""
+    if executable is None:
+        executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
     calls: list[Call] = []
     position = START
     for length in lengths:
         call = subgraph.recording.call(subgraph.subgraph, position, length, cache_dtype=cache_dtype)
-        if calls:
-            for name, state in call.states.items():
-                state[...] = calls[-1].states[name]
+        for name, state in call.states.items():
+            state[...] = calls[-1].states[name] if calls else state * past
         _run(subgraph, executable, call)
         calls.append(call)
         position += length
     return calls
+
+
+class _After:
+    """An executable whose calls all belong to one history."""
+
+    def __init__(self, executable: HistoryExecutable, history: int) -> None:
+        self.fixed_length, self._executable, self._history = executable.fixed_length, executable, history
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """See `Executable.run`."""
+        self._executable.run_after(inputs, outputs, self._history)
 
 
 def check_repetition(subgraph: CompiledSubgraph) -> None:
