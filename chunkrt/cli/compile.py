@@ -26,6 +26,7 @@ _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 @click.option("--soc", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
 @click.option("--chunk", "chunk_length", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
 @engine_fields(*QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
+@click.option("--for-host", is_flag=True, help="Also write what a program without chunkrt runs it by.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 @engine_fields("htp")
 @verbose_option
@@ -35,6 +36,7 @@ def compile(
     output: Path,
     soc: str | None,
     chunk_length: str | int | None,
+    for_host: bool,
     as_json: bool,
     placement: Path | Placement | None,
     npu_strict: bool,
@@ -47,7 +49,8 @@ def compile(
     What was compiled is cached: an interrupted compilation goes on where it stopped. The folder is written whole or
     not at all.
 
-    With --attention npu give `run` the same --npu-window, --npu-graph and --context.
+    With --attention npu give `run` the same --npu-window, --npu-graph and --context. If these put all layers on the
+    NPU, --for-host writes what a program in C++ needs on a phone; see docs/phones.md.
 
     Of a settings file it takes soc, chunk_length (with a SoC), placement, htp, attention and how to quantise. The rest,
     such as policy and chunks_in_flight, is not compiled in: give the same file to `chunkrt run` or `bench`.
@@ -55,7 +58,7 @@ def compile(
     from chunkrt.engine.deploy import compile_engine
 
     if soc is None:
-        refuse_without("--soc", *_ATTENTION)
+        refuse_without("--soc", *_ATTENTION, "for_host")
     elif settings["attention"] != "npu" and placement is None:
         refuse_without("--attention npu", "npu_window", "npu_graph", "context_length")
     is_chunk_given = click.get_current_context().get_parameter_source("chunk_length") is ParameterSource.COMMANDLINE
@@ -75,6 +78,7 @@ def compile(
             options,
             socs=[] if soc is None else [name.strip() for name in soc.split(",")],
             chunk_lengths=[DEFAULT_CHUNK_LENGTH] if chunk_length is None else _chunk_lengths(str(chunk_length)),
+            for_host=for_host,
             progress=progress,
         )
         progress("", 0, 0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.engine.capability import plan_to_run
+from chunkrt.engine.host import HostTarget, check_host, write_host
 from chunkrt.engine.lengths import choose_context_length
 from chunkrt.engine.npu_attention import npu_plans
 from chunkrt.engine.options import EngineOptions
@@ -35,6 +36,7 @@ def compile_engine(
     *,
     socs: Sequence[str],
     chunk_lengths: Sequence[int],
+    for_host: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Write an engine directory for chosen SoCs and chunk lengths, aside and then renamed.
@@ -45,13 +47,14 @@ def compile_engine(
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         output: must not exist.
         options: scheme, placement, calibration, NPU settings, and what attention on the NPU depends on.
+        for_host: also write what a program without chunkrt runs it by (`engine/host.py`).
         progress: told (what is being done, how much is done, how much there is).
 
     Returns:
         What was written: model, scheme, bytes, and a list of SoCs and chunk lengths with their contexts.
 
     Raises:
-        ConfigError: the folder is there already, or an unknown SoC.
+        ConfigError: the folder is there already, or an unknown SoC; see `check_host`.
         ModelError, QuantizationError, PartitionError, BackendError: as `chunkrt.load`.
     """
     _check_absent(output)
@@ -63,9 +66,14 @@ def compile_engine(
     if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
     compiled: dict[NpuTarget, list[Path]] = {}
+    hosts: list[HostTarget] = []
+    context_length = choose_context_length(plan, options)
     for soc, chunk_length in targets:
         backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
-        plans = npu_plans(plan, manifest.placement, options, choose_context_length(plan, options), chunk_length)
+        plans = npu_plans(plan, manifest.placement, options, context_length, chunk_length)
+        longest = plans[context_length]
+        if for_host:
+            check_host(longest, context_length)
         subgraphs = [(s, of) for of in plans.values() for s in of.subgraphs if s.device == "npu"]
         paths = []
         for done, (subgraph, of) in enumerate(subgraphs):
@@ -73,8 +81,16 @@ def compile_engine(
             paths.append(backend.prepare(subgraph, of, chunk_length, scheme, weights).parent)
         target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
         compiled[target] = list(dict.fromkeys(paths))  # what did not melt with attention is in several plans
+        if for_host:
+            of_longest = {s.name: path for (s, of), path in zip(subgraphs, paths, strict=True) if of is longest}
+            hosts.append(HostTarget(target=target, plan=longest, contexts=of_longest))
+
+    def add_host(folder: Path) -> None:
+        if hosts:
+            write_host(folder, manifest, weights, hosts, context_length)
+
     try:
-        _assemble(engine, manifest, compiled, output)
+        _assemble(engine, manifest, compiled, output, add_host)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {output}: {reason}") from error
@@ -95,7 +111,13 @@ def _check_absent(output: Path) -> None:
         raise ModelError(f"cannot write the engine directory {output}: {error.strerror or error}") from error
 
 
-def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Sequence[Path]], output: Path) -> None:
+def _assemble(
+    engine: Path,
+    manifest: Manifest,
+    compiled: Mapping[NpuTarget, Sequence[Path]],
+    output: Path,
+    add_host: Callable[[Path], None],
+) -> None:
     with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
         _check_absent(output)  # another process may have written it meanwhile
         aside.mkdir()
@@ -103,6 +125,7 @@ def _assemble(engine: Path, manifest: Manifest, compiled: Mapping[NpuTarget, Seq
             shutil.copyfile(engine / name, aside / name)
         for path in (path for paths in compiled.values() for path in paths):
             shutil.copytree(path, aside / CONTEXTS / path.name)
+        add_host(aside)
         write_manifest(
             aside,
             model=manifest.model,

@@ -17,7 +17,7 @@ from chunkrt.checkpoints.source import BLOCK_DEPTH
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
-from chunkrt.graph.plan import DOMAIN, EXPERTS_OP, SHADOW_OP, Plan, expert_weights, linear_weights
+from chunkrt.graph.plan import DOMAIN, EXPERTS_OP, SHADOW_OP, Plan, Subgraph, expert_weights, linear_weights
 from chunkrt.quant.scheme import Scheme
 
 MINIMUM_SUFFIX = ".minimum"
@@ -132,6 +132,17 @@ def initializer_values(
     return {name: values[name] for name in names if name in values} | rest
 
 
+def save_subgraph(plan: Plan, subgraph: Subgraph, scheme: Scheme, weights: WeightStore, path: Path) -> None:
+    """Write a subgraph under a scheme, with its weights, for any number of rows. Raises OSError."""
+    model = to_onnx(plan, [subgraph], name=subgraph.name)
+    quantize_linears(model, scheme)
+    values = initializer_values(plan, scheme, weights, list(model.graph.initializers))
+    for name, value in model.graph.initializers.items():
+        value.const_value = ir.tensor(values[name], name=name)
+    with written_aside(path) as aside:
+        ir.save(model, aside)
+
+
 def save_subgraphs(
     plan: Plan, scheme: Scheme, weights: WeightStore, folder: Path, progress: Callable[[int, int], None]
 ) -> int:
@@ -152,14 +163,8 @@ def save_subgraphs(
             progress(index, len(plan.subgraphs))
             if subgraph.device == "link":
                 continue
-            model = to_onnx(plan, [subgraph], name=subgraph.name)
-            quantize_linears(model, scheme)
-            values = initializer_values(plan, scheme, weights, list(model.graph.initializers))
-            for name, value in model.graph.initializers.items():
-                value.const_value = ir.tensor(values[name], name=name)
             path = folder / f"{index:0{digits}}_{subgraph.name}.onnx"
-            with written_aside(path) as aside:
-                ir.save(model, aside)
+            save_subgraph(plan, subgraph, scheme, weights, path)
     except OSError as error:
         raise ConfigError(f"cannot write ONNX files to {folder}: {error}") from error
     progress(len(plan.subgraphs), len(plan.subgraphs))

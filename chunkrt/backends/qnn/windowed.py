@@ -35,6 +35,30 @@ def mask_name(node: Node) -> str:
     return f"mask.{node.attributes['window']}.{static_slots(node)}"
 
 
+class WindowEdges:
+    """What a graph with attention takes and gives.
+
+    values: those between subgraphs. tables: rotary ones, of which rows of the chunk enter. masks: a node each that has
+    it. caches: with the slots that the graph sees. inputs, outputs: shapes of all by name; float16.
+    """
+
+    def __init__(self, subgraph: Subgraph, plan: Plan, rows: int) -> None:
+        attention = [node for node in subgraph.nodes if node.op in ATTENTION_OPS]
+        self.values = [name for name in subgraph.inputs if plan.tensors[name].shape[0] == "T"]
+        self.tables = list(dict.fromkeys(name for node in attention for name in node.inputs[3:5]))
+        self.masks = {mask_name(node): node for node in attention}
+        self.caches = {cache: static_slots(node) for node in attention for cache in node.inputs[5:7]}
+        shapes = {name: plan.tensors[name].shape for name in (*self.values, *subgraph.outputs, *self.tables)}
+        self.inputs = {name: resolve(shapes[name], {"T": rows, "R": rows}) for name in self.values}
+        self.inputs |= {name + ROWS_SUFFIX: (rows, int(shapes[name][1])) for name in self.tables}
+        self.inputs |= {name: (rows, static_slots(node) + rows) for name, node in self.masks.items()}
+        self.outputs = {name: resolve(shapes[name], {"T": rows, "R": rows}) for name in subgraph.outputs}
+        for cache, past in self.caches.items():
+            kv_heads, _, dim = plan.tensors[cache].shape
+            self.inputs[cache] = (int(kv_heads), past, int(dim))
+            self.outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
+
+
 class Held(NamedTuple):
     """What the buffers hold of caches and rings: a history's positions up to `end`, as far as the graph sees them."""
 
@@ -55,23 +79,11 @@ class WindowedExecutable:
     ) -> None:
         self._name = subgraph.name
         self._rows = rows = graph_rows(chunk_length)
-        attention = [node for node in subgraph.nodes if node.op in ATTENTION_OPS]
-        self._caches = {cache: static_slots(node) for node in attention for cache in node.inputs[5:7]}
-        """By name, with the slots that the graph sees."""
-        self._values = [name for name in subgraph.inputs if plan.tensors[name].shape[0] == "T"]
-        self._tables = {name: weights.array(name) for node in attention for name in node.inputs[3:5]}
-        self._masks = {mask_name(node): node for node in attention}
-        symbols = {"T": rows, "R": rows}
-        inputs = {name: resolve(plan.tensors[name].shape, symbols) for name in self._values}
-        inputs |= {name + ROWS_SUFFIX: (rows, table.shape[1]) for name, table in self._tables.items()}
-        inputs |= {name: (rows, static_slots(node) + rows) for name, node in self._masks.items()}
-        outputs = {name: resolve(plan.tensors[name].shape, symbols) for name in subgraph.outputs}
-        for cache, past in self._caches.items():
-            kv_heads, _, dim = plan.tensors[cache].shape
-            inputs[cache] = (int(kv_heads), past, int(dim))
-            outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
+        edges = WindowEdges(subgraph, plan, rows)
+        self._values, self._masks, self._caches = edges.values, edges.masks, edges.caches
+        self._tables = {name: weights.array(name) for name in edges.tables}
         # The state orders the chunks of a sequence: nothing of the next could enter while one is computed.
-        self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=1)
+        self._context = Context(subgraph.name, session, edges.inputs, edges.outputs, htp, num_places=1)
         self._held = NOTHING
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:

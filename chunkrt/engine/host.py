@@ -1,0 +1,140 @@
+"""What a program without chunkrt needs to run a compiled model, on a phone say: `host/` of an engine directory.
+
+The NPU has all layers, attention included; what is left for the host are masks, rows of tables, and caches. `host.json`
+says what every graph takes and gives, in the order in which they run; docs/phones.md tells how to go about it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
+from chunkrt.backends.qnn.support import graph_rows
+from chunkrt.backends.qnn.windowed import HIDDEN, NEW_SUFFIX, ROWS_SUFFIX, WindowEdges
+from chunkrt.engine_directory.manifest import CONTEXTS, Manifest, NpuTarget
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.errors import ConfigError
+from chunkrt.graph.plan import Plan, Subgraph
+
+FORMAT = 1
+HOST, DESCRIPTION = "host", "host.json"
+BINARY = ".bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTarget:
+    """A SoC and a chunk length: the plan with the whole context in sight, and the folder of each compiled subgraph."""
+
+    target: NpuTarget
+    plan: Plan
+    contexts: Mapping[str, Path]
+
+
+def check_host(plan: Plan, context_length: int) -> None:
+    """Refuse what a host could not run by `host.json` alone.
+
+    Args:
+        plan: as it runs with the whole context in sight.
+
+    Raises:
+        ConfigError: the CPU has state to keep or the NPU rows of logits to pick; the rotary tables change on the way.
+    """
+    left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
+    if left:
+        raise ConfigError(
+            f"a host of your own runs graphs with all layers on the NPU, and {left[0]} is none of these; give "
+            "--attention npu, and a --context that is no longer than the longest --npu-window"
+        )
+    if plan.rope_offset(context_length):
+        raise ConfigError(
+            f"the rotary tables of this model change behind {plan.long_context_from} tokens; give a host of your own a "
+            "--context up to there"
+        )
+
+
+def write_host(
+    folder: Path, manifest: Manifest, weights: WeightStore, hosts: Sequence[HostTarget], context_length: int
+) -> None:
+    """Write `host/` into an engine directory: the CPU's graphs, rotary tables and the description.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from chunkrt.backends.onnx.scheme import save_subgraph
+
+    (folder / HOST).mkdir()
+    plan = hosts[0].plan
+    for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
+        save_subgraph(plan, subgraph, manifest.scheme, weights, folder / _cpu_file(subgraph))
+    tables = {}
+    for subgraph in (s for s in plan.subgraphs if s.device == "npu"):
+        for name in WindowEdges(subgraph, plan, 1).tables:
+            table = weights.array(name)[:context_length].astype("<f2")
+            file = f"{HOST}/{name}.f16"
+            (folder / file).write_bytes(table.tobytes())
+            tables[name] = {"file": file, "shape": list(table.shape)}
+    description = {
+        "format": FORMAT,
+        "model": manifest.model,
+        "scheme": manifest.scheme.name,
+        "context_length": context_length,
+        "vocabulary": plan.vocab_size,
+        "hidden_slot": float(HIDDEN),
+        "tables": tables,
+        "targets": [
+            {
+                "soc": host.target.soc,
+                "library": host.target.library,
+                "chunk_length": host.target.chunk_length,
+                "rows": graph_rows(host.target.chunk_length),
+                "graphs": [_graph(subgraph, host) for subgraph in host.plan.subgraphs],
+            }
+            for host in hosts
+        ],
+    }
+    (folder / HOST / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
+
+
+def _cpu_file(subgraph: Subgraph) -> str:
+    return f"{HOST}/{subgraph.name}.onnx"
+
+
+def _graph(subgraph: Subgraph, host: HostTarget) -> dict[str, Any]:
+    plan = host.plan
+    if subgraph.device == "cpu":
+        tensors = {name: plan.tensors[name] for name in (*subgraph.inputs, *subgraph.outputs)}
+
+        def edge(name: str) -> dict[str, Any]:
+            return {"name": name, "holds": name, "dtype": tensors[name].dtype, "shape": list(tensors[name].shape)}
+
+        inputs, outputs = ([edge(name) for name in names] for names in (subgraph.inputs, subgraph.outputs))
+        return {"device": "cpu", "file": _cpu_file(subgraph), "inputs": inputs, "outputs": outputs}
+    rows = graph_rows(host.target.chunk_length)
+    edges = WindowEdges(subgraph, plan, rows)
+    kinds: dict[str, dict[str, Any]] = {
+        **{name: {"holds": name} for name in (*edges.values, *subgraph.outputs)},
+        **{name: {"cache": name, "ring": _is_ring(plan, name)} for name in edges.caches},
+        **{name + NEW_SUFFIX: {"rows_of": name} for name in edges.caches},
+        **{name + ROWS_SUFFIX: {"rows_of": name} for name in edges.tables},
+        **{name: {"mask": int(str(node.attributes["window"]))} for name, node in edges.masks.items()},
+    }
+    inputs, outputs = (
+        [
+            {"name": name + FLOAT16_SUFFIX, **kinds[name], "dtype": "float16", "shape": list(shape)}
+            for name, shape in shapes.items()
+        ]
+        for shapes in (edges.inputs, edges.outputs)
+    )
+    context = host.contexts[subgraph.name]
+    (binary,) = [path.name for path in context.iterdir() if path.suffix == BINARY]
+    where = f"{CONTEXTS}/{context.name}"
+    files = {"file": f"{where}/context.onnx", "binary": f"{where}/{binary}"}
+    return {"device": "npu", **files, "inputs": inputs, "outputs": outputs}
+
+
+def _is_ring(plan: Plan, cache: str) -> bool:
+    return "W" in plan.tensors[cache].shape

@@ -1,0 +1,167 @@
+"""A program without chunkrt runs what `compile --for-host` wrote: here in NumPy and ONNX Runtime, by docs/phones.md."""
+
+import json
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
+
+import chunkrt
+from chunkrt.checkpoints.source import weights_digest
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.engine.deploy import compile_engine
+from chunkrt.engine.options import EngineOptions
+
+pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+from chunkrt.backends.qnn import open_htp
+
+if not open_htp().is_emulated:
+    pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+CONTEXT, CHUNK, VOCABULARY = 96, 16, 48
+
+
+class Host:
+    """What docs/phones.md says, and nothing of chunkrt but the library's handle."""
+
+    def __init__(self, folder, chunk_length):
+        import onnxruntime as ort
+
+        self.folder = folder
+        self.told = json.loads((folder / "host" / "host.json").read_text())
+        (self.target,) = [t for t in self.told["targets"] if t["chunk_length"] == chunk_length]
+        self.tables = {
+            name: np.fromfile(folder / table["file"], "<f2").reshape(table["shape"])
+            for name, table in self.told["tables"].items()
+        }
+        self.sessions = [self._session(ort, graph) for graph in self.target["graphs"]]
+        self.caches = {
+            edge["cache"]: np.zeros(edge["shape"], np.float16)
+            for graph in self.target["graphs"]
+            for edge in graph["inputs"]
+            if "cache" in edge
+        }
+        self.rings = {
+            edge["cache"]
+            for graph in self.target["graphs"]
+            for edge in graph["inputs"]
+            if "cache" in edge and edge["ring"]
+        }
+        self.position = 0
+
+    def _session(self, ort, graph):
+        path = str(self.folder / graph["file"])
+        options = ort.SessionOptions()
+        if graph["device"] == "cpu":
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
+            return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        htp = open_htp()
+        target = {"soc_model": "57", "htp_arch": "75", "enable_block_quant_weight_optimization": "1"}
+        options.add_provider_for_devices([htp.device], {"backend_path": htp.backend_path, **target})
+        return ort.InferenceSession(path, options)
+
+    def run(self, tokens):
+        """Logits of all tokens, of which there are at most as many as a chunk has."""
+        values = {"input_ids": np.array(tokens, np.int64), "logit_rows": np.arange(len(tokens))}
+        for graph, session in zip(self.target["graphs"], self.sessions, strict=True):
+            feeds = {edge["name"]: self._enter(edge, values, len(tokens)) for edge in graph["inputs"]}
+            outputs = session.run([edge["name"] for edge in graph["outputs"]], feeds)
+            for edge, output in zip(graph["outputs"], outputs, strict=True):
+                if "holds" in edge:
+                    values[edge["holds"]] = output[: len(tokens)].astype(np.float32)
+                else:
+                    cache = self.caches[edge["rows_of"]]
+                    for row in range(len(tokens)):
+                        slot = self.position + row
+                        cache[:, slot % cache.shape[1] if edge["rows_of"] in self.rings else slot] = output[:, row]
+            last = graph["outputs"][-1]
+        self.position += len(tokens)
+        return values[last["holds"]]
+
+    def _enter(self, edge, values, count):
+        if "cache" in edge:
+            return self.caches[edge["cache"]]
+        if "mask" in edge:
+            return self._mask(edge, count)
+        if "rows_of" in edge:
+            rows = np.zeros(edge["shape"], np.float16)
+            rows[:count] = self.tables[edge["rows_of"]][self.position : self.position + count]
+            return rows
+        value = values[edge["holds"]]
+        if edge["dtype"] != "float16":
+            return value
+        rows = np.zeros(edge["shape"], np.float16)
+        rows[:count] = value
+        return rows
+
+    def _mask(self, edge, count):
+        rows, columns = edge["shape"]
+        past, window = columns - rows, edge["mask"]
+        mask = np.full((rows, columns), self.told["hidden_slot"], np.float16)
+        for row in range(rows):
+            at = self.position + min(row, count - 1)
+            for slot in range(past):
+                held = slot
+                if window:  # the last position before this chunk that was written into the slot
+                    held = slot + (self.position - 1 - slot) // past * past
+                if 0 <= held < self.position and (not window or held > at - window):
+                    mask[row, slot] = 0
+            for other in range(rows):
+                held = self.position + other
+                if held <= at and (not window or held > at - window):
+                    mask[row, past + other] = 0
+        return mask
+
+
+@pytest.fixture(scope="module")
+def calibrations(tmp_path_factory):
+    """Of a tiny checkpoint, on tokens of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("home")
+        patch.setenv("CHUNKRT_HOME", str(home))
+
+        def made(name):
+            path = home / f"{name}.npz"
+            if not path.exists():
+                planned = plan_checkpoint(checkpoint(name), {})
+                tokens, weights = tokens_of(64), weights_digest(planned.source)
+                calibrate(planned.plan, planned.load, tokens, model=name, weights=weights).save(path)
+            return path
+
+        yield made
+
+
+def tokens_of(count):
+    return np.random.default_rng(3).integers(0, VOCABULARY, count)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("llama_gqa", {}), ("mistral_window_5", {"npu_graph": "layers=1"}), ("gemma3_scaled", {}), ("qwen3", {})],
+)
+def test_a_host_gets_the_logits_that_chunkrt_gets(name, settings, calibrations, tmp_path):
+    options = {"npu": "qnn", "scheme": "w8a16", "context_length": CONTEXT}
+    options |= {"attention": "npu", "npu_window": str(CONTEXT), **settings}
+    folder = tmp_path / "engine"
+    compiled = EngineOptions(**options, calibration=calibrations(name))
+    compile_engine(str(checkpoint(name)), folder, compiled, socs=["SM8650"], chunk_lengths=[CHUNK], for_host=True)
+    tokens = tokens_of(CONTEXT)
+    with chunkrt.load(folder, chunk_length=CHUNK, threads=1, prefix_cache="off", **options) as engine:
+        expected = engine.session().prefill(tokens, logits="all").logits
+    host = Host(folder, CHUNK)
+    found = np.concatenate([host.run(tokens[start : start + CHUNK]) for start in range(0, CONTEXT, CHUNK)])
+    # the same bits but for the head's norm, after which a value may fall to the other side of a 16-bit grid
+    assert np.sqrt(np.mean((found - expected) ** 2)) < 2.0**-10 * np.sqrt(np.mean(expected**2))
+    assert np.mean(found == expected) > 1 / 2
+
+
+def test_what_a_host_could_not_run_is_refused(command, calibrations, tmp_path):
+    asked = ("compile", checkpoint("llama_gqa"), "-o", tmp_path / "engine", "--for-host")
+    expect_one_line(command(*asked), "--for-host does nothing without --soc")
+    asked = (*asked, "--soc", "SM8650", "--scheme", "w8a16", "--calibration", calibrations("llama_gqa"))
+    expect_one_line(command(*asked), "runs graphs with all layers on the NPU, and dynamic.0 is none of these")
+    short = ("--attention", "npu", "--npu-window", "32", "--context", "96")
+    expect_one_line(command(*asked, *short), "a --context that is no longer than the longest --npu-window")
+    assert not (tmp_path / "engine").exists()
