@@ -7,7 +7,31 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.engine.scoring import likeliest, log_softmax
+from chunkrt.engine.scoring import by_beginning, likeliest, log_softmax, score_tokens
+from chunkrt.errors import ModelError
+
+
+def test_scores_of_tokens_are_the_bits_of_the_logarithms_of_all():
+    random = np.random.default_rng(0)
+    logits = (9 * random.normal(size=(5, 3001))).astype(np.float32)
+    tokens = np.array([0, 5, 3000, logits[3].argmax(), 7])
+    found = score_tokens(logits, tokens)
+    assert found.log_probabilities.tolist() == log_softmax(logits)[np.arange(5), tokens].tolist()
+    assert found.is_top.tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("act", [lambda logits: score_tokens(logits, np.array([0, 1])), log_softmax])
+def test_logits_that_are_not_finite_are_an_error(act, value):
+    logits = np.zeros((2, 9), np.float32)
+    logits[1, 3] = value
+    with pytest.raises(ModelError, match="not finite"):
+        act(logits)
+
+
+def test_prompts_that_begin_alike_for_half_their_length_stand_together_in_order():
+    prompts = [[1, 2, 3, 4], [9], [1, 2, 3, 5, 6], [1], [9, 9], [1, 2, 8, 8, 8]]
+    assert by_beginning(prompts) == [[3], [0, 2], [5], [1, 4]]
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 20, 50])

@@ -121,6 +121,21 @@ def test_an_echo_scores_the_prompt(client, engine):
     assert answer.usage.completion_tokens == 0
 
 
+def test_prompts_of_an_echo_that_begin_alike_run_their_beginning_once(client, engine):
+    """As lm-evaluation-harness asks: the same context before several endings, as token ids, nothing generated."""
+    context = encoded(engine, "hello there " * 3)
+    prompts = [[*context, *encoded(engine, ending)] for ending in ("you", "there you", "hello")] + [[5, 6], context]
+    options = {"model": "toy", "max_tokens": 0, "echo": True, "logprobs": 2}
+    alone = [client.completions.create(prompt=[prompt], **options).choices[0] for prompt in prompts]
+    before = engine.stats().shared_rows
+    answer = client.completions.create(prompt=prompts, **options)
+    assert [choice.logprobs for choice in answer.choices] == [choice.logprobs for choice in alone]
+    assert [choice.text for choice in answer.choices] == [choice.text for choice in alone]
+    num_cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert num_cached >= 3 * (len(context) - 1)
+    assert engine.stats().shared_rows - before == sum(map(len, prompts)) - num_cached
+
+
 def test_an_echo_of_a_long_prompt_scores_every_token_once(client, engine):
     """It is run in pieces, so that its logits take bounded memory."""
     prompt = ("hello there " * 9).strip()
