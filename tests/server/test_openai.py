@@ -10,6 +10,7 @@ import openai
 import pytest
 from server_of_tests import serving
 
+import chunkrt
 from chunkrt.engine.scoring import encode_pair, log_softmax
 
 PROMPT = "hello"
@@ -73,17 +74,30 @@ def test_a_stream_says_the_same_and_the_counts(client, engine):
 
 
 def test_a_stream_tells_how_far_the_prompt_is(client):
-    events = client.completions.create(
-        model="toy",
-        prompt="hello there " * 6,
-        max_tokens=1,
-        stream=True,
-        extra_body={"stream_options": {"include_progress": True}},
-    )
-    progress = [event.progress for event in events if not event.choices]
+    progress, _ = told_progress(client)
     assert len(progress) > 1
     assert progress[-1]["tokens_done"] == progress[-1]["tokens"]
     assert [one["tokens_done"] for one in progress] == sorted({one["tokens_done"] for one in progress})
+
+
+def test_cached_tokens_of_a_prompt_are_done(chat_folder):
+    with (
+        chunkrt.load(chat_folder, npu="native", chunk_length=8, threads=2, prefix_cache="memory") as engine,
+        serving(engine) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        told_progress(client)
+        progress, usage = told_progress(client)
+    assert progress[0]["tokens_done"] == usage.prompt_tokens_details.cached_tokens > 0
+    assert progress[-1]["tokens_done"] == progress[-1]["tokens"] == usage.prompt_tokens
+
+
+def told_progress(client):
+    options = {"include_progress": True, "include_usage": True}
+    *events, last = client.completions.create(
+        model="toy", prompt="hello there " * 6, max_tokens=1, stream=True, extra_body={"stream_options": options}
+    )
+    return [event.progress for event in events if not event.choices], last.usage
 
 
 def test_log_probabilities_are_those_of_the_logits(client, engine):
