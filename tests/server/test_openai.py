@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -425,3 +426,91 @@ def test_an_answer_follows_a_schema(client, engine, monkeypatch):
     form["json_schema"]["schema"] = {"type": "nothing"}
     with pytest.raises(openai.BadRequestError, match="response_format"):
         client.chat.completions.create(model="toy", messages=MESSAGES, response_format=form)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {}, "prompt"),
+        ("chat/completions", {"max_tokens": 1}, "messages"),
+        ("completions", {"prompt": "a", "stream_options": {"nope": 1}}, "stream_options.nope"),
+        ("completions", {"prompt": "a", "stop": ["a", None]}, "stop[1]"),
+        ("completions", {"prompt": "a", "response_format": {}}, "response_format.type"),
+        ("completions", {"prompt": "a", "nope": 1}, "nope"),
+        ("completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ("completions", {"prompt": "a", "logit_bias": {"128": 1}, "stream": True}, "logit_bias"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("chat/completions", {"messages": MESSAGES, "stream_options": {}}, "stream_options"),
+        ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "modalities": ["audio"]}, "modalities[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": {"type": "text"}}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages"),
+        ("score", {"text_1": [], "text_2": []}, "text_1"),
+    ],
+)
+def test_an_error_names_the_field(served, path, body, param):
+    answer = httpx.post(f"{served[1]}/v1/{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_tokens_without_text_are_told_by_their_field(served):
+    answer = httpx.post(f"{served[1]}/detokenize", json={"tokens": [10**9]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_fields_that_say_nothing_about_the_answer_are_taken(client):
+    answer = client.chat.completions.create(
+        model="toy",
+        messages=MESSAGES,
+        max_completion_tokens=1,
+        modalities=["text"],
+        service_tier="auto",
+        safety_identifier="somebody",
+        prompt_cache_key="here",
+        top_logprobs=0,
+        store=False,
+        metadata={"a": "b"},
+    )
+    assert answer.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("seed", [-5, 0, 2**63, 2**64 - 1, 10**30])
+def test_any_seed_gives_the_same_answer_again(client, seed):
+    """But -1, which stands for none."""
+    texts = [
+        client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, n=2, seed=seed, temperature=2).choices
+        for _ in range(2)
+    ]
+    assert [choice.text for choice in texts[0]] == [choice.text for choice in texts[1]]
+    assert texts[0][0].text != texts[0][1].text
+
+
+def test_developers_speak_as_the_system_does(client):
+    said = [{"role": "developer", "content": "be brief"}, MESSAGES[1]]
+    answers = [
+        client.chat.completions.create(model="toy", messages=messages, max_tokens=6, temperature=0, logprobs=True)
+        for messages in (said, MESSAGES)
+    ]
+    assert answers[0].usage == answers[1].usage
+    assert answers[0].choices == answers[1].choices
+
+
+def test_a_call_in_the_history_needs_no_content(client):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
+    answer = client.chat.completions.create(model="toy", messages=[*messages, MESSAGES[1]], max_tokens=1)
+    assert answer.usage.completion_tokens == 1
+
+
+def test_prompts_of_token_ids_are_a_batch_with_choices_of_each(client):
+    whole = client.completions.create(
+        model="toy", prompt=[[5, 6, 7], [8]], max_tokens=3, n=2, best_of=2, stop=list("abcdef"), temperature=0
+    )
+    one = client.completions.create(model="toy", prompt=[8], max_tokens=3, stop=list("abcdef"), temperature=0)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.choices[2].text == whole.choices[3].text == one.choices[0].text
+    assert whole.usage.prompt_tokens == 4
