@@ -59,3 +59,27 @@ def test_what_is_told_of_a_run_may_use_the_session_beside_the_event_loop_too(act
     with chunkrt.load(checkpoint("llama_gqa"), npu="native") as engine:
         assert asyncio.run(use(engine))
     assert told
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next", "phi3_longrope_short"])
+def test_texts_that_begin_alike_are_told_as_each_alone(name):
+    """One after the other in a session, whatever its state can go back to."""
+    random = np.random.default_rng(0)
+
+    async def tell(engine, texts, goes_on):
+        told, before = [], ()
+        session = await engine.asession()
+        for text in texts:
+            if not goes_on:
+                session, before = await engine.asession(), ()
+            before = await session.atell(text, 3, before)
+            told.append(before)
+        return told
+
+    with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
+        beginning = random.integers(1, engine.plan.vocab_size, 21).tolist()
+        texts = [[*beginning, *random.integers(1, engine.plan.vocab_size, n).tolist()] for n in (5, 9, 1, 0, 17)]
+        texts += [texts[-1], beginning[:3], [*beginning[:3], 1, 2]]
+        together = asyncio.run(tell(engine, texts, goes_on=True))
+        assert [len(told) for told in together] == [len(text) - 1 for text in texts]
+        assert together == asyncio.run(tell(engine, texts, goes_on=False))
