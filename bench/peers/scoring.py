@@ -182,7 +182,7 @@ def _spread_text(samples: Sequence[float]) -> str:
     default=1000,
     show_default=True,
     help="Of all rounds. On two AVX2 cores a thousand items of a model with 135 million parameters take each way of "
-    "chunkrt 5 to 20 minutes, and transformers about an hour.",
+    "chunkrt 10 to 30 minutes, and transformers an hour; twice that where others use them.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="The items are divided over them.")
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
