@@ -2,7 +2,10 @@
 
     python tests/server_soak.py smollm2-135m-instruct --clients 64 --seconds 120
 
-runs `chunkrt serve` as a process of its own, and prints a line of JSON. Its status is 1 if anything is amiss.
+runs `chunkrt serve` as a process of its own, and prints a line of JSON. Its status is 1 if anything is amiss. Options
+that it does not know go to `chunkrt serve`; so two clients of an emulated NPU are
+
+    python tests/server_soak.py smollm2-135m-instruct --clients 2 --npu qnn --soc SM8650 --context 512
 """
 
 from __future__ import annotations
@@ -196,11 +199,13 @@ async def _left(http: httpx.AsyncClient) -> int:
 
 def main() -> int:
     """Run it on a model; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--new-tokens", type=int, default=24)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", help="A catalogue name, a checkpoint or an engine directory.")
+    parser.add_argument("--clients", type=int, default=64, help="That ask at the same time (64).")
+    parser.add_argument("--seconds", type=float, default=120.0, help="That they ask for, after a fifth of it (120).")
+    parser.add_argument("--new-tokens", type=int, default=24, help="Of an answer (24).")
     given, options = parser.parse_known_args()
     with server(given.model, *options) as (url, process_id):
         soaked = asyncio.run(

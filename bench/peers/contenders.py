@@ -52,19 +52,20 @@ class Contender:
     kind: a key of ENGINES.
     form: a key of FORMS, or "checkpoint".
     options: what the engine's `Runner` takes.
-    serves: whether it answers many prompts at once; then its engine is in `engines/serving`.
+    engine_folder: where in `engines` its engine is: "serving" of those that answer many prompts at once, "scoring" of
+        those that score.
     """
 
     name: str
     kind: str
     form: str = "checkpoint"
     options: Mapping[str, Any] = field(default_factory=dict)
-    serves: bool = False
+    engine_folder: str = ""
 
     @property
     def engine(self) -> str:
         """Its module in `engines`."""
-        return f"serving.{ENGINES[self.kind]}" if self.serves else ENGINES[self.kind]
+        return ".".join(filter(None, [self.engine_folder, ENGINES[self.kind]]))
 
 
 CONTENDERS = (
@@ -96,18 +97,18 @@ CONTENDERS = (
 """chunkrt's come first: every ratio is one of theirs to another's."""
 
 SERVERS = (
-    Contender(name="chunkrt 8-bit", kind="chunkrt", serves=True),
-    Contender(name="chunkrt 4-bit", kind="chunkrt", options={"scheme": "w4a8-dynamic"}, serves=True),
-    Contender(name="llama.cpp Q8_0", kind="llama.cpp", form="gguf-Q8_0.gguf", serves=True),
-    Contender(name="llama.cpp, file as given", kind="llama.cpp", serves=True),
-    Contender(name="OpenVINO GenAI Q8_0", kind="openvino-genai", form="gguf-Q8_0.gguf", serves=True),
-    Contender(name="OpenVINO GenAI, file as given", kind="openvino-genai", serves=True),
+    Contender(name="chunkrt 8-bit", kind="chunkrt", engine_folder="serving"),
+    Contender(name="chunkrt 4-bit", kind="chunkrt", options={"scheme": "w4a8-dynamic"}, engine_folder="serving"),
+    Contender(name="llama.cpp Q8_0", kind="llama.cpp", form="gguf-Q8_0.gguf", engine_folder="serving"),
+    Contender(name="llama.cpp, file as given", kind="llama.cpp", engine_folder="serving"),
+    Contender(name="OpenVINO GenAI Q8_0", kind="openvino-genai", form="gguf-Q8_0.gguf", engine_folder="serving"),
+    Contender(name="OpenVINO GenAI, file as given", kind="openvino-genai", engine_folder="serving"),
     Contender(
         name="CTranslate2 int8",
         kind="ctranslate2",
         form="ctranslate2-int8",
         options={"compute_type": "int8_float32"},
-        serves=True,
+        engine_folder="serving",
     ),
 )
 """Who answers many prompts at once."""

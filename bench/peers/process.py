@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,6 +70,10 @@ class ContenderProcess:
         request = {"do": "serve", "prompts": prompts, "arrivals": arrivals, "new_tokens": new_tokens}
         answers: list[dict[str, Any]] = self._ask(request)["answers"]
         return answers
+
+    def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+        """Have it score pairs: the `scores`, the `rows` computed, those with padding (`padded`), and the `seconds`."""
+        return self._ask({"do": "score", "pairs": pairs})
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -6,6 +6,7 @@ It says once what it is, then answers a line of JSON for each line of JSON:
     {"do": "next", "tokens": [...]}                  ->   {"token": 42}, the most likely one after these
     {"do": "serve", "prompts": [[...], ...], "arrivals": [0.0, ...], "new_tokens": 64}
                                                      ->   {"answers": [{"tokens": [...], "times": [...]}, ...]}
+    {"do": "score", "pairs": [[[...], [...]], ...]}  ->   {"scores": [...], "rows": 1, "padded": 1, "seconds": 0.123}
 
 A failure is answered by {"error": "a line"}, and the process goes on.
 """
@@ -37,7 +38,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             request = json.loads(line)
-            answer = (serve if request["do"] == "serve" else carry_out)(runner, **request)
+            answer = {"serve": serve, "score": score}.get(request["do"], carry_out)(runner, **request)
         except Exception as error:
             answer = {"error": describe(error)}
         print(json.dumps(answer), file=answers)
@@ -61,6 +62,14 @@ def serve(runner: Any, do: str, prompts: list[list[int]], arrivals: list[float],
     if short := [len(answer.tokens) for answer in answers if len(answer.tokens) != new_tokens]:
         raise RuntimeError(f"{short[0]} tokens were generated, not {new_tokens}")
     return {"answers": [vars(answer) for answer in answers]}
+
+
+def score(runner: Any, do: str, pairs: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    """What follows contexts."""
+    begin = time.perf_counter()
+    scores, num_rows, num_padded = runner.score(pairs)
+    seconds = time.perf_counter() - begin
+    return {"scores": scores, "rows": num_rows, "padded": num_padded, "seconds": seconds}
 
 
 def describe(error: Exception) -> str:

@@ -49,15 +49,20 @@ class AsyncSession(ABC):
         with self._one_user(), self._telling(progress, prompt):
             return await drive_async(self._extension(prompt, logits, follows_text), self._engine.arun)
 
-    async def atell(self, prompt: Sequence[int], number: int) -> list[TokenLogProbabilities]:
-        """As `aprefill` of the tokens of a text; what the model says of each from the second on.
+    async def atell(
+        self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()
+    ) -> list[TokenLogProbabilities]:
+        """As `aprefill` of the tokens of a text, in a session that holds no other; what the model says of each from
+        the second on.
 
         Args:
             prompt: token ids.
             number: of the tokens that were likeliest in its place, which are told as well.
+            before: what was told of the text that the session holds, with the same number: the session goes back as
+                far as this text differs from that, and what both begin with is not run again.
         """
         with self._one_user():
-            told = await drive_async(self._told(prompt, number), self._engine.arun, in_threads=True)
+            told = await drive_async(self._told(prompt, number, before), self._engine.arun, in_threads=True)
             self._sequence.follows_text = True
             return told
 
@@ -130,11 +135,13 @@ class AsyncSession(ABC):
     def _copy(self) -> Session:
         """A session of its own that has seen the same tokens."""
 
-    def _told(self, prompt: Sequence[int], number: int) -> Steps[list[TokenLogProbabilities]]:
+    def _told(
+        self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]
+    ) -> Steps[list[TokenLogProbabilities]]:
         self._check_open()
         self._sequence.cancel.clear()
-        tokens = self._encode(prompt)
-        told = yield from tell_of_tokens(self._sequence, tokens, number, chunk_length=self._engine.chunk_length)
+        tokens, chunk_length = self._encode(prompt), self._engine.chunk_length
+        told = yield from tell_of_tokens(self._sequence, tokens, number, chunk_length=chunk_length, before=before)
         return told
 
     async def _apieces(self, generation: Generation) -> AsyncIterator[Piece]:

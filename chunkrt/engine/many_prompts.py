@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -15,17 +13,26 @@ from chunkrt.engine.arguments import as_token_ids, require_whole
 from chunkrt.engine.embedding import Float32, Pooling
 from chunkrt.engine.generation import Piece
 from chunkrt.engine.many import MOST_AT_ONCE, Part, Runs, drive_many
+from chunkrt.engine.prefix_cache.cache import PrefixCache
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
-from chunkrt.engine.scoring import Score, encode_pair
+from chunkrt.engine.scoring import Score, by_context, check_pair, encode_pair, num_shared
 from chunkrt.engine.session import Session
 from chunkrt.errors import BusyError, ConfigError, unknown_name
+from chunkrt.graph.plan import Plan
 from chunkrt.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
+LEAST_AWAITED = 32
+"""Tokens with which two contexts begin: for fewer, the second does not wait for the first to be in the prefix cache."""
+
 
 class ManyPrompts(ABC):
     """The part of an engine that takes many prompts: each in a session of its own, and all share chunks."""
+
+    plan: Plan
+    context_length: int
+    prefix_cache: PrefixCache | None
 
     @abstractmethod
     def session(self) -> Session:
@@ -132,27 +139,52 @@ class ManyPrompts(ABC):
 
         Args:
             pairs: a context and what follows it, both text or both token ids. Texts are divided into tokens as
-                lm-evaluation-harness does. Neighbours with one context run it once.
-            max_sessions: how many pairs are under way at once, as far as there is room in the caches.
+                lm-evaluation-harness does. Pairs with one context run it once.
+            max_sessions: how many contexts are under way at once, as far as there is room in the caches.
 
         Returns:
-            A score for each pair, in their order.
+            A score for each pair, in their order: those of `Session.score`.
 
         Raises:
             ConfigError: a part is empty, or both together do not fit the context.
             BackendError: a subgraph failed.
         """
+        found = dict(self.scores(pairs, max_sessions=max_sessions))
+        return [found[index] for index in range(len(found))]
+
+    def scores(
+        self,
+        pairs: Sequence[tuple[str, str] | tuple[Sequence[int], Sequence[int]]],
+        *,
+        max_sessions: int = MOST_AT_ONCE,
+    ) -> Iterator[tuple[int, Score]]:
+        """As `score`, one by one: each with the index of its pair, as they come."""
         tokens = [self._encode_pair(pair) for pair in _listed("pairs", pairs)]
-        groups = [list(group) for _, group in groupby(tokens, key=itemgetter(0))]
+        for pair in tokens:
+            check_pair(*pair, self.plan.vocab_size, self.context_length)
+        groups = by_context(tokens)
+        contexts = [tokens[group[0]][0] for group in groups]
+        left = [iter(group) for group in groups]
+        beginning: set[int] = set()
+        """Groups whose context is on its way."""
 
         def scoring(session: Session, index: int) -> Part[Score]:
             for pair in groups[index]:
-                yield session.scoring(*pair)
+                yield session.scoring(*tokens[pair])
 
-        found: list[list[Score]] = [[] for _ in groups]
-        for index, score in self._drive_many(len(groups), scoring, max_sessions):
-            found[index].append(score)
-        return [score for group in found for score in group]
+        def may_begin(index: int) -> bool:
+            """Not beside one that begins alike: once that has come through, the prefix cache has what they share."""
+            least = max(len(contexts[index]) // 2, LEAST_AWAITED)
+            if self.prefix_cache is not None and any(
+                num_shared(contexts[index], contexts[other]) >= least for other in beginning - {index}
+            ):
+                return False
+            beginning.add(index)
+            return True
+
+        for index, score in self._drive_many(len(groups), scoring, max_sessions, may_begin):
+            beginning.discard(index)
+            yield next(left[index]), score
 
     def embed(
         self, texts: str | Sequence[str | Sequence[int]], *, pooling: Pooling, max_sessions: int = MOST_AT_ONCE
@@ -186,9 +218,13 @@ class ManyPrompts(ABC):
         return rows[0] if isinstance(texts, str) else np.stack([rows[index] for index in range(len(several))])
 
     def _drive_many(
-        self, number: int, part: Callable[[Session, int], Part[Result]], most: int
+        self,
+        number: int,
+        part: Callable[[Session, int], Part[Result]],
+        most: int,
+        may_begin: Callable[[int], bool] = lambda index: True,
     ) -> Iterator[tuple[int, Result]]:
-        """Take so many parts to their end, each with a session of its own."""
+        """Take so many parts to their end, each with a session of its own, once it may begin beside others."""
         if require_whole("max_sessions", most) < 1:
             raise ConfigError(f"max_sessions is {most}, expected at least 1")
 
@@ -197,6 +233,8 @@ class ManyPrompts(ABC):
                 yield from part(session, index)
 
         def open_part(index: int, waits: bool) -> Part[Result] | None:
+            if not may_begin(index):
+                return None
             if waits:
                 return in_session(self._open_waiting(), index)
             with suppress(BusyError):

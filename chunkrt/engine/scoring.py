@@ -51,15 +51,7 @@ def score_continuation(
         ConfigError: one of them is empty or holds ids outside the vocabulary, or both together do not fit the context.
         BackendError: a subgraph failed.
     """
-    if not context or not continuation:
-        raise ConfigError("nothing can be scored without a token before it, and one to score")
-    if outside := [token for token in (*context, *continuation) if not 0 <= token < sequence.vocab_size]:
-        raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {sequence.vocab_size}")
-    if len(context) + len(continuation) - 1 > sequence.context_length:
-        raise ConfigError(
-            f"{len(context)} tokens and {len(continuation)} to score do not fit the context of "
-            f"{sequence.context_length}"
-        )
+    check_pair(context, continuation, sequence.vocab_size, sequence.context_length)
     yield from _go_to(sequence, context[:-1])
     log_probability, is_greedy = 0.0, True
 
@@ -73,16 +65,68 @@ def score_continuation(
     return Score(log_probability=log_probability, is_greedy=is_greedy)
 
 
+def check_pair(context: Sequence[int], continuation: Sequence[int], vocab_size: int, context_length: int) -> None:
+    """Raises ConfigError unless some tokens can be scored after others; see `score_continuation`."""
+    if not context or not continuation:
+        raise ConfigError("nothing can be scored without a token before it, and one to score")
+    if outside := [token for token in (*context, *continuation) if not 0 <= token < vocab_size]:
+        raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+    if len(context) + len(continuation) - 1 > context_length:
+        raise ConfigError(
+            f"{len(context)} tokens and {len(continuation)} to score do not fit the context of {context_length}"
+        )
+
+
+def by_context(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
+    """The indices of pairs, those with one context together: a session that scores them runs it once."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, (context, _) in enumerate(pairs):
+        groups.setdefault(tuple(context), []).append(index)
+    return list(groups.values())
+
+
+def by_beginning(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The indices of prompts, those together, in order, of which each begins as the one before for half its length."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(prompts)), key=lambda index: tuple(prompts[index])):
+        if groups and 2 * num_shared(prompts[groups[-1][-1]], prompts[index]) >= len(prompts[index]):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def tell_of_tokens(
-    sequence: TokenSequence, tokens: Sequence[int], number: int, *, chunk_length: int
+    sequence: TokenSequence,
+    tokens: Sequence[int],
+    number: int,
+    *,
+    chunk_length: int,
+    before: Sequence[TokenLogProbabilities] = (),
 ) -> Steps[list[TokenLogProbabilities]]:
     """Run tokens, and tell of each from the second on, and of the `number` that were likeliest in its place.
+
+    Args:
+        sequence: empty; or it has seen tokens of which `before` was told.
+        tokens: at least one. Those with which the sequence began, too, are not run again, but for the last.
+        number: of the likeliest.
+        chunk_length: of the engine.
+        before: told of the sequence's tokens, with the same `number`.
 
     Raises:
         ConfigError: they do not fit the context.
         BackendError: a subgraph failed.
     """
-    told = list[TokenLogProbabilities]()
+    start = max(min(num_shared(tokens, sequence.tokens), len(before) + 1) - 1, 0)
+    sequence.rewind(start)
+    told = list(before[:start])
+    tokens = tokens[start:]
 
     def take(logits: Float32, start: int) -> None:
         following = tokens[start + 1 : start + 1 + len(logits)]  # nothing follows the last
@@ -118,8 +162,7 @@ def _run_in_pieces(
 
 def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> Steps[None]:
     """Bring a sequence to where it has seen exactly these tokens."""
-    pairs = zip(tokens, sequence.tokens, strict=False)
-    shared = next((i for i, (new, old) in enumerate(pairs) if new != old), min(len(tokens), len(sequence.tokens)))
+    shared = num_shared(tokens, sequence.tokens)
     sequence.rewind(shared)
     if shared < len(tokens):
         yield from sequence.extend(tokens[shared:], "none")
@@ -149,13 +192,17 @@ def log_softmax(logits: Float16 | Float32) -> Float64:
     Raises:
         ModelError: a logit is not finite.
     """
+    check_finite(logits)
     found = logits.astype(np.float64)
     found -= found.max(axis=1, keepdims=True)
-    total = np.log(np.exp(found).sum(axis=1, keepdims=True))
-    if not np.isfinite(found.min()) or not np.isfinite(total).all():
-        raise ModelError("the model computed logits that are not finite; is the checkpoint damaged?")
-    found -= total
+    found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
     return found
+
+
+def check_finite(logits: Float16 | Float32) -> None:
+    """Raises ModelError if a logit is not finite."""
+    if not (np.isfinite(logits.min()) and np.isfinite(logits.max())):  # either is NaN if one is
+        raise ModelError("the model computed logits that are not finite; is the checkpoint damaged?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +224,12 @@ def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
         ModelError: a logit is not finite.
     """
     found = np.empty(len(tokens), np.float64)
-    for rows in row_blocks(*logits.shape):
-        found[rows] = np.take_along_axis(log_softmax(logits[rows]), tokens[rows, None], axis=1)[:, 0]
+    for row, (values, token) in enumerate(zip(logits, tokens, strict=True)):  # one at a time stays in the cache
+        check_finite(values)
+        relative = values.astype(np.float64)
+        relative -= values.max()
+        own = relative[token]
+        found[row] = own - np.log(np.exp(relative, out=relative).sum())
     return TokenScores(log_probabilities=found, is_top=logits.argmax(axis=1) == tokens)
 
 

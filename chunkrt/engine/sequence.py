@@ -69,7 +69,7 @@ class TokenSequence:
         """Whether the last token is one of plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
         self.on_tokens: Callable[[int], object] | None = None
-        """Told, from any thread, how many tokens another chunk of a run has computed."""
+        """Told, from any thread, how many tokens another chunk of a run has computed, or the prefix cache gave."""
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
         self._reuse = Reuse(engine.prefix_cache)
@@ -287,6 +287,8 @@ class TokenSequence:
             if prefix is not None:
                 before = state.mark()
                 num_cached = reuse.take(prefix, state)
+                if self.on_tokens is not None:
+                    self.on_tokens(num_cached)
             parts = [num_left - num_cached] if logits in OF_ALL else reuse.part_lengths(self.tokens, state)
             if len(parts) > 1 and before is None:
                 before = state.mark()

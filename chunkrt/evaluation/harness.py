@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @register_model("chunkrt")
 class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """Scores and generates one request after another.
+    """Scores many requests at once, and generates one after another.
 
     Args:
         pretrained: a catalogue name, a checkpoint, or an engine directory.
@@ -65,7 +65,6 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
                 options[name] = Path(options[name])
         self.engine = chunkrt.load(pretrained, **options)
         self.text = self.engine.require_tokenizer()
-        self._session = self.engine.session()
 
     @property
     def max_length(self) -> int:
@@ -111,8 +110,8 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
         for request in tqdm(requests, desc="rolling", disable=disable_tqdm):
             tokens = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            pairs = map(make_disjoint_window, windows)
-            found.append(sum(self._session.score(*pair).log_probability for pair in pairs))
+            scores = self.engine.score([make_disjoint_window(window) for window in windows])
+            found.append(sum(score.log_probability for score in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
 
@@ -131,14 +130,16 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
         disable_tqdm: bool = False,
         **_: object,
     ) -> list[tuple[float, bool]]:
-        found = []
-        for texts, context, continuation in tqdm(requests, desc="scoring", disable=disable_tqdm):
-            kept = self._shortened(context, self.max_length + 1 - len(continuation))
-            score = self._session.score(kept, continuation)
-            found.append((score.log_probability, score.is_greedy))
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
-        return found
+        pairs = [
+            (self._shortened(context, self.max_length + 1 - len(continuation)), continuation)
+            for _, context, continuation in requests
+        ]
+        found: dict[int, tuple[float, bool]] = {}
+        for index, score in tqdm(self.engine.scores(pairs), desc="scoring", total=len(pairs), disable=disable_tqdm):
+            found[index] = score.log_probability, score.is_greedy
+            if (texts := requests[index][0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, found[index])
+        return [found[index] for index in range(len(pairs))]
 
     def _generate(self, context: str, settings: Mapping[str, Any]) -> str:
         max_new_tokens = next((int(settings[name]) for name in NEW_TOKENS if name in settings), DEFAULT_NEW_TOKENS)

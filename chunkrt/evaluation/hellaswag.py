@@ -16,9 +16,8 @@ from typing import Any
 
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.scoring import encode_pair
-from chunkrt.errors import ConfigError
 from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy
+from chunkrt.evaluation.scoring import Accuracy, score_items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +54,16 @@ def evaluate(
         ModelError: the model has no tokenizer.
         BackendError: a subgraph failed.
     """
-    tokenizer, session = engine.require_tokenizer(), engine.session()
+    tokenizer = engine.require_tokenizer()
+    pairs = [[encode_pair(tokenizer, item.context, f" {ending}") for ending in item.endings] for item in items]
+    with_lines = [(f"HellaSwag, line {item.line}", endings) for item, endings in zip(items, pairs, strict=True)]
     hits: list[bool] = []
     normalised_hits: list[bool] = []
-    for done, item in enumerate(items):
-        progress(done, len(items))
-        try:
-            pairs = [encode_pair(tokenizer, item.context, f" {ending}") for ending in item.endings]
-            found = [session.score(*pair).log_probability for pair in pairs]
-        except ConfigError as error:
-            raise ConfigError(f"HellaSwag, line {item.line}: {error}") from error
+    for item, scores in zip(items, score_items(engine, with_lines, progress), strict=True):
+        found = [score.log_probability for score in scores]
         normalised = [value / len(ending) for value, ending in zip(found, item.endings, strict=True)]
         hits.append(found.index(max(found)) == item.label)
         normalised_hits.append(normalised.index(max(normalised)) == item.label)
-    progress(len(items), len(items))
     return HellaSwagFigures(
         num_items=len(items), accuracy=Accuracy.of(hits), normalised_accuracy=Accuracy.of(normalised_hits)
     )

@@ -15,9 +15,8 @@ from typing import Any
 
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.scoring import encode_pair
-from chunkrt.errors import ConfigError
 from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy
+from chunkrt.evaluation.scoring import Accuracy, score_items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +52,9 @@ def evaluate(
         ModelError: the model has no tokenizer.
         BackendError: a subgraph failed.
     """
-    tokenizer, session = engine.require_tokenizer(), engine.session()
-    scores = []
-    for done, item in enumerate(items):
-        progress(done, len(items))
-        try:
-            scores.append(session.score(*encode_pair(tokenizer, item.context, f" {item.word}")))
-        except ConfigError as error:
-            raise ConfigError(f"LAMBADA, line {item.line}: {error}") from error
-    progress(len(items), len(items))
+    tokenizer = engine.require_tokenizer()
+    pairs = [(f"LAMBADA, line {item.line}", [encode_pair(tokenizer, item.context, f" {item.word}")]) for item in items]
+    scores = [score for (score,) in score_items(engine, pairs, progress)]
     return LambadaFigures(
         num_items=len(items),
         accuracy=Accuracy.of([score.is_greedy for score in scores]),

@@ -1,10 +1,16 @@
-"""Accuracies: what scores of continuations are made into."""
+"""Scores of many items, and accuracies: what they are made into."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
+
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.scoring import Score, check_pair
+from chunkrt.errors import ConfigError
+
+Pair = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,3 +25,35 @@ class Accuracy:
         """Of at least one item, right or wrong."""
         value, others = sum(hits) / len(hits), len(hits) - 1
         return Accuracy(value=value, standard_error=sqrt(value * (1 - value) / others) if others else None)
+
+
+def score_items(
+    engine: Engine, items: Sequence[tuple[str, Sequence[Pair]]], progress: Callable[[int, int], None]
+) -> list[list[Score]]:
+    """Score every pair of every item; what several items need is computed together.
+
+    Args:
+        items: each with what errors call it, and its pairs of a context and what follows.
+        progress: told how many items are done, of how many.
+
+    Raises:
+        ConfigError: an item does not fit the context; nothing has been computed then.
+        BackendError: a subgraph failed.
+    """
+    places = [(number, place) for number, (_, pairs) in enumerate(items) for place in range(len(pairs))]
+    for name, pairs in items:
+        for pair in pairs:
+            try:
+                check_pair(*pair, engine.plan.vocab_size, engine.context_length)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+    found: list[dict[int, Score]] = [{} for _ in items]
+    num_done = 0
+    progress(num_done, len(items))
+    for index, score in engine.scores([pair for _, pairs in items for pair in pairs]):
+        number, place = places[index]
+        found[number][place] = score
+        if len(found[number]) == len(items[number][1]):
+            num_done += 1
+            progress(num_done, len(items))
+    return [[scores[place] for place in range(len(scores))] for scores in found]

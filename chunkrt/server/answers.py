@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from chunkrt.engine.generation import Constraint, Piece
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.scoring import TokenLogProbabilities
+from chunkrt.engine.scoring import TokenLogProbabilities, by_beginning, num_shared
 from chunkrt.engine.session import Session
 from chunkrt.server.admission import Turn
 from chunkrt.server.errors import RequestError
@@ -36,6 +36,11 @@ class Wanted:
     echo: bool = False
     progress: bool = False
     follows_text: bool = False
+
+    @property
+    def is_of_prompts(self) -> bool:
+        """Whether all that is wanted is what the model says of the prompts."""
+        return self.echo and self.likeliest is not None and self.max_new_tokens == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +87,20 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
     events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
     turn = Turn()
 
-    async def answer(index: int) -> None:
+    async def answer(indices: Sequence[int]) -> None:
         try:
-            await _answer(service, index, prompts[index], wanted, turn, events.put_nowait)
+            if wanted.is_of_prompts:
+                await _tell(service, {index: prompts[index] for index in indices}, wanted, turn, events.put_nowait)
+            else:
+                for index in indices:
+                    await _answer(service, index, prompts[index], wanted, turn, events.put_nowait)
         except* Exception as several:  # of choices, which run at the same time: the first that failed ended the others
             events.put_nowait(first_of(several))
         else:
             events.put_nowait(None)
 
-    tasks = [asyncio.create_task(answer(index)) for index in range(len(prompts))]
+    groups = by_beginning(prompts) if wanted.is_of_prompts else [[index] for index in range(len(prompts))]
+    tasks = [asyncio.create_task(answer(indices)) for indices in groups]
     try:
         left = len(tasks)
         while left:
@@ -172,6 +182,24 @@ async def _answer(
                 group.create_task(_say(service, session, index * len(wanted.sampling) + number, number, wanted, tell))
 
 
+async def _tell(
+    service: Service,
+    prompts: Mapping[int, Sequence[int]],
+    wanted: Wanted,
+    turn: Turn,
+    tell: Callable[[Event], None],
+) -> None:
+    """Prompts that begin alike, one after the other in one session: what they begin with is run once."""
+    assert wanted.likeliest is not None
+    async with service.admission.places(1, turn), await service.engine.asession() as session:
+        told: Sequence[TokenLogProbabilities] = ()
+        for index, prompt in prompts.items():
+            num_cached = max(num_shared(session.tokens, prompt) - 1, 0)
+            told = await session.atell(prompt, wanted.likeliest, told)
+            _count(service, prompt, num_cached)
+            tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told))
+
+
 async def _prefill(
     service: Service,
     session: Session,
@@ -193,9 +221,13 @@ async def _prefill(
             prompt, progress=progress if wanted.progress else None, follows_text=wanted.follows_text
         )
         told, num_cached = [], result.num_cached
+    _count(service, prompt, num_cached)
+    return Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told)
+
+
+def _count(service: Service, prompt: Sequence[int], num_cached: int) -> None:
     service.metrics.prompt_tokens.inc(len(prompt))
     service.metrics.cached_tokens.inc(num_cached)
-    return Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told)
 
 
 async def _say(

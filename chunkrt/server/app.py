@@ -21,6 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from chunkrt.errors import ConfigError
 from chunkrt.server import embeddings, scoring
 from chunkrt.server.access import check_access
 from chunkrt.server.chat import Chat
@@ -275,4 +276,7 @@ async def _tokenize(service: Service, http: HttpRequest) -> Response:
 
 async def _detokenize(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), DetokenizeRequest)
-    return JSONResponse({"prompt": await service.beside(service.tokenizer.decode, request.tokens)})
+    try:
+        return JSONResponse({"prompt": await service.beside(service.tokenizer.decode, request.tokens)})
+    except ConfigError as error:
+        raise RequestError(str(error), param="tokens") from error

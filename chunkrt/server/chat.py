@@ -29,13 +29,16 @@ class Chat(Form):
     async def of(service: Service, request: ChatRequest) -> Chat:
         """Raises RequestError if the request asks for what cannot be done."""
         service.check_model(request)
+        request.check_stream()
         tools = request.tools if request.tools and request.tool_choice != "none" else None
+        if not tools and request.tool_choice not in (None, "auto", "none"):
+            raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
         names = None if tools is None else _check_tools(service, request, tools)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise RequestError("give max_completion_tokens or max_tokens, one of them", param="max_tokens")
         wanted = Wanted(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
-            sampling=[request.sampling(choice) for choice in range(request.n or 1)],
+            sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.num_likeliest,
             constraint=await service.beside(constraint_maker, service, request.response_format),

@@ -25,6 +25,7 @@ class Completion(Form):
     async def of(service: Service, request: CompletionRequest) -> Completion:
         """Raises RequestError if the request asks for what cannot be done."""
         service.check_model(request)
+        request.check_stream()
         if request.suffix:
             raise RequestError("suffix: this model continues texts; it fills no gaps", param="suffix")
         if request.best_of not in (None, request.n or 1):
@@ -33,7 +34,7 @@ class Completion(Form):
             raise RequestError("echo: a stream tells what is new alone", param="echo")
         wanted = Wanted(
             max_new_tokens=MOST_NEW_TOKENS if request.max_tokens is None else request.max_tokens,
-            sampling=[request.sampling(choice) for choice in range(request.n or 1)],
+            sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.logprobs,
             constraint=await service.beside(constraint_maker, service, request.response_format),

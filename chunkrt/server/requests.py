@@ -1,11 +1,12 @@
 """What clients may send: the bodies of requests, field by field, as OpenAI's API has them.
 
 A field that is not here is refused by name: nothing that a client asks for is left out in silence. Those that say
-nothing about the answer (`user`, `metadata`, `store`) are taken and not looked at.
+nothing about the answer (`user`, `metadata`, `store` and the like) are taken and not looked at.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -21,8 +22,11 @@ MOST_LIKELIEST = 20
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
 Likeliest = Annotated[int, msgspec.Meta(ge=0, le=MOST_LIKELIEST)]
-Texts = Annotated[list[str], msgspec.Meta(max_length=MOST_PROMPTS)]
+Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
 Body = TypeVar("Body", bound="Request")
+
+DRAWN_SEED = -1
+"""Stands for no seed, as in other servers."""
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -32,6 +36,10 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -76,7 +84,7 @@ class Generating(Request, kw_only=True):
     n: Choices | None = None
     response_format: ResponseFormat | None = None
 
-    def sampling(self, choice: int) -> SamplingOptions:
+    def sampling(self, choice: int, vocab_size: int) -> SamplingOptions:
         """How the tokens of a choice are drawn: each by random numbers of its own.
 
         Raises:
@@ -84,6 +92,8 @@ class Generating(Request, kw_only=True):
         """
         try:
             bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+            if outside := [token for token in bias if not 0 <= token < vocab_size]:
+                raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
         except ValueError as error:
             raise RequestError(f"logit_bias: {error}; its keys are token ids", param="logit_bias") from error
         given = {
@@ -94,7 +104,7 @@ class Generating(Request, kw_only=True):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "seed": None if self.seed is None or self.seed < 0 else self.seed + choice,
+            "seed": None if self.seed in (None, DRAWN_SEED) else (self.seed + choice) % 2**64,
         }
         if given["top_k"] == -1:
             del given["top_k"]
@@ -110,6 +120,11 @@ class Generating(Request, kw_only=True):
         if not all(stops):
             raise RequestError("stop: a stop string is empty", param="stop")
         return stops
+
+    def check_stream(self) -> None:
+        """Raises RequestError if there are options for a stream, and none is asked for."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options: only with stream", param="stream_options")
 
     @property
     def progress(self) -> bool:
@@ -133,11 +148,12 @@ class ChatRequest(Generating, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
 
     @property
     def num_likeliest(self) -> int | None:
         """Of how many tokens log-probabilities are wanted beside the answer's; None: of none."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -224,9 +240,13 @@ def read(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        text = str(error)
-        unknown = "contains unknown field `"
-        param = text.partition(unknown)[2].rstrip("`") if unknown in text else text.rpartition("`$.")[2].rstrip("`")
-        raise RequestError(text, param=param or None) from error
+        raise RequestError(str(error), param=_field(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
+
+
+def _field(problem: str) -> str | None:
+    """Which field msgspec complains of: it tells where, and of what is missing or unknown there the name."""
+    place = re.search(r"at `\$\.?(.*?)`$", problem)
+    name = re.search(r"(?:missing required|contains unknown) field `(.*?)`", problem)
+    return ".".join(found[1] for found in (place, name) if found is not None and found[1]) or None

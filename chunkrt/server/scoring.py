@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from chunkrt.engine.scoring import Score, encode_pair
+from chunkrt.engine.scoring import Score, by_context, encode_pair
 from chunkrt.server.admission import Turn
 from chunkrt.server.answers import together
 from chunkrt.server.errors import RequestError
@@ -72,9 +72,6 @@ async def _scores(service: Service, pairs: Sequence[Pair]) -> list[Score]:
     """Pairs with one context share a session, which runs it once."""
     service.admission.check()
     turn = Turn()
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, (context, _) in enumerate(pairs):
-        groups.setdefault(tuple(context), []).append(index)
     found: dict[int, Score] = {}
 
     async def work(indices: list[int]) -> None:
@@ -82,7 +79,7 @@ async def _scores(service: Service, pairs: Sequence[Pair]) -> list[Score]:
             for index in indices:
                 found[index] = await session.ascore(*pairs[index])
 
-    await together(work(indices) for indices in groups.values())
+    await together(work(indices) for indices in by_context(pairs))
     return [found[index] for index in range(len(pairs))]
 
 

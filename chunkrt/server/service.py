@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from chunkrt.engine.embedding import Pooling, check_hidden
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.server.admission import Admission
 from chunkrt.server.errors import RequestError
 from chunkrt.server.metrics import Metrics
-from chunkrt.server.requests import Request
+from chunkrt.server.requests import Generating, Request
 from chunkrt.server.tool_calls import with_arguments_read
 from chunkrt.tokenizer import Tokenizer
 
@@ -76,6 +77,11 @@ class Service:
                 code="model_not_found",
             )
 
+    def sampling(self, request: Generating) -> list[SamplingOptions]:
+        """How each choice of a request is drawn. Raises RequestError if an option is out of its range."""
+        vocab_size = self.engine.plan.vocab_size
+        return [request.sampling(choice, vocab_size) for choice in range(request.n or 1)]
+
     async def beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Do what takes a while in a thread, while the event loop goes on."""
         return await asyncio.to_thread(work, *arguments)
@@ -84,8 +90,10 @@ class Service:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """The tokens of a chat up to where the answer begins. Raises RequestError if the messages are malformed."""
+        knows_developers = "developer" in (self.tokenizer.settings.chat_template or "")
+        taken = [_as_template_takes_it(message, knows_developers=knows_developers) for message in messages]
         try:
-            return self.tokenizer.encode_chat([_as_template_takes_it(message) for message in messages], tools=tools)
+            return self.tokenizer.encode_chat(taken, tools=tools)
         except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
 
@@ -104,12 +112,20 @@ class Service:
         return tokenizer.token_bytes[token_id] if token_id < tokenizer.vocab_size else b""
 
 
-def _as_template_takes_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is text: parts of text are joined, others refused."""
+def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool) -> dict[str, Any]:
+    """A message whose content is text: parts of text are joined, others refused. What developers say is the system's,
+    where a template does not tell them apart."""
     message = with_arguments_read(message)
+    if message.get("role") == "developer" and not knows_developers:
+        message["role"] = "system"
     content = message.get("content")
+    if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
+        return {**message, "content": ""}
+    if isinstance(content, str):
+        return message
     if not isinstance(content, list):
-        return {**message, "content": "" if content is None else content}
+        found = "missing" if "content" not in message else type(content).__name__
+        raise RequestError(f"messages: the content is {found}; expected text, or parts of it", param="messages")
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):

@@ -81,17 +81,21 @@ def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose calls have arguments as objects, as templates take them, and not as JSON in strings.
 
     Raises:
-        RequestError: they are not JSON.
+        RequestError: they are not JSON, or the calls no list of functions.
     """
     calls = message.get("tool_calls")
-    if not isinstance(calls, list):
+    if calls is None:
         return dict(message)
+    if not isinstance(calls, list):
+        raise RequestError("messages: tool_calls: expected a list", param="messages")
     return {**message, "tool_calls": [_with_arguments_read(call) for call in calls]}
 
 
 def _with_arguments_read(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError('messages: a call: expected {"function": {"name": ..., "arguments": ...}}', param="messages")
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")

@@ -120,7 +120,7 @@ def test_ratios_within_a_round_and_who_fails():
 def test_chunkrt_answers_as_each_prompt_alone(tmp_path):
     contenders, process = peers("contenders"), peers("process")
     prompts = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
-    contender = contenders.Contender(name="ours", kind="chunkrt", serves=True, options={"chunk_length": 8})
+    contender = contenders.Contender(name="ours", kind="chunkrt", engine_folder="serving", options={"chunk_length": 8})
     with process.ContenderProcess(
         contender, python=sys.executable, model=GGUF, threads=1, context_length=16, log=tmp_path / "log"
     ) as server:
@@ -216,7 +216,7 @@ def test_servers_are_consistent_data():
     contenders = peers("contenders")
     engines = Path(BENCH) / "peers" / "engines"
     for contender in contenders.SERVERS:
-        assert contender.serves
+        assert contender.engine_folder == "serving"
         assert (engines / f"{contender.engine.replace('.', '/')}.py").exists()
         assert contender.form == "checkpoint" or contender.form in contenders.FORMS
     requirements = (Path(BENCH) / "peers" / "requirements.txt").read_text("utf-8").split()

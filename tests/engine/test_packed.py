@@ -373,7 +373,7 @@ def test_a_closed_engine_refuses_every_way_in(engine):
             use()
 
 
-def test_neighbours_with_one_context_run_it_once(engine, monkeypatch):
+def test_pairs_with_one_context_run_it_once_wherever_they_stand(engine, monkeypatch):
     ran, run = [], engine._conductor.ticket
 
     def note(wanted, on_end):
@@ -384,9 +384,36 @@ def test_neighbours_with_one_context_run_it_once(engine, monkeypatch):
     context, other = input_ids(NAME)[:30], input_ids(NAME)[1:20]
     pairs = [(context, [5, 6]), (context, [7]), (other, [8]), (context, [9, 9, 9])]
     scores = engine.score(pairs)
-    assert sum(ran) == (29 + 2) + 1 + (18 + 1) + (29 + 3)
+    assert sum(ran) == (29 + 2) + 1 + (18 + 1) + 3
     monkeypatch.undo()
     assert scores == [engine.session().score(*pair) for pair in pairs]
+
+
+def test_contexts_that_begin_alike_run_their_beginning_once():
+    """Many at a time: the others wait until the first has given the prefix cache what they share."""
+    shared = input_ids(NAME)[:48]
+    pairs = [([*shared, *range(n, n + 9)], [ending, 7]) for n in range(5) for ending in (3, 4)]
+    with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
+        before = cached.stats()
+        scores = cached.score(pairs)
+        after = cached.stats()
+        assert after.cached_tokens - before.cached_tokens == 4 * 48
+        assert after.shared_rows - before.shared_rows == 48 + 5 * (8 + 2 + 2)
+        assert scores == [cached.session().score(*pair) for pair in pairs]
+
+
+def test_scores_come_as_they_are_ready_each_once(engine):
+    ids = input_ids(NAME)
+    pairs = [(ids[: 5 + n % 3], [n, 2]) for n in range(9)]
+    found = list(engine.scores(pairs, max_sessions=2))
+    assert sorted(index for index, _ in found) == list(range(9))
+    assert dict(found) == dict(enumerate(engine.score(pairs)))
+
+
+def test_pairs_that_do_not_fit_are_told_before_anything_runs(engine, monkeypatch):
+    monkeypatch.setattr(engine._conductor, "ticket", None)
+    with pytest.raises(ConfigError, match="do not fit the context"):
+        engine.score([([1], [2]), ([1] * 10**6, [2])])
 
 
 AT_EXIT = """

@@ -7,7 +7,31 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.engine.scoring import likeliest, log_softmax
+from chunkrt.engine.scoring import by_beginning, likeliest, log_softmax, score_tokens
+from chunkrt.errors import ModelError
+
+
+def test_scores_of_tokens_are_the_bits_of_the_logarithms_of_all():
+    random = np.random.default_rng(0)
+    logits = (9 * random.normal(size=(5, 3001))).astype(np.float32)
+    tokens = np.array([0, 5, 3000, logits[3].argmax(), 7])
+    found = score_tokens(logits, tokens)
+    assert found.log_probabilities.tolist() == log_softmax(logits)[np.arange(5), tokens].tolist()
+    assert found.is_top.tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("act", [lambda logits: score_tokens(logits, np.array([0, 1])), log_softmax])
+def test_logits_that_are_not_finite_are_an_error(act, value):
+    logits = np.zeros((2, 9), np.float32)
+    logits[1, 3] = value
+    with pytest.raises(ModelError, match="not finite"):
+        act(logits)
+
+
+def test_prompts_that_begin_alike_for_half_their_length_stand_together_in_order():
+    prompts = [[1, 2, 3, 4], [9], [1, 2, 3, 5, 6], [1], [9, 9], [1, 2, 8, 8, 8]]
+    assert by_beginning(prompts) == [[3], [0, 2], [5], [1, 4]]
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 20, 50])
@@ -35,3 +59,27 @@ def test_what_is_told_of_a_run_may_use_the_session_beside_the_event_loop_too(act
     with chunkrt.load(checkpoint("llama_gqa"), npu="native") as engine:
         assert asyncio.run(use(engine))
     assert told
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next", "phi3_longrope_short"])
+def test_texts_that_begin_alike_are_told_as_each_alone(name):
+    """One after the other in a session, whatever its state can go back to."""
+    random = np.random.default_rng(0)
+
+    async def tell(engine, texts, goes_on):
+        told, before = [], ()
+        session = await engine.asession()
+        for text in texts:
+            if not goes_on:
+                session, before = await engine.asession(), ()
+            before = await session.atell(text, 3, before)
+            told.append(before)
+        return told
+
+    with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
+        beginning = random.integers(1, engine.plan.vocab_size, 21).tolist()
+        texts = [[*beginning, *random.integers(1, engine.plan.vocab_size, n).tolist()] for n in (5, 9, 1, 0, 17)]
+        texts += [texts[-1], beginning[:3], [*beginning[:3], 1, 2]]
+        together = asyncio.run(tell(engine, texts, goes_on=True))
+        assert [len(told) for told in together] == [len(text) - 1 for text in texts]
+        assert together == asyncio.run(tell(engine, texts, goes_on=False))

@@ -6,12 +6,14 @@ import gc
 import json
 import threading
 import weakref
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from server_of_tests import serving
 from small_vocabularies import make_tokenizer
 
+from chunkrt.engine.scoring import TokenLogProbabilities
 from chunkrt.errors import BusyError
 from chunkrt.server import app
 from chunkrt.server import chat as chats
@@ -186,3 +188,31 @@ def test_what_failed_is_not_kept_by_what_waited_for_it():
         assert asyncio.run(test())
     finally:
         gc.enable()
+
+
+def test_a_character_of_several_tokens_is_told_token_by_token():
+    """As in a stream: each with its bytes, and what follows with its place in the text."""
+    tokenizer = make_tokenizer("byte_level")
+    of_bytes = {tokenizer.token_bytes[i]: i for i in range(tokenizer.vocab_size)}
+    tokens = [of_bytes[bytes([byte])] for byte in "a☃b".encode()]
+    service = SimpleNamespace(tokenizer=tokenizer, token_bytes=lambda token_id: tokenizer.token_bytes[token_id])
+    told = TokenLogProbabilities(own=-1.0, top=[(tokens[1], -0.5), (tokens[2], -0.75)])
+    completion = completed._LogProbabilities(service, follows_text=True)
+    names, offsets = [], []
+    for token in tokens:
+        completion.add(token, told)
+        taken = completion.take()
+        names += taken["tokens"]
+        offsets += taken["text_offset"]
+        (top,) = taken["top_logprobs"]
+        assert top["bytes:\\xe2"] == -0.5
+        assert top[taken["tokens"][0]] == max(-1.0, {tokens[1]: -0.5, tokens[2]: -0.75}.get(token, -1.0))
+    assert names == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b"]
+    assert offsets == [0, 1, 1, 1, 2]
+    of_chat = chats._LogProbabilities(service)
+    for token in tokens:
+        of_chat.add(token, told)
+    content = of_chat.take()["content"]
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a☃b"
+    assert [len(one["top_logprobs"]) for one in content] == [2] * 5
+    assert of_chat.take() == {"content": []}

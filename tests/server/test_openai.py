@@ -5,11 +5,13 @@ import json
 import threading
 import time
 
+import httpx
 import numpy as np
 import openai
 import pytest
 from server_of_tests import serving
 
+import chunkrt
 from chunkrt.engine.scoring import encode_pair, log_softmax
 
 PROMPT = "hello"
@@ -73,17 +75,30 @@ def test_a_stream_says_the_same_and_the_counts(client, engine):
 
 
 def test_a_stream_tells_how_far_the_prompt_is(client):
-    events = client.completions.create(
-        model="toy",
-        prompt="hello there " * 6,
-        max_tokens=1,
-        stream=True,
-        extra_body={"stream_options": {"include_progress": True}},
-    )
-    progress = [event.progress for event in events if not event.choices]
+    progress, _ = told_progress(client)
     assert len(progress) > 1
     assert progress[-1]["tokens_done"] == progress[-1]["tokens"]
     assert [one["tokens_done"] for one in progress] == sorted({one["tokens_done"] for one in progress})
+
+
+def test_cached_tokens_of_a_prompt_are_done(chat_folder):
+    with (
+        chunkrt.load(chat_folder, npu="native", chunk_length=8, threads=2, prefix_cache="memory") as engine,
+        serving(engine) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        told_progress(client)
+        progress, usage = told_progress(client)
+    assert progress[0]["tokens_done"] == usage.prompt_tokens_details.cached_tokens > 0
+    assert progress[-1]["tokens_done"] == progress[-1]["tokens"] == usage.prompt_tokens
+
+
+def told_progress(client):
+    options = {"include_progress": True, "include_usage": True}
+    *events, last = client.completions.create(
+        model="toy", prompt="hello there " * 6, max_tokens=1, stream=True, extra_body={"stream_options": options}
+    )
+    return [event.progress for event in events if not event.choices], last.usage
 
 
 def test_log_probabilities_are_those_of_the_logits(client, engine):
@@ -119,6 +134,21 @@ def test_an_echo_scores_the_prompt(client, engine):
     assert choice.text == engine.tokenizer.decode(tokens)
     assert choice.finish_reason == "length"
     assert answer.usage.completion_tokens == 0
+
+
+def test_prompts_of_an_echo_that_begin_alike_run_their_beginning_once(client, engine):
+    """As lm-evaluation-harness asks: the same context before several endings, as token ids, nothing generated."""
+    context = encoded(engine, "hello there " * 3)
+    prompts = [[*context, *encoded(engine, ending)] for ending in ("you", "there you", "hello")] + [[5, 6], context]
+    options = {"model": "toy", "max_tokens": 0, "echo": True, "logprobs": 2}
+    alone = [client.completions.create(prompt=[prompt], **options).choices[0] for prompt in prompts]
+    before = engine.stats().shared_rows
+    answer = client.completions.create(prompt=prompts, **options)
+    assert [choice.logprobs for choice in answer.choices] == [choice.logprobs for choice in alone]
+    assert [choice.text for choice in answer.choices] == [choice.text for choice in alone]
+    num_cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert num_cached >= 3 * (len(context) - 1)
+    assert engine.stats().shared_rows - before == sum(map(len, prompts)) - num_cached
 
 
 def test_an_echo_of_a_long_prompt_scores_every_token_once(client, engine):
@@ -396,3 +426,91 @@ def test_an_answer_follows_a_schema(client, engine, monkeypatch):
     form["json_schema"]["schema"] = {"type": "nothing"}
     with pytest.raises(openai.BadRequestError, match="response_format"):
         client.chat.completions.create(model="toy", messages=MESSAGES, response_format=form)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {}, "prompt"),
+        ("chat/completions", {"max_tokens": 1}, "messages"),
+        ("completions", {"prompt": "a", "stream_options": {"nope": 1}}, "stream_options.nope"),
+        ("completions", {"prompt": "a", "stop": ["a", None]}, "stop[1]"),
+        ("completions", {"prompt": "a", "response_format": {}}, "response_format.type"),
+        ("completions", {"prompt": "a", "nope": 1}, "nope"),
+        ("completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ("completions", {"prompt": "a", "logit_bias": {"128": 1}, "stream": True}, "logit_bias"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("chat/completions", {"messages": MESSAGES, "stream_options": {}}, "stream_options"),
+        ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "modalities": ["audio"]}, "modalities[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": {"type": "text"}}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages"),
+        ("score", {"text_1": [], "text_2": []}, "text_1"),
+    ],
+)
+def test_an_error_names_the_field(served, path, body, param):
+    answer = httpx.post(f"{served[1]}/v1/{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_tokens_without_text_are_told_by_their_field(served):
+    answer = httpx.post(f"{served[1]}/detokenize", json={"tokens": [10**9]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_fields_that_say_nothing_about_the_answer_are_taken(client):
+    answer = client.chat.completions.create(
+        model="toy",
+        messages=MESSAGES,
+        max_completion_tokens=1,
+        modalities=["text"],
+        service_tier="auto",
+        safety_identifier="somebody",
+        prompt_cache_key="here",
+        top_logprobs=0,
+        store=False,
+        metadata={"a": "b"},
+    )
+    assert answer.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("seed", [-5, 0, 2**63, 2**64 - 1, 10**30])
+def test_any_seed_gives_the_same_answer_again(client, seed):
+    """But -1, which stands for none."""
+    texts = [
+        client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, n=2, seed=seed, temperature=2).choices
+        for _ in range(2)
+    ]
+    assert [choice.text for choice in texts[0]] == [choice.text for choice in texts[1]]
+    assert texts[0][0].text != texts[0][1].text
+
+
+def test_developers_speak_as_the_system_does(client):
+    said = [{"role": "developer", "content": "be brief"}, MESSAGES[1]]
+    answers = [
+        client.chat.completions.create(model="toy", messages=messages, max_tokens=6, temperature=0, logprobs=True)
+        for messages in (said, MESSAGES)
+    ]
+    assert answers[0].usage == answers[1].usage
+    assert answers[0].choices == answers[1].choices
+
+
+def test_a_call_in_the_history_needs_no_content(client):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
+    answer = client.chat.completions.create(model="toy", messages=[*messages, MESSAGES[1]], max_tokens=1)
+    assert answer.usage.completion_tokens == 1
+
+
+def test_prompts_of_token_ids_are_a_batch_with_choices_of_each(client):
+    whole = client.completions.create(
+        model="toy", prompt=[[5, 6, 7], [8]], max_tokens=3, n=2, best_of=2, stop=list("abcdef"), temperature=0
+    )
+    one = client.completions.create(model="toy", prompt=[8], max_tokens=3, stop=list("abcdef"), temperature=0)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.choices[2].text == whole.choices[3].text == one.choices[0].text
+    assert whole.usage.prompt_tokens == 4
