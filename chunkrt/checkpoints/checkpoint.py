@@ -46,5 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     if start == MAGIC:
         return GgufSource(path, refuse=refuse)
+    if not start:
+        raise ModelError(f"{path} is empty; {how_to_fetch(path)}")
     hint = _HINTS.get(path.suffix) or f"if it should be, {how_to_fetch(path)}"
     raise ModelError(f"{path} is not a GGUF file (it starts with {start!r}); {hint}")

@@ -97,8 +97,9 @@ def fetch_model(model: HubModel) -> Path:
             f"there is no file or folder {model}; to fetch it from the Hugging Face hub: pip install 'chunkrt[hub]'"
         ) from error
     try:
-        names = HfApi().list_repo_files(model.repository, revision=model.revision)
-        patterns = _wanted(model, names)
+        # the client asks for a list of files again and again, and logs it, where nothing can be reached; for this once
+        siblings = HfApi().model_info(model.repository, revision=model.revision).siblings
+        patterns = _wanted(model, [sibling.rfilename for sibling in siblings or ()])
         snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns, ignore_patterns=None)
     except ModelError:
         raise

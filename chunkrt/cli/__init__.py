@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import traceback
+from difflib import get_close_matches
 from pathlib import Path
 
 import click
@@ -62,6 +63,15 @@ class CommandGroup(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(f"chunkrt.cli.{cmd_name}"), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As any group does, with a guess where there is no such command."""
+        name = args[0]
+        if name not in INSTEAD and (nearest := get_close_matches(name, COMMANDS, 1)) and name not in COMMANDS:
+            ctx.fail(f"No such command {name!r}; did you mean {nearest[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from chunkrt.cli.bench_parallel import measure_parallel
+from chunkrt.cli.bench_parallel import MOST_SEQUENCES, measure_parallel
 from chunkrt.cli.bench_rows import FORMATS, Setup
 from chunkrt.cli.bench_tests import Case, measure
 from chunkrt.cli.command import GroupedCommand, ModelName, with_revision
@@ -105,7 +105,7 @@ def bench(
         new=None if new_tokens is None else read_numbers("-n", new_tokens),
         both=[_pair(text) for text in both],
         depths=read_numbers("-d", depths),
-        parallel=None if parallel is None else read_numbers("--parallel", parallel, least=1),
+        parallel=None if parallel is None else read_numbers("--parallel", parallel, least=1, most=MOST_SEQUENCES),
         prompt=None if prompt_file is None else read_text(prompt_file),
     )
     budgets = [None] if threads is None else read_numbers("--threads", str(threads), least=1)

@@ -17,6 +17,8 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.runtime.record import RunRecord
 
+MOST_SEQUENCES = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelRow(Setup):

@@ -57,7 +57,7 @@ class Prefixes:
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _folder = click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Another folder of the prefix cache, as it was given to --prefix-cache.",
 )
 
@@ -109,7 +109,7 @@ def show(folder: Path | None, as_json: bool) -> None:
 def clear(kinds: tuple[str, ...], everything: bool, folder: Path | None, as_json: bool) -> None:
     """Remove what is kept; by default what was computed of prompts.
 
-    Pulled models stay; delete their folder to be rid of one. Engines that are in use go on.
+    Pulled models stay; `chunkrt models --remove NAME` is for those. Engines that are in use go on.
     """
     if folder is not None and (kinds or everything):
         raise click.UsageError("--folder is of the prefix cache; give it alone")

@@ -37,6 +37,8 @@ def chat(model: str, markdown: bool, **options: Any) -> None:
     settings, sampling, generation = split_options(options)
     with open_engine(model, settings) as engine, engine.session() as session:
         tokenizer = engine.require_tokenizer()
+        if not tokenizer.has_chat_template:
+            raise ModelError("the model has no chat template; ask it with `chunkrt run`, or take one tuned for chat")
         conversation = Conversation(model=model, sampling=sampling_of(tokenizer, sampling), **generation)
         click.echo(HELP, err=True)
         read = line_reader()
@@ -108,8 +110,6 @@ def answer_turn(conversation: Conversation, session: Session, tokenizer: Tokeniz
         shown.end()
         click.echo("[stopped]", err=True)
     except (ConfigError, ModelError) as error:  # the turn does not fit: the conversation goes on without it
-        if not tokenizer.has_chat_template:
-            raise
         messages.pop()
         click.echo(f"{error}; /reset begins anew", err=True)
         return

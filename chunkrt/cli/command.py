@@ -10,6 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from chunkrt.checkpoints.hub import cached_models, parse_hub_id
+from chunkrt.cli.peers import hidden_options
 from chunkrt.errors import ChunkrtError, ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -75,6 +76,12 @@ class GroupedCommand(click.Command):
     def __init__(self, *arguments: Any, first: Sequence[str] = (), **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._first = tuple(first)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own, and what peers have that it has not, so that it can be refused by name."""
+        own = super().get_params(ctx)
+        names = {name for parameter in own for name in parameter.opts}
+        return [*own, *(option for option in hidden_options() if option.opts[0] not in names)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, each with its group; what has none comes last."""

@@ -55,9 +55,7 @@ _FILE = click.Path(path_type=Path)
     "--window",
     "window_length",
     type=int,
-    default=DEFAULT_WINDOW_LENGTH,
-    show_default=True,
-    help="Tokens that attend to one another.",
+    help=f"Tokens that attend to one another.  [default: {DEFAULT_WINDOW_LENGTH}, or the context]",
 )
 @click.option("--windows", metavar="N|all", help=f"How many, spread over the part.  [default: {DEFAULT_NUM_WINDOWS}]")
 @click.option("--part", default="1/1", show_default=True, metavar="K/N", help="The K-th of N parts of the text.")
@@ -83,7 +81,7 @@ def eval(
     limit: int | None,
     base_scheme: str,
     base_model: str | None,
-    window_length: int,
+    window_length: int | None,
     windows: str | None,
     part: str,
     cache_gb: float,
@@ -158,11 +156,11 @@ def eval(
 
 @dataclass(frozen=True, kw_only=True)
 class _Text:
-    """What the command line said of the text. `windows`: None for the default, or "all". `cache_limit`: bytes."""
+    """What the command line said of the text. Lengths and `windows`: None for the default. `cache_limit`: bytes."""
 
     path: Path | None
     part: Part
-    window_length: int
+    window_length: int | None
     windows: int | Literal["all"] | None
     base_model: str
     base: EngineOptions | None
@@ -181,16 +179,22 @@ class _Text:
         except UnicodeDecodeError as error:
             raise ConfigError(f"the text in {self.path} is not UTF-8: {error}") from error
 
+    def window_of(self, engine: Engine) -> int:
+        """Tokens of a window; by default no more than the context takes."""
+        if self.window_length is None:
+            return min(DEFAULT_WINDOW_LENGTH, engine.context_length)
+        return self.window_length
+
     def cut(self, engine: Engine, content: str) -> list[list[int]]:
         """All windows of the part."""
-        if self.window_length > engine.context_length:
+        window_length = self.window_of(engine)
+        if window_length > engine.context_length:
             raise ConfigError(
-                f"--window is {self.window_length}, longer than the context of {engine.context_length}; choose a "
-                "shorter one"
+                f"--window is {window_length}, longer than the context of {engine.context_length}; choose a shorter one"
             )
         tokenizer = engine.require_tokenizer()
         tokens = tokenizer.encode(content, add_special=False, parse_special=False)
-        return cut_windows(self.part.of(tokens), self.window_length, bos_id=_bos_id(engine))
+        return cut_windows(self.part.of(tokens), window_length, bos_id=_bos_id(engine))
 
     def evaluate(self, engine: Engine, chosen: list[list[int]], num_available: int, progress: Progress) -> TextRun:
         """Run the windows that were chosen."""
@@ -207,7 +211,7 @@ class _Text:
             part=str(self.part),
             windows=len(chosen),
             windows_available=num_available,
-            window_length=self.window_length,
+            window_length=self.window_of(engine),
             has_bos=_bos_id(engine) is not None,
             base=base_run,
             figures=figures,

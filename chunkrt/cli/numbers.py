@@ -10,13 +10,13 @@ MOST_NUMBERS = 1000
 _PART = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?:(?P<by>[+*])(?P<step>\d+))?)?")
 
 
-def read_numbers(option: str, text: str, *, least: int = 0) -> list[int]:
+def read_numbers(option: str, text: str, *, least: int = 0, most: int | None = None) -> list[int]:
     """Whole numbers and ranges with commas between, in their order, each once.
 
     Args:
         option: for messages.
         text: a range is FIRST-LAST, FIRST-LAST+STEP or FIRST-LAST*FACTOR.
-        least: the smallest number that is allowed.
+        least, most: the smallest and the largest number that is allowed.
 
     Raises:
         ConfigError: it is something else.
@@ -33,6 +33,8 @@ def read_numbers(option: str, text: str, *, least: int = 0) -> list[int]:
         numbers += _range(option, text, found)
     if min(numbers) < least:
         raise ConfigError(f"{option} is {text!r}, expected no {'number below 1' if least else 'negative number'}")
+    if most is not None and max(numbers) > most:
+        raise ConfigError(f"{option} is {text!r}, expected at most {most}")
     return list(dict.fromkeys(numbers))
 
 

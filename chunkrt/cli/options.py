@@ -192,6 +192,10 @@ def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Comman
                 refuse_without("--cache-memory", "queue")
             if not options.get("context_shift"):
                 refuse_without("--context-shift", "context_keep")
+            if options.get("prefix_cache") == "off":
+                refuse_without("a prefix cache (--prefix-cache is off)", "prefix_cache_memory")
+            if options.get("prefix_cache") in (None, "memory", "off"):
+                refuse_without("--prefix-cache disk, or a folder", "prefix_cache_disk")
             return command(*arguments, **options)
 
         with_settings = _VERBOSE(settings_option(*of_settings)(checked))
@@ -271,7 +275,12 @@ def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
 
 
 def measured(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings to measure with: everything is computed, unless the prefix cache is asked for by name."""
+    """Settings to measure with: everything is computed, unless the prefix cache is asked for by name.
+
+    Raises ConfigError if the present command was given a budget for a cache that there is not.
+    """
+    if settings.get("prefix_cache") is None:
+        refuse_without("--prefix-cache", "prefix_cache_memory")
     return {**settings, "prefix_cache": settings.get("prefix_cache") or "off"}
 
 

@@ -92,8 +92,9 @@ def read_messages(file: str) -> tuple[Message, ...]:
     Raises:
         ConfigError: it cannot be read, or is something else.
     """
+    text = read_text(file)
     try:
-        return _messages(parse_json(read_text(file)))
+        return _messages(parse_json(text))
     except ValueError as error:
         raise ConfigError(f"the messages in {file} are not JSON: {error}") from error
     except ConfigError as error:

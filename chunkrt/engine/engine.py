@@ -39,7 +39,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import find_cpus, running_on
 from chunkrt.runtime.batcher import find_batcher
-from chunkrt.runtime.conductor import Conductor
+from chunkrt.runtime.conductor import CLOSED, Conductor
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.state import State
 from chunkrt.runtime.state_tensors import CacheDtype
@@ -159,7 +159,7 @@ class Engine(ManyPrompts):
             ClosedError: the engine is closed.
             BusyError: the caches of other sessions take what there is for all (`EngineOptions.cache_memory`).
         """
-        self._check_open()
+        self.check_open()
         return Session(self, self._cache_memory.open(self.make_state))
 
     async def asession(self) -> Session:
@@ -167,7 +167,7 @@ class Engine(ManyPrompts):
 
         Raises BusyError if as many wait as may (`EngineOptions.queue`).
         """
-        self._check_open()
+        self.check_open()
         return Session(self, await self._cache_memory.await_room(self.make_state))
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
@@ -201,12 +201,12 @@ class Engine(ManyPrompts):
 
     def fork_state(self, state: State) -> State:
         """A copy of a state; `Session.fork` calls it. Raises BusyError if there is no room for it in the caches."""
-        self._check_open()
+        self.check_open()
         return self._cache_memory.open(state.fork)
 
     def stats(self) -> EngineStats:
         """What the engine does and holds at this moment."""
-        self._check_open()
+        self.check_open()
         conductor, memory = self._conductor, self._cache_memory
         return EngineStats(
             sessions=memory.num_states,
@@ -229,7 +229,7 @@ class Engine(ManyPrompts):
 
     def make_state(self) -> State:
         """An empty state. Raises ClosedError if the engine is closed, OutOfMemoryError if there is no room for it."""
-        self._check_open()
+        self.check_open()
         return self._make_state(State if self._mirror is None else self._mirror.make_state)
 
     def _make_state(self, make: Callable[..., State]) -> State:
@@ -264,7 +264,7 @@ class Engine(ManyPrompts):
         """As `run`, while the event loop goes on. A task that is cancelled ends the run at the next chunk."""
         import asyncio
 
-        self._check_open()
+        self.check_open()
         loop = asyncio.get_running_loop()
         if self._conductor.takes_turns:
             raise ConfigError(
@@ -285,7 +285,7 @@ class Engine(ManyPrompts):
 
     def check_ready(self) -> None:
         """Raises ClosedError if the engine is closed, ModelError if its files are not what was written."""
-        self._check_open()
+        self.check_open()
         self._verification.wait()
 
     def require_tokenizer(self) -> Tokenizer:
@@ -302,9 +302,10 @@ class Engine(ManyPrompts):
         return self.tokenizer
 
     def close(self) -> None:
-        """Release the executables. Waits for a run in progress; sessions cannot be used afterwards.
+        """Release the executables; sessions cannot be used afterwards.
 
-        Closing twice is allowed, and does nothing in a forked process.
+        What other threads still run ends with the chunks that it has begun, and raises ClosedError there. Closing twice
+        is allowed, and does nothing in a forked process.
         """
         if os.getpid() != self._process_id:
             return
@@ -330,18 +331,16 @@ class Engine(ManyPrompts):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check_process(self) -> None:
-        """Raises ClosedError in a process that was forked from the engine's: it has neither its threads nor its NPU."""
+    def check_open(self) -> None:
+        """Raises ClosedError if the engine is closed, or in a process that was forked from the engine's: that has
+        neither its threads nor its NPU."""
         if os.getpid() != self._process_id:
             raise ClosedError(
                 "the engine belongs to the process that this one was forked from; load the model here, or start "
                 "processes by 'spawn'"
             )
-
-    def _check_open(self) -> None:
-        self.check_process()
         if self.is_closed:
-            raise ClosedError("the engine is closed; load the model again")
+            raise ClosedError(CLOSED)
 
 
 def _settle(done: Future[None]) -> None:

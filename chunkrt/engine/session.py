@@ -322,6 +322,6 @@ class Session(AsyncSession):
         return ids
 
     def _check_open(self) -> None:
-        if self._is_closed or self._engine.is_closed:
+        self._engine.check_open()
+        if self._is_closed:
             raise ClosedError("the session is closed; make a new one with engine.session()")
-        self._engine.check_process()

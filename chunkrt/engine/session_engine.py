@@ -20,7 +20,6 @@ class SessionEngine(SequenceEngine, Protocol):
     tokenizer: Tokenizer | None
     scheme: Scheme
     make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler]
-    is_closed: bool
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ModelError if there is none."""
@@ -38,6 +37,6 @@ class SessionEngine(SequenceEngine, Protocol):
         """The same, while the event loop goes on."""
         ...
 
-    def check_process(self) -> None:
-        """Raises ClosedError in a process forked from the one that loaded the model."""
+    def check_open(self) -> None:
+        """Raises ClosedError if the engine is closed, or in a process forked from the one that loaded the model."""
         ...

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from html import escape
 from typing import TYPE_CHECKING
+
+from chunkrt.html_tables import html_table
 
 if TYPE_CHECKING:
     from chunkrt.graph.plan import Plan
@@ -17,8 +18,8 @@ def plan_html(plan: Plan) -> str:
         operators = Counter(node.op for node in subgraph.nodes)
         listed = ", ".join(f"{count} {name}" if count > 1 else name for name, count in operators.items())
         kind = "static" if subgraph.is_static else "dynamic"
-        cells = (subgraph.name, subgraph.device, kind, str(len(subgraph.weights)), str(len(subgraph.state)), listed)
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    heads = "".join(f"<th>{name}</th>" for name in ("subgraph", "on", "kind", "weights", "state", "operators"))
-    caption = f"{escape(plan.family)}, vocabulary of {plan.vocab_size}, context of {plan.context_length}"
-    return f"<table><caption>{caption}</caption><tr>{heads}</tr>{''.join(rows)}</table>"
+        rows.append(
+            (subgraph.name, subgraph.device, kind, str(len(subgraph.weights)), str(len(subgraph.state)), listed)
+        )
+    caption = f"{plan.family}, vocabulary of {plan.vocab_size}, context of {plan.context_length}"
+    return html_table(caption, ("subgraph", "on", "kind", "weights", "state", "operators"), rows)

@@ -73,8 +73,6 @@ class Conductor:
         self._starting = Lock()
         self._thread: Thread | None = None
         self._is_closed = False
-        self._gives_up = False
-        """Whether a lone run ends, too."""
         self._process_id = os.getpid()
         _conductors.add(self)
         self._in_stream: dict[int, tuple[list[Ticket], int]] = {}
@@ -145,9 +143,9 @@ class Conductor:
         return Job(run, lane.plan, self._logit_group)
 
     def close(self) -> None:
-        """End all that is shared, with ClosedError, wait until nothing runs, and let the executors go.
+        """End all runs, with ClosedError, once the chunks that they have begun are through; let the executors go.
 
-        A lone run is waited for.
+        Where nobody leads the ranks a run is waited for: the others go on with it.
         """
         self._is_closed = True
         self._queue.close()
@@ -159,7 +157,7 @@ class Conductor:
         would bring it down. One that is stuck in a driver is not waited for."""
         if os.getpid() != self._process_id:
             return
-        self._is_closed = self._gives_up = True
+        self._is_closed = True
         self._queue.close()
         if self._turn.acquire(timeout=MOST_SECONDS_AT_END):
             self._turn.release()
@@ -201,7 +199,7 @@ class Conductor:
                 self._followers.keep(number, left)
 
     def _others_ask(self) -> bool:
-        return self._gives_up or len(self._asking) > 1 or not self._queue.is_quiet
+        return self._is_closed or len(self._asking) > 1 or not self._queue.is_quiet
 
     def _share(self, job: Job) -> None:
         """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of it."""

@@ -106,6 +106,11 @@ class RunRecord:
     sequence: int = 0
     num_cached: int = 0
 
+    def _repr_html_(self) -> str:
+        from chunkrt.runtime.trace.table import record_html
+
+        return record_html(self)
+
     @property
     def is_decode(self) -> bool:
         """Whether it took a single token."""

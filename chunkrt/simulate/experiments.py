@@ -39,6 +39,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import Progress
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
+from chunkrt.html_tables import html_table
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.policy import find_policy
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, find_shape, shapes, simulate
@@ -88,6 +89,19 @@ class Rows(list[Row]):
             raise ConfigError("a data frame needs pandas, which is not installed: pip install pandas") from error
         records = [asdict(row) | {"placement": placement_text(row.placement)} for row in self]
         return pandas.DataFrame(records, columns=[field.name for field in fields(Row)])
+
+    def _repr_html_(self) -> str:
+        shown = ("model", "device", "scheme", "prompt_length", "chunk_length", "policy")
+        figures = ("time_to_first_token_ms", "tokens_per_s")
+        lines = [
+            [
+                *(str(getattr(row, n)) for n in shown),
+                *(f"{getattr(row, n):.1f}" for n in figures),
+                f"{row.npu_busy:.0%}",
+            ]
+            for row in self
+        ]
+        return html_table("simulated prefill", (*shown, *figures, "npu_busy"), lines)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import socket
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -205,3 +206,14 @@ def test_what_the_hub_does_not_have_is_one_line(hub):
     hub.files = {"README.md": b"x"}
     with pytest.raises(ModelError, match="holds neither safetensors nor GGUF"):
         find_checkpoint("org/name", no_progress)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_without_the_clients_logs(monkeypatch, caplog, capfd):
+    client = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(client, "HfApi", lambda api=client.HfApi: api(endpoint=address))
+    with pytest.raises(ModelError, match=r"no file or folder org/name, and the Hugging Face hub .* is here"):
+        find_checkpoint("org/name", no_progress)
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")

@@ -5,14 +5,16 @@ import json
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
-from chat_model import write_chat_model
+from chat_model import TEMPLATE, write_chat_model
 from fixture_checkpoints import checkpoint
+from random_folders import write_folder
 from rich.console import Console
 
 from chunkrt.cli.terminal import Shown, _block_end
@@ -165,20 +167,33 @@ class Terminal:
             preexec_fn=take_terminal,
         )
         os.close(slave)
+        os.set_blocking(self.master, False)
 
     def type(self, text):
-        os.write(self.master, text.encode())
+        """Reading meanwhile, as a terminal does: neither side waits for the other with full buffers."""
+        keys = text.encode()
+        while keys:
+            _, writable, _ = select.select([], [self.master], [], 0.1)
+            if writable:
+                keys = keys[os.write(self.master, keys[:512]) :]
+            self._read(0)
+
+    def _read(self, seconds):
+        """What is shown within a time; False once nothing will be shown any more."""
+        if select.select([self.master], [], [], seconds)[0]:
+            try:
+                self.shown += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:
+                return False
+        return True
 
     def wait_for(self, pattern, count=1):
         """Until it has been shown so often. Escape sequences do not count."""
         deadline = time.monotonic() + SECONDS
         while len(re.findall(pattern, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown))) < count:
             assert time.monotonic() < deadline, self.shown
-            if select.select([self.master], [], [], 1)[0]:
-                try:
-                    self.shown += os.read(self.master, 65536).decode(errors="replace")
-                except OSError:
-                    break
+            if not self._read(1):
+                break
 
     def close(self):
         self.process.kill()
@@ -192,8 +207,8 @@ def terminal(chat_model, tmp_path):
         pytest.skip("there are no pseudo-terminals")
     opened = []
 
-    def open_terminal(*arguments, before=""):
-        opened.append(Terminal(chat_model, *arguments, home=tmp_path, before=before))
+    def open_terminal(*arguments, model=chat_model, before=""):
+        opened.append(Terminal(model, *arguments, home=tmp_path, before=before))
         opened[-1].wait_for(">")
         return opened[-1]
 
@@ -252,6 +267,30 @@ def test_ctrl_c_in_a_prefill_leaves_the_turn_out(terminal, tmp_path):
     screen.wait_for(r"\[stopped; the turn is left out\]")
     screen.type("hi\r")
     screen.wait_for(r"\[prompt ")
+    screen.type(f"/save {saved}\r")
+    screen.wait_for("goes on from there")
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["hi"]
+
+
+def test_a_long_paste_shows_how_far_it_is_and_can_be_stopped(terminal, chat_model, tmp_path):
+    """25 kB of lines, which are one turn; the next has no trace of it."""
+    saved, model = (
+        tmp_path / "chat.json",
+        write_folder(tmp_path / "long", vocab_size=128, max_position_embeddings=65536),
+    )
+    shutil.copy(chat_model / "tokenizer.json", model)
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    screen = terminal("-n", 4, model=model, before=SLOW)
+    lines = "\n".join(f"line {number:05}" for number in range(25_000 // 11))
+    screen.type(f"\x1b[200~{lines}\x1b[201~")
+    screen.wait_for(lines[-5:])
+    screen.type("\r")
+    screen.wait_for(r"prefill\D*\d+")
+    screen.type("\x03")
+    screen.wait_for(r"\[stopped; the turn is left out\]")
+    screen.type("hi\r")
+    screen.wait_for(r"\[prompt (\d|1\d) tokens")
     screen.type(f"/save {saved}\r")
     screen.wait_for("goes on from there")
     messages = json.loads(saved.read_text())["messages"]

@@ -85,6 +85,12 @@ def empty_folder(folder):
     return folder
 
 
+def empty_file(folder):
+    path = folder / "model.gguf"
+    path.touch()
+    return path
+
+
 def text_file(folder):
     path = folder / "model.gguf"
     path.write_text("not a model at all")
@@ -100,6 +106,7 @@ MODELS = {
     missing_tensor: "tensor model.layers.1.mlp.up_proj.weight is missing",
     weight_that_is_not_finite: "lm_head.weight holds values that are not finite",
     empty_folder: "has no config.json",
+    empty_file: "model.gguf is empty; fetch it again",
     text_file: "is not a GGUF file",
 }
 
@@ -121,6 +128,14 @@ LINES = [
     ((*RUN, "--keep", 8), "--keep does nothing without --context-shift"),
     ((*RUN, "--npu", "native", "--soc", "8gen3"), "--soc does nothing without an NPU (--npu is native)"),
     ((*RUN, "--top-p", "0.9"), "--top-p does nothing without --temperature above 0"),
+    ((*RUN, "--prefix-cache", "off", "--prefix-cache-memory", "1GB"), "does nothing without a prefix cache"),
+    ((*RUN, "--prefix-cache-disk", "1GB"), "--prefix-cache-disk does nothing without --prefix-cache disk, or a folder"),
+    ((*RUN, "--prefix-cache", GGUF / "cache"), "which is no folder; give memory, disk, off or a folder"),
+    (("bench", GGUF, "--prefix-cache-memory", "1GB"), "--prefix-cache-memory does nothing without --prefix-cache"),
+    (("bench", GGUF, "--parallel", 10**20), "--parallel is '100000000000000000000', expected at most 4096"),
+    (("cache", "show", "--folder", "nowhere"), "Directory 'nowhere' does not exist"),
+    (("cache", "clear", "--folder", GGUF), "is a file"),
+    (("run", GGUF, "--messages", "nowhere.json"), "chunkrt: cannot read the prompt from nowhere.json: No such file"),
     ((*RUN, "-ctk", "q4_0"), "unknown type of the cache 'q4_0'"),
     (("plan", GGUF, "--threads", 2), "No such option '--threads'"),
     (("run", GGUF, "-f", "nowhere.txt"), "cannot read the prompt from nowhere.txt: No such file"),
@@ -151,7 +166,7 @@ LINES = [
     ((*RUN, "--place", "nowhere.toml"), "cannot read the placement file nowhere.toml"),
     ((*RUN, "--colour"), "No such option"),
     (("run",), "Missing argument 'MODEL'"),
-    (("rnu", GGUF), "No such command 'rnu'"),
+    (("rnu", GGUF), "No such command 'rnu'; did you mean 'run'?"),
     (("run", FOLDER, "-p", "x"), "has no tokenizer"),
     (("chat", "smollm2"), "no model is called 'smollm2'"),
     (("bench", GGUF, "-p", "many"), "-p is 'many', expected whole numbers"),
@@ -370,6 +385,7 @@ def test_a_turn_that_was_stopped_before_its_answer_is_left_out(command, monkeypa
     monkeypatch.setattr(
         "chunkrt.tokenizer.Tokenizer.encode_chat", lambda self, messages: list(map(len, map(str, messages)))
     )
+    monkeypatch.setattr("chunkrt.tokenizer.Tokenizer.has_chat_template", True)
     finished = command("chat", GGUF, stdin="first\nsecond one\nthird\nfourth, the last\n")
     assert finished.status == 0
     assert finished.err.count("[stopped; the turn is left out]") == 2

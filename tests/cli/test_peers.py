@@ -13,5 +13,5 @@ def test_a_habit_is_answered(command, name):
 
 
 def test_others_are_told_where_to_look(command):
-    assert command("tokenise").err.endswith("(see `chunkrt --help`)\n")
+    assert command("embed").err.endswith("(see `chunkrt --help`)\n")
     assert command("run", "a-model", "--nothing").err.endswith("(see `chunkrt run --help`)\n")

@@ -8,6 +8,7 @@ import sys
 import pytest
 from chat_model import write_chat_model
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
 
@@ -177,11 +178,8 @@ def test_only_new_tokens_of_a_conversation_are_prefilled(command, chat_model):
     assert count[1] <= len(new) + 4
 
 
-def test_a_chat_without_a_template_is_an_error(command):
-    finished = command("chat", GGUF, stdin="hi\n")
-    assert finished.status == 1
-    assert finished.out == ""
-    assert "chat template" in finished.err.splitlines()[-1]
+def test_a_chat_without_a_template_is_refused_before_anything_is_said(command):
+    expect_one_line(command("chat", GGUF, stdin=""), "no chat template; ask it with `chunkrt run`")
 
 
 def test_the_end_of_the_input_ends_the_chat(command, chat_model):

@@ -17,6 +17,7 @@ from chunkrt.compile import compiler
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.engine import Engine, EngineOptions
 from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError
+from chunkrt.runtime.ticket_queue import TicketQueue
 
 NAME = "llama_biased_gguf"
 CHECKPOINT = checkpoint(NAME)
@@ -154,6 +155,36 @@ def test_a_closed_engine_says_so():
     with pytest.raises(ClosedError, match="closed"):
         session.prefill(TOKENS[:3])
     with pytest.raises(ClosedError, match="closed"):
+        session.generate()
+
+
+def test_closing_while_another_thread_prefills_ends_that_with_one_error(monkeypatch):
+    """Neither waits for all of the prompt: the first chunk that is through holds the others until it is closed."""
+    begun, closing, done, errors = threading.Event(), threading.Event(), [], []
+    close = TicketQueue.close
+    monkeypatch.setattr(TicketQueue, "close", lambda self: (close(self), closing.set()))
+
+    def hold(what, num_done, total):
+        done.append(num_done)
+        begun.set()
+        assert closing.wait(60)
+
+    def prefill():
+        try:
+            session.prefill(TOKENS[:40], progress=hold)
+        except ClosedError as error:
+            errors.append(str(error))
+
+    engine = chunkrt.load(CHECKPOINT, chunk_length=2, chunks_in_flight=1)
+    session = engine.session()
+    thread = threading.Thread(target=prefill, daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    engine.close()
+    thread.join(60)
+    assert errors == ["the engine is closed; load the model again"]
+    assert max(done) < 40
+    with pytest.raises(ClosedError, match="the engine is closed; load the model again"):
         session.generate()
 
 

@@ -58,6 +58,18 @@ def test_a_plan_is_a_table_in_a_notebook():
         assert "<td>static.0</td><td>npu</td><td>static</td>" in html
 
 
+def test_the_record_of_a_run_is_a_table_in_a_notebook():
+    records = []
+    with chunkrt.load(GGUF, chunk_length=4) as engine, engine.session() as session:
+        session.on_run = records.append
+        session.prefill([1, 2, 3, 4, 5, 6])
+    html = records[0]._repr_html_()
+    assert "<caption>prefill 6 tokens: " in html
+    rows = [re.findall(r"<td>([\d.]+) %</td>", row) for row in html.split("<tr>")[2:]]
+    assert len(rows) > 2
+    assert sum(float(row[0]) for row in rows) == pytest.approx(100, abs=0.1 * len(rows))
+
+
 @pytest.mark.skipif(MODELS["smollm2-135m-instruct"] is None, reason="the model is not pulled")
 def test_the_blocks_of_the_page_run(capsys, tmp_path, monkeypatch):
     """One after the other, in one namespace."""

@@ -207,6 +207,11 @@ def test_what_cannot_be_done(command, arguments, message, text, monkeypatch):
     expect_one_line(command("eval", GGUF, "--npu", "native", *window, *arguments), 1, message)
 
 
+def test_windows_are_no_longer_than_a_small_context_by_themselves(command, text):
+    found = command("eval", GGUF, "--text", text, "--npu", "native", "--base", "none", "--windows", 1, "--json")
+    assert json.loads(found.out)["text"]["window_length"] == 128
+
+
 def test_a_base_with_other_tokens():
     with (
         chunkrt.load(GGUF, npu="native") as engine,

@@ -418,6 +418,33 @@ def test_closing_ends_what_is_shared(kind: str) -> None:
         conductor.run(Run(tokens(3), states[0]))
 
 
+@pytest.mark.parametrize("kind", LANES)
+def test_closing_ends_a_lone_run_at_the_next_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes does not wait for a long prompt of another thread, which is told why it ends."""
+    plan, reached, asked, last = make_plan(kinds=("recurrent",)), threading.Event(), threading.Event(), list[int]()
+
+    def hold(name: str, tag: int, inputs: Any) -> None:
+        last.append(tag)
+        reached.set()
+        wait_for(asked)
+
+    close = TicketQueue.close
+    monkeypatch.setattr(TicketQueue, "close", lambda self: (close(self), asked.set()))
+    conductor = make_conductor(plan, kind, before=hold)
+    state = State(plan, CONTEXT, chunk_length=CHUNK)
+
+    def closing() -> None:
+        wait_for(reached)
+        conductor.close()
+
+    error, nothing = in_threads([lambda: conductor.run(Run(tokens(120), state)), closing])
+    assert nothing is None
+    assert isinstance(error, ClosedError)
+    assert str(error) == "the engine is closed; load the model again"
+    assert state.position == 0
+    assert max(last) < 120 - CHUNK
+
+
 class _Faulty:
     name = "faulty"
 

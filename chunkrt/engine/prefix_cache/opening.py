@@ -70,7 +70,7 @@ def open_cache(
     store = None
     if place != "memory":
         folder = own_folder() if place == "disk" else Path(place).expanduser()
-        if folder.exists() and not folder.is_dir():
+        if not next(path for path in (folder, *folder.absolute().parents) if path.exists()).is_dir():
             raise ConfigError(f"prefix_cache is {str(place)!r}, which is no folder; give memory, disk, off or a folder")
         store = DiskStore(CacheFolder(folder, options.prefix_cache_disk or DISK_BYTES), _owner(engine, exactness))
     limit = options.prefix_cache_memory or default_bytes()

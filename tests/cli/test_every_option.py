@@ -1,0 +1,97 @@
+"""Every option of every command, with what nobody means: it is refused in one line, or it means something."""
+
+import importlib
+import shutil
+
+import click
+import pytest
+from chat_model import write_chat_model
+from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
+
+from chunkrt.cli import COMMANDS
+
+GGUF = checkpoint("llama_biased_gguf")
+VALUES = ("many", "-1", "0", "nan", "inf", "1e400", str(10**20), "", "1,,2", "\u0663", "/dev/full/x", "folder", "empty")
+"""Those that are files are made where the command runs."""
+SHORT = {
+    "run": (GGUF, "-p", "a b", "-n", 1),
+    "chat": ("chat_model", "-n", 1),
+    "bench": (GGUF, "-p", 2, "-n", 1, "-r", 1),
+    "trace": ("trace.json",),
+    "calibrate": (GGUF, "-o", "made.npz", "--text", "text.txt"),
+    "eval": (GGUF, "--text", "text.txt"),
+    "fit": (GGUF, "--soc", "8gen3"),
+    "simulate": (GGUF, "--device", "8gen3", "-p", 8),
+    "tune": (GGUF, "--device", "8gen3", "-o", "made.toml", "-p", 8),
+    "profile": (GGUF, "-o", "made.toml"),
+    "compile": (GGUF, "-o", "made"),
+    "export": (GGUF, "-o", "made.onnx"),
+    "models": (),
+    "pull": ("smol",),
+    "cache": (),
+    "doctor": (),
+}
+"""Arguments that make a command short; of the others a model does."""
+WORK = {
+    "bench": "chunkrt.cli.bench.measure",
+    "profile": "chunkrt.cli.profile.measure_profile",
+    "tune": "chunkrt.cli.tune.search",
+    "serve": "chunkrt.server.listening.listen",
+}
+"""What is not done, as it is long."""
+
+
+class WouldWork(BaseException):
+    """Everything that was asked for was taken."""
+
+
+def options():
+    """(command and its subcommand, flag), for all that take a value."""
+    for name in COMMANDS:
+        found = getattr(importlib.import_module(f"chunkrt.cli.{name}"), name)
+        is_group = isinstance(found, click.Group)
+        for each in found.commands.values() if is_group else (found,):
+            words = (name, each.name) if is_group else (name,)
+            for option in each.params:
+                if isinstance(option, click.Option) and not option.is_flag:
+                    yield words, max(option.opts, key=len)
+
+
+CASES = list(options())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the command runs, with what it reads."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a b c d e f g h " * 20)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch()
+    return tmp_path
+
+
+@pytest.mark.sampled(every=11)
+@pytest.mark.parametrize(("words", "flag"), CASES, ids=[f"{'-'.join(words)}{flag}" for words, flag in CASES])
+def test_a_value_is_refused_in_one_line_or_means_something(command, folder, monkeypatch, words, flag):
+    name = words[0]
+    if name == "chat":
+        write_chat_model(folder / "chat_model")
+    if name == "trace":
+        assert command("run", GGUF, "-p", "a b", "-n", 1, "--trace", "trace.json").status == 0
+    if name in WORK:
+
+        def work(*_, **__):
+            raise WouldWork
+
+        monkeypatch.setattr(WORK[name], work)
+    for value in VALUES:
+        try:
+            finished = command(*words, *SHORT.get(name, (GGUF,)), f"{flag}={value}", stdin="a\n")
+        except WouldWork:
+            continue
+        assert finished.status in (0, 1, 2, 3)
+        assert "Traceback" not in finished.err
+        if finished.status in (1, 2):
+            expect_one_line(finished, "")
+        shutil.rmtree("made", ignore_errors=True)
