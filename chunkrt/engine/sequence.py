@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,18 @@ from chunkrt.runtime.state import State
 Float32 = NDArray[np.float32]
 
 Result = TypeVar("Result")
-Steps = Generator[Run, RunResult, Result]
+
+
+class Work(NamedTuple):
+    """What may wait for a disk. `do` is called once; what it raises is raised in the sequence."""
+
+    do: Callable[[], None]
+
+
+Steps = Generator[Run | Work, RunResult | None, Result]
 """What a sequence does, run by run: it yields each, is sent what came of it, and returns in the end. Who drives it
-computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`)."""
+computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`). Beside runs it
+yields work, and is sent None: an event loop leaves that to a thread."""
 
 
 class SequenceEngine(Protocol):
@@ -280,13 +289,17 @@ class TokenSequence:
         start, state, reuse = time.perf_counter(), self.state, self._reuse
         num_left = len(self._pending())
         limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
-        prefix = reuse.find(self.tokens, state, limit)
-        before = None
-        try:
-            num_cached = 0
-            if prefix is not None:
+        before, num_cached = None, 0
+
+        def take_prefix() -> None:
+            nonlocal before, num_cached
+            if (prefix := reuse.find(self.tokens, state, limit)) is not None:
                 before = state.mark()
                 num_cached = reuse.take(prefix, state)
+
+        try:
+            if reuse.may_find(self.tokens, state, limit):
+                yield Work(take_prefix)
             parts = [num_left - num_cached] if logits in OF_ALL else reuse.part_lengths(self.tokens, state)
             if len(parts) > 1 and before is None:
                 before = state.mark()
@@ -319,6 +332,7 @@ class TokenSequence:
         start = time.perf_counter()
         ids = np.array(token_ids, np.int64)
         run = yield Run(ids, self.state, logits=logits, cancel=self.cancel, on_tokens=self.on_tokens)
+        assert run is not None
         seconds = time.perf_counter() - start
         self.logits = run.logits[-1].copy() if run.logits is not None else None
         if self.on_run is not None:  # it may use the session itself
