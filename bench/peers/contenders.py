@@ -53,6 +53,7 @@ class Contender:
     form: a key of FORMS, or "checkpoint".
     options: what the engine's `Runner` takes.
     serves: whether it answers many prompts at once; then its engine is in `engines/serving`.
+    module: its engine, where that does not follow from the kind.
     """
 
     name: str
@@ -60,11 +61,13 @@ class Contender:
     form: str = "checkpoint"
     options: Mapping[str, Any] = field(default_factory=dict)
     serves: bool = False
+    module: str | None = None
 
     @property
     def engine(self) -> str:
         """Its module in `engines`."""
-        return f"serving.{ENGINES[self.kind]}" if self.serves else ENGINES[self.kind]
+        module = self.module or ENGINES[self.kind]
+        return f"serving.{module}" if self.serves else module
 
 
 CONTENDERS = (
@@ -111,3 +114,45 @@ SERVERS = (
     ),
 )
 """Who answers many prompts at once."""
+
+CONVERSING = (
+    *(
+        Contender(name=f"chunkrt, {place}", kind="chunkrt", options={"prefix_cache": place}, serves=True)
+        for place in ("off", "memory")
+    ),
+    *(
+        Contender(
+            name=f"OpenVINO GenAI Q8_0, {'with' if caches else 'without'} prefix caching",
+            kind="openvino-genai",
+            form="gguf-Q8_0.gguf",
+            options={"enable_prefix_caching": caches},
+            serves=True,
+        )
+        for caches in (False, True)
+    ),
+    *(
+        Contender(
+            name=f"llama.cpp Q8_0, {cache}",
+            kind="llama.cpp",
+            form="gguf-Q8_0.gguf",
+            options={"cache": option},
+            serves=True,
+            module="llama_cpp_cached",
+        )
+        for cache, option in (("no cache", "none"), ("LlamaRAMCache", "ram"), ("LlamaDiskCache", "disk"))
+    ),
+    Contender(
+        name="OpenVINO GenAI, file as given, with prefix caching",
+        kind="openvino-genai",
+        options={"enable_prefix_caching": True},
+        serves=True,
+    ),
+    Contender(
+        name="llama.cpp, file as given, LlamaRAMCache",
+        kind="llama.cpp",
+        options={"cache": "ram"},
+        serves=True,
+        module="llama_cpp_cached",
+    ),
+)
+"""Who is asked turn after turn, with a prefix cache and without. Of a hybrid model no Q8_0 file may be had."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from threading import Event
 
 import numpy as np
 import pytest
+import xxhash
 from fixture_checkpoints import NAMES, checkpoint, input_ids
 from random_folders import write_folder
 
@@ -148,6 +150,52 @@ def test_a_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray, 
     assert len(lines) == 1
     assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
     assert cached_tokens(model, filled, truth) == 576  # it has been written again
+
+
+def with_header(data: bytes, **changed: object) -> bytes:
+    """A file whose header says something else, and whose checksum is right."""
+    length = int.from_bytes(data[12:16], "little")
+    header = json.loads(data[16 : 16 + length])
+    assert changed.keys() <= header.keys()
+    text = json.dumps(header | changed).encode()
+    content = data[:12] + len(text).to_bytes(4, "little") + text + data[16 + length : -16]
+    return content + xxhash.xxh3_128_digest(content)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"engine": "0" * 64},
+        {"parent": "0" * 64},
+        {"start": 0},
+        {"start": -256},
+        {"tokens": [0] * 256},
+        {"tokens": []},
+        {"rings": []},
+        {"rings": [True] * 9},
+        {"recurrent": [300, 300]},
+        {"recurrent": [256]},
+        {"recurrent": [-1]},
+        {"rings": "all"},
+        {"tokens": [1.5] * 256},
+        {"model": None},
+        {"scheme": 3},
+    ],
+    ids=str,
+)
+def test_a_header_that_says_something_else_is_a_miss(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], changed: dict[str, object]
+) -> None:
+    """Its checksum is right: each field is looked at for itself."""
+    path = second_file(filled)
+    whole = path.read_bytes()
+    path.write_bytes(with_header(whole))
+    assert cached_tokens(model, filled, truth) == 576
+    path.write_bytes(with_header(whole, **changed))
+    assert cached_tokens(model, filled, truth) <= 256
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
+    assert cached_tokens(model, filled, truth) == 576
 
 
 @pytest.mark.exhaustive
