@@ -1,6 +1,9 @@
 """What the prefix cache saves: time to first token after tokens that were seen before, in memory and from disk.
 
     python bench/prefix_cache.py smollm2-135m-instruct --threads 2
+    python bench/prefix_cache.py smollm2-135m-instruct --threads 2 --python build/peers/environment/bin/python
+
+With an interpreter that has peers (`bench/peers.py` makes one), a conversation beside them, and nothing else.
 
 All that is compared is measured in turns, and medians are told. From disk: in a new process, with the operating
 system's cache of the files dropped before (posix_fadvise), so that they are read from the disk.
@@ -21,6 +24,7 @@ from typing import Any
 
 import click
 import numpy as np
+from peers.conversation import print_conversation
 
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
@@ -33,9 +37,26 @@ TURNS, TURN, ANSWER = 10, 40, 24
 @click.argument("model")
 @click.option("--rounds", type=int, default=5, show_default=True)
 @click.option("-p", "num_prompt", type=int, default=4000, show_default=True, help="Tokens of the prompt on disk.")
+@click.option("--python", help="An interpreter that has peers: a conversation is measured beside them.")
+@click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
+@click.option("--turns", type=click.IntRange(1), default=TURNS, show_default=True, help="Of the conversation.")
 @engine_options
-def prefix_cache(model: str, rounds: int, num_prompt: int, **settings: Any) -> None:
+def prefix_cache(
+    model: str, rounds: int, num_prompt: int, python: str | None, peers_dir: Path, turns: int, **settings: Any
+) -> None:
     """Print what MODEL takes to its first token after tokens that it has seen, and after those that it has not."""
+    if python:
+        print_conversation(
+            model,
+            python=python,
+            peers_dir=peers_dir,
+            threads=settings["threads"] or os.cpu_count() or 1,
+            rounds=rounds,
+            turns=turns,
+            turn_tokens=TURN,
+            answer=ANSWER,
+        )
+        return
     off, on = ({**settings, "prefix_cache": place} for place in ("off", "memory"))
     with open_engine(model, off) as plain, open_engine(model, on) as cached:
         rng = np.random.default_rng(0)
@@ -45,7 +66,7 @@ def prefix_cache(model: str, rounds: int, num_prompt: int, **settings: Any) -> N
 
         _lone(plain, cached, tokens, rounds)
         _after_seen(plain, cached, tokens, rounds)
-        _turns(plain, cached, tokens)
+        _turns(plain, cached, tokens, turns)
         prompt = tokens(num_prompt)
     _from_disk(model, settings, prompt, rounds)
 
@@ -85,12 +106,12 @@ def _after_seen(plain: Engine, cached: Engine, tokens: Any, rounds: int) -> None
     )
 
 
-def _turns(plain: Engine, cached: Engine, tokens: Any) -> None:
+def _turns(plain: Engine, cached: Engine, tokens: Any, turns: int) -> None:
     """A conversation, each turn in a session of its own with all that was said, as a server has it."""
     said: list[int] = []
     times: dict[str, list[float]] = {"off": [], "memory": []}
     counts = []
-    for _ in range(TURNS):
+    for _ in range(turns):
         said += tokens(TURN)
         for place, engine in (("off", plain), ("memory", cached)):
             start = perf_counter()

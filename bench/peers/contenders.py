@@ -54,6 +54,7 @@ class Contender:
     options: what the engine's `Runner` takes.
     engine_folder: where in `engines` its engine is: "serving" of those that answer many prompts at once, "scoring" of
         those that score.
+    module: its engine, where that does not follow from the kind.
     """
 
     name: str
@@ -61,11 +62,12 @@ class Contender:
     form: str = "checkpoint"
     options: Mapping[str, Any] = field(default_factory=dict)
     engine_folder: str = ""
+    module: str | None = None
 
     @property
     def engine(self) -> str:
         """Its module in `engines`."""
-        return ".".join(filter(None, [self.engine_folder, ENGINES[self.kind]]))
+        return ".".join(filter(None, [self.engine_folder, self.module or ENGINES[self.kind]]))
 
 
 CONTENDERS = (
@@ -112,3 +114,45 @@ SERVERS = (
     ),
 )
 """Who answers many prompts at once."""
+
+CONVERSING = (
+    *(
+        Contender(name=f"chunkrt, {place}", kind="chunkrt", options={"prefix_cache": place}, engine_folder="serving")
+        for place in ("off", "memory")
+    ),
+    *(
+        Contender(
+            name=f"OpenVINO GenAI Q8_0, {'with' if caches else 'without'} prefix caching",
+            kind="openvino-genai",
+            form="gguf-Q8_0.gguf",
+            options={"enable_prefix_caching": caches},
+            engine_folder="serving",
+        )
+        for caches in (False, True)
+    ),
+    *(
+        Contender(
+            name=f"llama.cpp Q8_0, {cache}",
+            kind="llama.cpp",
+            form="gguf-Q8_0.gguf",
+            options={"cache": option},
+            engine_folder="serving",
+            module="llama_cpp_cached",
+        )
+        for cache, option in (("no cache", "none"), ("LlamaRAMCache", "ram"), ("LlamaDiskCache", "disk"))
+    ),
+    Contender(
+        name="OpenVINO GenAI, file as given, with prefix caching",
+        kind="openvino-genai",
+        options={"enable_prefix_caching": True},
+        engine_folder="serving",
+    ),
+    Contender(
+        name="llama.cpp, file as given, LlamaRAMCache",
+        kind="llama.cpp",
+        options={"cache": "ram"},
+        engine_folder="serving",
+        module="llama_cpp_cached",
+    ),
+)
+"""Who is asked turn after turn, with a prefix cache and without. Of a hybrid model no Q8_0 file may be had."""

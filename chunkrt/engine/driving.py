@@ -10,7 +10,7 @@ from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TypeVar
 
-from chunkrt.engine.sequence import Steps
+from chunkrt.engine.sequence import Steps, Work
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.run import Run, RunResult
 
@@ -28,7 +28,7 @@ def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
         wanted = next(steps)
         while True:
             try:
-                result = run(wanted)
+                result = wanted.do() if isinstance(wanted, Work) else run(wanted)
             except BaseException as error:
                 wanted = steps.throw(error)
             else:
@@ -43,7 +43,8 @@ def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
 async def drive_async(
     steps: Steps[Result], run: Callable[[Run], Awaitable[RunResult]], *, in_threads: bool = False
 ) -> Result:
-    """As `drive`, while the event loop goes on. A task that is cancelled ends the run at the next chunk.
+    """As `drive`, while the event loop goes on: work is done in a thread. A task that is cancelled ends the run at the
+    next chunk.
 
     Args:
         in_threads: what the steps make of a result takes a while, and is done beside the event loop.
@@ -52,7 +53,7 @@ async def drive_async(
         wanted = next(steps)
         while True:
             try:
-                result = await run(wanted)
+                result = await (in_thread(wanted.do) if isinstance(wanted, Work) else run(wanted))
             except BaseException as error:
                 wanted = steps.throw(error)
                 continue
@@ -88,7 +89,7 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         raise
 
 
-def _send(steps: Steps[Result], result: RunResult) -> tuple[Run | None, StopIteration | None]:
+def _send(steps: Steps[Result], result: RunResult | None) -> tuple[Run | Work | None, StopIteration | None]:
     """The next run, or the end: no future can raise StopIteration."""
     try:
         return steps.send(result), None

@@ -8,7 +8,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from chunkrt.engine.sequence import Steps
+from chunkrt.engine.sequence import Steps, Work
 from chunkrt.runtime.run import Run, RunResult
 
 Result = TypeVar("Result")
@@ -61,22 +61,34 @@ class _Active(Generic[Result]):
                     if self.steps is None:
                         self.is_done = True
                         return
-                    run = next(self.steps)
+                    wanted = next(self.steps)
                 else:
                     ticket, self.ticket = self.ticket, None
                     assert ticket is not None
                     try:
                         result = ticket.result()
                     except BaseException as error:
-                        run = self.steps.throw(error)
+                        wanted = self.steps.throw(error)
                     else:
-                        run = self.steps.send(result)
-                self.ticket = runs.ticket(run, on_end)
+                        wanted = self.steps.send(result)
+                self.ticket = runs.ticket(_after_work(self.steps, wanted), on_end)
                 runs.begin(self.ticket)
                 return
             except StopIteration as end:
                 self.steps = None
                 yield self.index, end.value
+
+
+def _after_work(steps: Steps[Result], wanted: Run | Work) -> Run:
+    """The run that is wanted once the work before it is done."""
+    while isinstance(wanted, Work):
+        try:
+            wanted.do()
+        except BaseException as error:
+            wanted = steps.throw(error)
+        else:
+            wanted = steps.send(None)
+    return wanted
 
 
 def drive_many(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,18 @@ from chunkrt.runtime.state import State
 Float32 = NDArray[np.float32]
 
 Result = TypeVar("Result")
-Steps = Generator[Run, RunResult, Result]
+
+
+class Work(NamedTuple):
+    """What may wait for a disk. `do` is called once; what it raises is raised in the sequence."""
+
+    do: Callable[[], None]
+
+
+Steps = Generator[Run | Work, RunResult | None, Result]
 """What a sequence does, run by run: it yields each, is sent what came of it, and returns in the end. Who drives it
-computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`)."""
+computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`). Beside runs it
+yields work, and is sent None: an event loop leaves that to a thread."""
 
 
 class SequenceEngine(Protocol):
@@ -278,16 +287,19 @@ class TokenSequence:
         """Run the tokens that the state has not seen, of which the last `num_new` are new ones, but for those that the
         prefix cache has. Whatever is raised, the state is as it was, or has seen them all."""
         start, state, reuse = time.perf_counter(), self.state, self._reuse
-        num_left = len(self._pending())
+        before, num_cached, num_left = None, 0, len(self._pending())
         limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
-        prefix = reuse.find(self.tokens, state, limit)
-        before = None
-        try:
-            num_cached = 0
-            if prefix is not None:
+
+        def take_prefix() -> None:
+            nonlocal before, num_cached
+            if (prefix := reuse.find(self.tokens, state, limit)) is not None:
                 before = state.mark()
                 num_cached = reuse.take(prefix, state)
-                if self.on_tokens is not None:
+
+        try:
+            if reuse.may_find(self.tokens, state, limit):
+                yield Work(take_prefix)
+                if num_cached and self.on_tokens is not None:
                     self.on_tokens(num_cached)
             parts = [num_left - num_cached] if logits in OF_ALL else reuse.part_lengths(self.tokens, state)
             if len(parts) > 1 and before is None:
@@ -295,11 +307,10 @@ class TokenSequence:
             results = list[PrefillResult]()
             for length in parts:
                 position = state.position
-                is_last = position + length == len(self.tokens)
                 reuse.before_run(position)
                 part = self.tokens[position : position + length]
-                cached_before = 0 if results else num_cached
-                results.append((yield from self._run(part, logits if is_last else "none", cached_before)))
+                wanted: Logits = logits if position + length == len(self.tokens) else "none"
+                results.append((yield from self._run(part, wanted, 0 if results else num_cached)))
                 reuse.after_run(position, length)
                 if num_new:
                     reuse.keep(self.tokens, state)
@@ -321,6 +332,7 @@ class TokenSequence:
         start = time.perf_counter()
         ids = np.array(token_ids, np.int64)
         run = yield Run(ids, self.state, logits=logits, cancel=self.cancel, on_tokens=self.on_tokens)
+        assert run is not None
         seconds = time.perf_counter() - start
         self.logits = run.logits[-1].copy() if run.logits is not None else None
         if self.on_run is not None:  # it may use the session itself

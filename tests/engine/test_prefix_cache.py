@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -14,6 +16,7 @@ from fixture_checkpoints import NAMES, checkpoint
 import chunkrt
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.prefix_cache.cache import Exactness, PrefixCache
+from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.run import Run, RunResult
@@ -72,6 +75,10 @@ def follow_story(seed: int, cached: Engine, plain: Engine, prompts: list[list[in
                     one.rewind(back)
                 again = prompt[back : back + 20] or [1]
                 np.testing.assert_array_equal(session.prefill(again).logits, expected.prefill(again).logits)
+            if random.random() < 0.3:
+                with session.fork() as fork, expected.fork() as expected_fork:
+                    again = prompt[:10]
+                    np.testing.assert_array_equal(fork.prefill(again).logits, expected_fork.prefill(again).logits)
     return num_cached
 
 
@@ -104,6 +111,72 @@ def test_more_random_trees_of_prompts(name: str, chunk_length: int) -> None:
             for seed in range(20):
                 follow_story(seed, cached, plain, [prompts.next() for _ in range(8)])
                 assert cached.stats().prefix_bytes <= limit
+
+
+TIGHT = {
+    "memory": (40_000, LARGE),
+    "disk": (LARGE, 40_000),
+    "both": (40_000, 40_000),
+    "neither holds anything": (1, 1),
+}
+"""Bytes in memory and on disk."""
+
+
+def follow_stories_in_threads(cached: Engine, plain: Engine, prompts: Prompts, number: int, seed: int) -> None:
+    """Several at once on the first engine, whose sessions share chunks; on the other each call is computed alone."""
+    stories = [[prompts.next() for _ in range(4)] for _ in range(number)]
+    with ThreadPoolExecutor(number) as pool:
+        ended = [pool.submit(follow_story, seed + i, cached, plain, story) for i, story in enumerate(stories)]
+        for one in ended:
+            one.result()
+
+
+def follow_stories_on_disk(name: str, chunk_length: int, tight: str, folder: Path, rounds: int) -> None:
+    """Each round on an engine of its own, as another process would have it."""
+    memory, disk = TIGHT[tight]
+    budgets = {"prefix_cache": folder, "prefix_cache_memory": memory, "prefix_cache_disk": disk}
+    with load(name, chunk_length) as plain:
+        prompts, run, alone = Prompts(8, plain.plan.vocab_size), plain.run, threading.Lock()
+
+        def run_alone(wanted: Run) -> RunResult:
+            with alone:
+                return run(wanted)
+
+        plain.run = run_alone  # type: ignore[method-assign]
+        long = prompts.known[0]
+        for seed in range(rounds):
+            with load(name, chunk_length, threads=2, **budgets) as cached:
+                found = cached.session().prefill(long)
+                np.testing.assert_array_equal(found.logits, plain.session().prefill(long).logits)
+                if seed and tight == "memory":
+                    assert found.num_cached > 0
+                if tight == "neither holds anything":
+                    assert found.num_cached == 0
+                follow_stories_in_threads(cached, plain, prompts, 3, 10 * seed)
+                assert cached.stats().prefix_bytes <= memory
+                assert sum(entry.num_bytes for entry in entries(folder)) <= disk
+            files = entries(folder)
+            assert sum(entry.num_bytes for entry in files) <= disk
+            assert bool(files) == (disk == LARGE) or 1 < disk < LARGE
+
+
+@pytest.mark.sampled(every=9)
+@pytest.mark.parametrize("tight", TIGHT)
+@pytest.mark.parametrize("name", NAMES)
+def test_random_trees_in_threads_with_tight_budgets_in_memory_and_on_disk(
+    name: str, tight: str, tmp_path: Path
+) -> None:
+    follow_stories_on_disk(name, LENGTHS[NAMES.index(name) % 3], tight, tmp_path, 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chunk_length", LENGTHS)
+@pytest.mark.parametrize("tight", TIGHT)
+@pytest.mark.parametrize("name", NAMES)
+def test_more_random_trees_in_threads_with_tight_budgets(
+    name: str, tight: str, chunk_length: int, tmp_path: Path
+) -> None:
+    follow_stories_on_disk(name, chunk_length, tight, tmp_path, 6)
 
 
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
 import logging
 import os
 import signal
@@ -10,21 +12,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from threading import Event
 
 import numpy as np
 import pytest
+import xxhash
 from fixture_checkpoints import NAMES, checkpoint, input_ids
 from random_folders import write_folder
 
 import chunkrt
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.generation import Piece
 from chunkrt.engine.prefix_cache import block_file, disk, folder, opening
 from chunkrt.engine.prefix_cache.block_file import read_header
 from chunkrt.engine.prefix_cache.folder import entries
+from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError
 
 LAYERS = {
@@ -145,6 +150,52 @@ def test_a_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray, 
     assert len(lines) == 1
     assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
     assert cached_tokens(model, filled, truth) == 576  # it has been written again
+
+
+def with_header(data: bytes, **changed: object) -> bytes:
+    """A file whose header says something else, and whose checksum is right."""
+    length = int.from_bytes(data[12:16], "little")
+    header = json.loads(data[16 : 16 + length])
+    assert changed.keys() <= header.keys()
+    text = json.dumps(header | changed).encode()
+    content = data[:12] + len(text).to_bytes(4, "little") + text + data[16 + length : -16]
+    return content + xxhash.xxh3_128_digest(content)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"engine": "0" * 64},
+        {"parent": "0" * 64},
+        {"start": 0},
+        {"start": -256},
+        {"tokens": [0] * 256},
+        {"tokens": []},
+        {"rings": []},
+        {"rings": [True] * 9},
+        {"recurrent": [300, 300]},
+        {"recurrent": [256]},
+        {"recurrent": [-1]},
+        {"rings": "all"},
+        {"tokens": [1.5] * 256},
+        {"model": None},
+        {"scheme": 3},
+    ],
+    ids=str,
+)
+def test_a_header_that_says_something_else_is_a_miss(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], changed: dict[str, object]
+) -> None:
+    """Its checksum is right: each field is looked at for itself."""
+    path = second_file(filled)
+    whole = path.read_bytes()
+    path.write_bytes(with_header(whole))
+    assert cached_tokens(model, filled, truth) == 576
+    path.write_bytes(with_header(whole, **changed))
+    assert cached_tokens(model, filled, truth) <= 256
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
+    assert cached_tokens(model, filled, truth) == 576
 
 
 @pytest.mark.exhaustive
@@ -284,6 +335,81 @@ def test_a_thread_that_an_interrupt_kept_from_starting_starts_later(
     assert cached_tokens(model, tmp_path, truth) == 576
 
 
+def blocking(read: Callable[..., object], is_reading: Event, may_read: Event) -> Callable[..., object]:
+    """A disk that answers once it may."""
+
+    def reads(*arguments: object) -> object:
+        is_reading.set()
+        assert may_read.wait(30), "whoever lets it read cannot go on"
+        return read(*arguments)
+
+    return reads
+
+
+@pytest.mark.parametrize("act", ["prefill", "score", "generate"])
+def test_an_event_loop_goes_on_while_a_disk_is_read(
+    model: Path, filled: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """The loop itself lets the disk answer: a look-up within the loop would wait for ever."""
+    is_reading, may_read = Event(), Event()
+    monkeypatch.setattr(disk, "read_block", blocking(disk.read_block, is_reading, may_read))
+
+    async def first_piece(session: Session) -> Piece:
+        return await anext(session.agenerate(max_new_tokens=1))
+
+    async def main(engine: Engine) -> None:
+        async with await engine.asession() as session:
+            if act == "generate":  # what was taken from a session is computed again
+                session._sequence.tokens += TOKENS
+            acts = {
+                "prefill": lambda: session.aprefill(TOKENS),
+                "score": lambda: session.ascore(TOKENS[:-1], TOKENS[-1:]),
+                "generate": lambda: first_piece(session),
+            }
+            working = asyncio.create_task(acts[act]())
+            while not is_reading.is_set():
+                await asyncio.sleep(0.01)
+                if working.done():
+                    break
+            assert not working.done()
+            may_read.set()
+            result = await working
+            if act == "prefill":
+                assert result.num_cached == 576
+                np.testing.assert_array_equal(result.logits, truth)
+            elif act == "generate":
+                assert result.token_id == int(np.argmax(truth))
+
+    with load(model, prefix_cache=filled) as engine:
+        asyncio.run(main(engine))
+        assert engine.stats().cached_tokens > 0
+
+
+def test_a_task_that_is_cancelled_while_a_disk_is_read_leaves_the_session_as_it_was(
+    model: Path, filled: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, may_read = Event(), Event()
+    monkeypatch.setattr(disk, "read_block", blocking(disk.read_block, is_reading, may_read))
+
+    async def main(engine: Engine) -> None:
+        async with await engine.asession() as session:
+            working = asyncio.create_task(session.aprefill(TOKENS))
+            while not is_reading.is_set():
+                await asyncio.sleep(0.01)
+            working.cancel()
+            await asyncio.sleep(0)
+            may_read.set()
+            with pytest.raises(asyncio.CancelledError):
+                await working
+            assert (session.position, session._sequence.state.position) == (0, 0)
+            result = await session.aprefill(TOKENS)
+            assert result.num_cached == 576
+            np.testing.assert_array_equal(result.logits, truth)
+
+    with load(model, prefix_cache=filled) as engine:
+        asyncio.run(main(engine))
+
+
 def test_what_was_queued_before_there_was_a_thread_is_written_at_the_end(
     model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,16 +523,21 @@ def assert_sound(model: Path, cache: Path) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
 @pytest.mark.parametrize("times", [2, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_killed_while_it_writes(model: Path, tmp_path: Path, lines: list[str], times: int) -> None:
-    random = Random(times)
+    random, num_half_written, num_whole = Random(times), 0, 0
     for seed in range(times):
         with start(model, tmp_path, seed, 10**6) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             time.sleep(random.uniform(0, 0.3))
             process.kill()
-        assert sum(entry.num_bytes for entry in entries(tmp_path)) <= BUDGET
+        left = entries(tmp_path)
+        assert sum(entry.num_bytes for entry in left) <= BUDGET
+        num_half_written += any(entry.is_part for entry in left)
+        num_whole += any(not entry.is_part for entry in left)
         if seed % 20 == times % 20 or seed == times - 1:
             assert_sound(model, tmp_path)
+    print(f"{times} killed: {num_half_written} left a half-written file, {num_whole} found or left whole ones")
+    assert times < 200 or (num_half_written > 0 and num_whole > 0)
     assert lines == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -11,6 +12,7 @@ from fixture_checkpoints import NAMES, checkpoint
 
 import chunkrt
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.session import Session
 from chunkrt.errors import ClosedError, ConfigError, ModelError
 
 NAME = "llama_biased_gguf"
@@ -38,6 +40,88 @@ def test_another_engine_goes_on(name: str, tmp_path: Path) -> None:
             assert session.tokens == tokens
             if "qwen3_next" not in name and "qwen3_5" not in name:  # whose chunks round
                 np.testing.assert_array_equal(session.prefill(PROMPT[:7]).logits, logits)
+
+
+def after_a_prompt(session: Session) -> None:
+    session.prefill(PROMPT)
+
+
+def after_rows_of_all(session: Session) -> None:
+    session.prefill(PROMPT, logits="all")
+
+
+def after_no_logits(session: Session) -> None:
+    session.prefill(PROMPT, logits="none")
+
+
+def after_an_answer(session: Session) -> None:
+    """Whose last token was not run."""
+    session.prefill(PROMPT)
+    list(session.generate(max_new_tokens=3))
+
+
+def after_going_back(session: Session) -> None:
+    """As far as was asked, or further: the state is behind the tokens."""
+    session.prefill(PROMPT)
+    session.prefill(PROMPT[:20])
+    session.rewind(37)
+
+
+def after_shifts(session: Session) -> None:
+    session.prefill([*PROMPT, *PROMPT])
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize(
+    "act", [after_a_prompt, after_rows_of_all, after_no_logits, after_an_answer, after_going_back, after_shifts]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_all_that_is_written_is_restored_with_any_chunk_length(
+    name: str, act: Callable[[Session], None], tmp_path: Path
+) -> None:
+    """Saved again, the file has the same numbers and arrays; so nothing in it depends on the chunk length."""
+    options = {"context_shift": True, "context_length": 80} if act is after_shifts else {}
+    with load(name, chunk_length=32, **options) as engine, engine.session() as session:
+        act(session)
+        session.save(tmp_path / "said")
+        said, state = session._sequence.conversation, session._sequence.state
+        logits = None if said.logits is None else said.logits.copy()
+        position, rope_offset = state.position, state.rope_offset
+    for chunk_length in (8, 33, 70):
+        with load(name, chunk_length=chunk_length, prefix_cache="memory", **options) as engine:
+            with engine.load_session(tmp_path / "said") as session:
+                session.save(tmp_path / "again")
+                again, state = session._sequence.conversation, session._sequence.state
+                assert (state.position, state.rope_offset) == (position, rope_offset)
+                assert again.follows_text == said.follows_text
+                for found, expected in ((again.tokens, said.tokens), (again.dropped, said.dropped)):
+                    np.testing.assert_array_equal(found, expected)
+                assert (again.logits is None) == (logits is None)
+            assert engine.stats().prefix_bytes == 0  # how it was computed, nobody knows
+        with np.load(tmp_path / "said") as first, np.load(tmp_path / "again") as second:
+            assert first.files == second.files
+            for key in first.files:
+                np.testing.assert_array_equal(first[key], second[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", [NAME, "mistral_window_5", "lfm2", "qwen3_next"])
+def test_what_is_loaded_is_not_taken_for_exact_and_what_is_run_from_nothing_is(name: str, tmp_path: Path) -> None:
+    """A cache is given nothing of a file, nor of what follows it; once the session has gone back to nothing, all."""
+    with load(name, chunk_length=8) as engine, engine.session() as session:
+        session.prefill(PROMPT)
+        session.save(tmp_path / "said")
+    with load(name, chunk_length=32, prefix_cache="memory") as engine:
+        with engine.load_session(tmp_path / "said") as session:
+            session.prefill(PROMPT[:20])
+            with session.fork() as fork:
+                fork.prefill([1, 2])
+            assert engine.stats().prefix_bytes == 0
+            session.rewind(0)
+            session.prefill(PROMPT)
+        with engine.session() as session, load(name, chunk_length=32) as plain:
+            found = session.prefill([*PROMPT, 1])
+            assert found.num_cached >= 32
+            np.testing.assert_array_equal(found.logits, plain.session().prefill([*PROMPT, 1]).logits)
 
 
 def test_after_a_prefill_nothing_is_run_again(tmp_path: Path) -> None:

@@ -22,12 +22,15 @@ class Reuse:
         self._num_kept = 0
         """Tokens up to which the cache has been given what there is."""
 
+    def may_find(self, tokens: Sequence[int], state: State, limit: int) -> bool:
+        """Whether it is worth a look: not for a single token of decode, nor where nothing found would be exact."""
+        return self._goes_on_from(state.position) and self._last_end(tokens, limit) > state.position
+
     def find(self, tokens: Sequence[int], state: State, limit: int) -> Prefix | None:
-        """What the cache has of a sequence's tokens beyond its state, up to a limit."""
+        """What the cache has of a sequence's tokens beyond its state, up to a limit. It may read from a disk."""
         if self._cache is None or not self._goes_on_from(state.position):
             return None
-        limit = min(limit, len(tokens) - (2 if self._cache.exactness.tokens_differ else 1))
-        return self._cache.find(tokens, state, limit)
+        return self._cache.find(tokens, state, self._last_end(tokens, limit))
 
     def take(self, prefix: Prefix, state: State) -> int:
         """Give a prefix to the state. Returns the number of tokens that it need not run."""
@@ -74,6 +77,11 @@ class Reuse:
         copy = Reuse(self._cache)
         copy._num_exact, copy._num_kept = self._num_exact, self._num_kept
         return copy
+
+    def _last_end(self, tokens: Sequence[int], limit: int) -> int:
+        """Where a hit ends at the latest: something has to be run, and as a prefill from nothing would run it."""
+        tokens_differ = self._cache is not None and self._cache.exactness.tokens_differ
+        return min(limit, len(tokens) - (2 if tokens_differ else 1))
 
     def _goes_on_from(self, position: int) -> bool:
         """Whether what is run from a position on is what a prefill from nothing would run there."""

@@ -21,7 +21,8 @@ class Runner:
         self.engine = engine = chunkrt.load(model, **settings)
         self.settings = (
             f"backend {engine.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "
-            f"batcher {engine.options.batcher}; asession() and aprefill(), the most likely token by NumPy"
+            f"batcher {engine.options.batcher}, prefix cache {settings['prefix_cache']}; asession() and aprefill(), "
+            "the most likely token by NumPy"
         )
 
     def serve(self, prompts: Sequence[Sequence[int]], arrivals: Sequence[float], new_tokens: int) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching. Options are OpenVINO's properties."""
+"""OpenVINO GenAI's continuous batching. Options: OpenVINO's properties, and its scheduler's enable_prefix_caching."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ class Runner:
         import openvino_genai
 
         self.api = openvino_genai
-        properties = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY", **options}
+        own = dict(options)
+        caches = own.pop("enable_prefix_caching", None)
+        properties = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY", **own}
         scheduler = openvino_genai.SchedulerConfig()
+        if caches is not None:
+            scheduler.enable_prefix_caching = caches
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", properties)
         self.num_requests = 0
         self.settings = (
             "ContinuousBatchingPipeline, add_request() between step()s, its own scheduler settings "
             f"({scheduler.max_num_batched_tokens} tokens a step, dynamic_split_fuse {scheduler.dynamic_split_fuse}, "
-            f"cache as large as it gets), " + ", ".join(f"{key} {value}" for key, value in properties.items())
+            f"enable_prefix_caching {scheduler.enable_prefix_caching}, cache as large as it gets), "
+            + ", ".join(f"{key} {value}" for key, value in properties.items())
         )
 
     def serve(self, prompts: Sequence[Sequence[int]], arrivals: Sequence[float], new_tokens: int) -> list[Answer]:
