@@ -104,6 +104,8 @@ class ExecutorBuilder:
                 chunks_in_flight=self.options.chunks_in_flight,
             )
         tokens, few, many = self._for_tokens(on_cpu, prompts, has_npu=has_npu)
+        if not keeps_all:
+            self.weights.forget_pages()  # they were hashed, and most of them nobody reads again
         lanes = Lanes(
             prompts=prompts, tokens=tokens, many=many, few=few, decode_on=self.options.decodes_on, near=tuple(near)
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -66,9 +67,15 @@ class Entry:
 class WeightStore:
     """Read access to prepared weights by plan tensor name. Arrays are read-only views of the mapped file."""
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], logical_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        logical_shapes: Mapping[str, tuple[int, ...]],
+        mapped: mmap.mmap | None = None,
+    ) -> None:
         self._arrays = arrays
         self._logical_shapes = logical_shapes
+        self._mapped = mapped
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -87,7 +94,13 @@ class WeightStore:
             shapes = {name: tuple(json.loads(text)) for name, text in metadata.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelError(f"{path} is damaged ({error}); delete its folder and compile the model again") from error
-        return cls(arrays, shapes)
+        return cls(arrays, shapes, mapped)
+
+    def forget_pages(self) -> None:
+        """Give back the memory of what has been read of the file, where the system can; what is read again comes
+        from the file again."""
+        if self._mapped is not None and sys.platform != "win32":
+            self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def check(self, entries: Iterable[Entry]) -> None:
         """Compare with what shall be there.

@@ -1,6 +1,7 @@
 """A damaged store is reported, whatever the damage; it never gives arrays that are not there."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,3 +112,30 @@ def test_a_store_of_something_else_is_noticed(stored, damage, message):
     store = WeightStore.open(with_header(stored, damage))
     with pytest.raises(ModelError, match=message):
         store.check(ENTRIES)
+
+
+def resident_bytes(path):
+    """Of a mapped file, what lies in memory of this process."""
+    mapping, found = "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            mapping = rest[-1]
+        elif first == "Rss:" and mapping == str(path):
+            found += 1024 * int(rest[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what lies in memory")
+def test_pages_are_given_back_and_read_again(tmp_path):
+    path, size = tmp_path / "weights.safetensors", 2**23
+    values = np.arange(size, dtype=np.int8)
+    with path.open("wb") as file:
+        entry = Entry(name="large", dtype="int8", shape=(size,), logical_shape=(size,))
+        WeightWriter(file, [entry]).write(values)
+    store = WeightStore.open(path)
+    np.testing.assert_array_equal(store.array("large"), values)
+    assert resident_bytes(path) > size // 2
+    store.forget_pages()
+    assert resident_bytes(path) == 0
+    np.testing.assert_array_equal(store.array("large"), values)
