@@ -196,6 +196,7 @@ class Engine(ManyPrompts):
             model=hashlib.sha256(model.encode()).digest(),
             vocab_size=self.plan.vocab_size,
             context_length=self.context_length,
+            context_keep=self.options.context_keep,
             conversation=conversation,
         )
 

@@ -12,7 +12,7 @@ from chunkrt.errors import ModelError
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.state_file import Numbers, StateFile
 
-_NUMBERS = ("num_tokens", "num_dropped", "num_logits", "follows_text")
+_NUMBERS = ("num_tokens", "num_dropped", "num_logits", "follows_text", "context_keep")
 _ARRAYS = ("session.tokens", "session.dropped", "session.logits", "session.model")
 _MODEL_BYTES = 32
 
@@ -36,7 +36,7 @@ class SessionFile(StateFile):
 
     Args:
         model: 32 bytes that tell models and schemes apart.
-        vocab_size, context_length: of the engine.
+        vocab_size, context_length, context_keep: of the engine.
         conversation: what is to be written; after `read`, what was.
     """
 
@@ -47,11 +47,12 @@ class SessionFile(StateFile):
         model: bytes,
         vocab_size: int,
         context_length: int,
+        context_keep: int,
         conversation: Conversation | None = None,
     ) -> None:
         super().__init__(path)
         self._model = np.frombuffer(model, np.uint8)
-        self._vocab_size, self._context_length = vocab_size, context_length
+        self._vocab_size, self._context_length, self._context_keep = vocab_size, context_length, context_keep
         self.conversation = conversation
 
     def write(self, numbers: Numbers, arrays: Mapping[str, Array]) -> None:
@@ -60,7 +61,7 @@ class SessionFile(StateFile):
         assert said is not None
         logits = np.empty(0, np.float32) if said.logits is None else said.logits
         own = (said.tokens, said.dropped, logits, self._model)
-        lengths = (len(said.tokens), len(said.dropped), len(logits), int(said.follows_text))
+        lengths = (len(said.tokens), len(said.dropped), len(logits), int(said.follows_text), self._context_keep)
         super().write(
             {**numbers, **dict(zip(_NUMBERS, lengths, strict=True))}, {**arrays, **dict(zip(_ARRAYS, own, strict=True))}
         )
@@ -77,6 +78,11 @@ class SessionFile(StateFile):
         tokens, dropped, logits, model = (read[name] for name in _ARRAYS)
         if (model != self._model).any():
             raise ModelError(f"{self.path} is a session with another model or scheme; load that one")
+        if len(dropped) and found["context_keep"] != self._context_keep:
+            raise ModelError(
+                f"{self.path} is of a context that was shifted with context_keep {found['context_keep']}, not "
+                f"{self._context_keep}; load the model with that"
+            )
         if any(((ids < 0) | (ids >= self._vocab_size)).any() for ids in (tokens, dropped)):
             raise ModelError(f"{self.path} holds tokens outside the vocabulary of {self._vocab_size}; prefill again")
         self.conversation = Conversation(

@@ -144,6 +144,13 @@ def test_a_context_that_has_shifted(tmp_path: Path) -> None:
         again = engine.load_session(tmp_path / "said")
         assert (again.tokens, again.history) == (session.tokens, session.history)
         np.testing.assert_array_equal(again.prefill([1, 2]).logits, session.prefill([1, 2]).logits)
+        assert len(session.history) > len(session.tokens)
+    with load(context_shift=True, context_length=40, context_keep=7) as engine:
+        with pytest.raises(ModelError, match="was shifted with context_keep 4, not 7; load the model with that"):
+            engine.load_session(tmp_path / "said")
+        engine.session().save(tmp_path / "nothing")
+    with load(context_shift=True, context_length=40) as engine:
+        assert engine.load_session(tmp_path / "nothing").position == 0
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
