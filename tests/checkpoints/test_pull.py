@@ -676,7 +676,9 @@ def test_the_hubs_models_are_listed_and_fetched(monkeypatch, tmp_path):
 
     fake_hub(monkeypatch, snapshot_download)
     sys.modules["huggingface_hub"].HfApi = lambda: types.SimpleNamespace(
-        list_repo_files=lambda repository, revision: ["m-Q4_0.gguf"]
+        model_info=lambda repository, revision: types.SimpleNamespace(
+            siblings=[types.SimpleNamespace(rfilename="m-Q4_0.gguf")]
+        )
     )
     result = CliRunner().invoke(pull_command, ["org/name", "--json"])
     assert json.loads(result.stdout) == {"name": "org/name", "path": str(snapshot / "m-Q4_0.gguf")}
