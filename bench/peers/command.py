@@ -42,6 +42,12 @@ def writable(context: click.Context, parameter: click.Parameter, name: str | Non
     return path
 
 
+def find_checkpoint(model: str) -> Path:
+    """The file at a path, or the one that a name of the catalogue stands for, fetched now if need be. Raises ModelError
+    or ConfigError."""
+    return Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
+
+
 @click.command()
 @click.argument("model")
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
@@ -83,7 +89,7 @@ def peers(
     try:
         if python:
             check_interpreter(python)
-        checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
+        checkpoint = find_checkpoint(model)
         python = python or make_environment(peers_dir / "environment", tell)
         if shape:
             checkpoint = _random_model(shape, checkpoint, peers_dir)

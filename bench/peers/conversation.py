@@ -11,9 +11,8 @@ import click
 import numpy as np
 
 from chunkrt import ChunkrtError
-from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.gguf import GgufSource
-from peers.command import started, tell
+from peers.command import find_checkpoint, started, tell
 from peers.contenders import CONVERSING
 from peers.environment import Forms, check_interpreter
 from peers.process import ContenderError
@@ -71,7 +70,7 @@ def print_conversation(
     """Print the medians of all contenders that run MODEL (a catalogue name or a GGUF file), and why others do not."""
     try:
         check_interpreter(python)
-        checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
+        checkpoint = find_checkpoint(model)
         vocabulary_size = int(GgufSource(checkpoint).config["vocab_size"])
     except (ChunkrtError, ContenderError) as error:
         raise click.ClickException(str(error)) from error

@@ -14,10 +14,9 @@ import click
 import numpy as np
 
 from chunkrt import ChunkrtError
-from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.tokenizer import Tokenizer
-from peers.command import started, tell, writable
+from peers.command import find_checkpoint, started, tell, writable
 from peers.contenders import Contender
 from peers.environment import Forms, check_interpreter, make_environment
 from peers.process import ContenderError
@@ -216,7 +215,7 @@ def scoring(
     try:
         if python:
             check_interpreter(python)
-        checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
+        checkpoint = find_checkpoint(model)
         tokens = _tokens(checkpoint, text_file)
         peers_dir = peers_dir.resolve()
         if not no_peer:

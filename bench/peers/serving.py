@@ -13,9 +13,8 @@ import click
 import numpy as np
 
 from chunkrt import ChunkrtError
-from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.gguf import GgufSource
-from peers.command import choose, started, tell, writable
+from peers.command import choose, find_checkpoint, started, tell, writable
 from peers.contenders import SERVERS
 from peers.environment import Forms, check_interpreter, make_environment
 from peers.process import ContenderError
@@ -83,7 +82,7 @@ def serving(
     try:
         if python:
             check_interpreter(python)
-        checkpoint = Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
+        checkpoint = find_checkpoint(model)
         python = python or make_environment(peers_dir / "environment", tell, only=PACKAGES)
         vocabulary_size = int(GgufSource(checkpoint).config["vocab_size"])
     except (ChunkrtError, ContenderError) as error:

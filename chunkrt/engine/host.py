@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chunkrt.backends.qnn.contexts import WRAPPER
 from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
 from chunkrt.backends.qnn.support import graph_rows
 from chunkrt.backends.qnn.windowed import HIDDEN, NEW_SUFFIX, ROWS_SUFFIX, WindowEdges
@@ -132,7 +133,7 @@ def _graph(subgraph: Subgraph, host: HostTarget) -> dict[str, Any]:
     context = host.contexts[subgraph.name]
     (binary,) = [path.name for path in context.iterdir() if path.suffix == BINARY]
     where = f"{CONTEXTS}/{context.name}"
-    files = {"file": f"{where}/context.onnx", "binary": f"{where}/{binary}"}
+    files = {"file": f"{where}/{WRAPPER}", "binary": f"{where}/{binary}"}
     return {"device": "npu", **files, "inputs": inputs, "outputs": outputs}
 
 

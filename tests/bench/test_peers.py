@@ -1,6 +1,5 @@
 """The pure parts of `bench/peers.py`: rounds, ratios, tables, choices, and a process that fails. No peer is needed."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -8,21 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bench_modules import BENCH, peers
 from click.testing import CliRunner
-
-BENCH = str(Path(__file__).parents[2] / "bench")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bench_on_path():
-    """The package `peers` stands in bench/, which is no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield
-
-
-def peers(module):
-    return importlib.import_module(f"peers.{module}")
 
 
 class Fake:

@@ -1,23 +1,8 @@
 """`bench/prefix_cache.py` beside peers: who is asked what in a conversation, and what is made of it."""
 
-import importlib
 from pathlib import Path
 
-import pytest
-
-BENCH = str(Path(__file__).parents[2] / "bench")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bench_on_path():
-    """The package `peers` stands in bench/, which is no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield
-
-
-def peers(module):
-    return importlib.import_module(f"peers.{module}")
+from bench_modules import BENCH, peers
 
 
 class Fake:

@@ -1,26 +1,20 @@
 """`bench/serving.py --url`: figures from the times of tokens, and a server that is asked over HTTP."""
 
-import importlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_modules import peers
 from chat_model import write_chat_model
 from click.testing import CliRunner
 from server_of_tests import serving
 
 import chunkrt
 
-BENCH = str(Path(__file__).parents[2] / "bench")
-
 
 @pytest.fixture(scope="module")
 def remote():
-    """The package `peers` stands in bench/, which is no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield importlib.import_module("peers.remote")
+    return peers("remote")
 
 
 @pytest.fixture(scope="module")

@@ -1,31 +1,17 @@
 """`bench/scoring.py`: items, rounds and figures; and chunkrt's own three ways on a tiny model. No peer is needed."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_modules import peers
 from click.testing import CliRunner
 from fixture_checkpoints import checkpoint
 
 import chunkrt
 
-BENCH = str(Path(__file__).parents[2] / "bench")
 GGUF = checkpoint("llama_biased_gguf")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bench_on_path():
-    """The package `peers` stands in bench/, which is no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield
-
-
-def peers(module):
-    return importlib.import_module(f"peers.{module}")
 
 
 class Fake:

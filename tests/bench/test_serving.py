@@ -1,31 +1,18 @@
 """`bench/serving.py`: rounds, arrivals and figures; and chunkrt's own server on a tiny model. No peer is needed."""
 
-import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bench_modules import BENCH, peers
 from click.testing import CliRunner
 from fixture_checkpoints import checkpoint
 
 import chunkrt
 
-BENCH = str(Path(__file__).parents[2] / "bench")
 GGUF = checkpoint("llama_biased_gguf")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bench_on_path():
-    """The package `peers` stands in bench/, which is no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield
-
-
-def peers(module):
-    return importlib.import_module(f"peers.{module}")
 
 
 class Fake:

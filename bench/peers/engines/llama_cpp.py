@@ -30,21 +30,28 @@ def convert(source: Path, target: Path, options: Mapping[str, Any]) -> None:
         raise RuntimeError(f"llama.cpp cannot make {options['type']} from {source}")
 
 
+def open_llama(model: Path, threads: int, context_length: int, **options: Any) -> Any:
+    """llama-cpp-python's `Llama`; options are its own."""
+    import llama_cpp
+
+    return llama_cpp.Llama(
+        str(model),
+        n_ctx=context_length,
+        n_batch=context_length,
+        n_ubatch=UBATCH,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
+        **options,
+    )
+
+
 class Runner:
     def __init__(self, model: Path, threads: int, context_length: int, options: Mapping[str, Any]) -> None:
         import llama_cpp
 
         self.api = llama_cpp
-        self.model = llama_cpp.Llama(
-            str(model),
-            n_ctx=context_length,
-            n_batch=context_length,
-            n_ubatch=UBATCH,
-            n_threads=threads,
-            n_threads_batch=threads,
-            verbose=False,
-            **options,
-        )
+        self.model = open_llama(model, threads, context_length, **options)
         attention = "on" if options.get("flash_attn") else "off"
         self.settings = f"n_ctx {self.model.n_ctx()}, n_ubatch {UBATCH}, float16 cache, flash attention {attention}"
 

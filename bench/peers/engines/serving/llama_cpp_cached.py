@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from peers.engines.llama_cpp import UBATCH
+from peers.engines.llama_cpp import UBATCH, open_llama
 from peers.engines.llama_cpp import versions as versions
 from peers.engines.serving.clock import Answer, Clock
 
@@ -23,15 +23,7 @@ class Runner:
     def __init__(self, model: Path, threads: int, context_length: int, options: Mapping[str, Any]) -> None:
         import llama_cpp
 
-        self.model = llama_cpp.Llama(
-            str(model),
-            n_ctx=context_length,
-            n_batch=context_length,
-            n_ubatch=UBATCH,
-            n_threads=threads,
-            n_threads_batch=threads,
-            verbose=False,
-        )
+        self.model = open_llama(model, threads, context_length)
         self.cache: Any = None
         if options["cache"] == "ram":
             self.cache = llama_cpp.LlamaRAMCache(CACHE_BYTES)

@@ -1,0 +1,10 @@
+"""The package `peers` of bench/, for tests: `tests/bench/conftest.py` puts it on the path."""
+
+import importlib
+from pathlib import Path
+
+BENCH = str(Path(__file__).parents[1] / "bench")
+
+
+def peers(module):
+    return importlib.import_module(f"peers.{module}")
