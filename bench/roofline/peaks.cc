@@ -7,7 +7,12 @@
 namespace chunkrt::roofline {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && defined(__linux__)
+
+constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni, &kPeaksAmx};
+constexpr std::size_t kNumTables = 4;
+
+#elif defined(__x86_64__)
 
 constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni};
 constexpr std::size_t kNumTables = 3;

@@ -27,7 +27,7 @@ struct PeakTable {
   ReadFunction* read;  // nullptr where another instruction set's serves as well
 };
 
-extern const PeakTable kPeaksAvx2, kPeaksAvxVnni, kPeaksAvx512Vnni;
+extern const PeakTable kPeaksAvx2, kPeaksAvxVnni, kPeaksAvx512Vnni, kPeaksAmx;
 extern const PeakTable kPeaksNeon, kPeaksNeonDotprod, kPeaksNeonI8mm;
 
 // The tables that were built, best last.

@@ -97,6 +97,8 @@ def _kernels() -> list[Finding]:
         if not isa["built"]:
             continue  # another architecture's
         found = "built, supported" if isa["supported"] else "built, not supported by this processor"
+        if isa["present"] and not isa["supported"]:
+            found = "built, but the operating system does not allow what this processor has"
         findings.append(Finding(what=isa["name"], part_of="native kernels", ok=isa["supported"], found=found))
     return findings
 

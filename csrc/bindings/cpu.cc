@@ -33,7 +33,10 @@ void bind_cpu(py::module_& module) {
       "architecture", [] { return std::string(architecture()); }, "What this module was compiled for.");
   module.def(
       "built_isas", [] { return isas(is_built); }, "By name: whether kernels for it are in this module.");
-  module.def("supported_isas", [] { return isas(is_supported); }, "By name: whether this processor has it.");
+  module.def("present_isas", [] { return isas(is_present); }, "By name: whether this processor has it.");
+  module.def(
+      "supported_isas", [] { return isas(is_supported); },
+      "By name: whether this processor has it, and the operating system allows it.");
   module.def("selected_kernels", selected_kernels,
              "By kernel: the instruction set chosen, under CHUNKRT_FORCE_ISA if that is set.");
 }

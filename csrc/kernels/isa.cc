@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(_M_X64)
 #include <intrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -54,12 +58,27 @@ unsigned enabled_states() {
 
 bool all_bits(unsigned value, unsigned bits) { return (value & bits) == bits; }
 
+// Linux keeps tiles for the processes that have asked for them, before their first tile instruction.
+#if defined(__linux__) && defined(__x86_64__)
+constexpr bool kHasTileFiles = true;
+[[gnu::noinline]] bool are_tiles_allowed() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#else
+constexpr bool kHasTileFiles = false;
+bool are_tiles_allowed() { return false; }
+#endif
+
+bool is_allowed(Isa isa) { return isa != Isa::amx || are_tiles_allowed(); }
+
 bool detect(Isa isa) {
   constexpr unsigned kOsxsave = 1u << 27, kFma = 1u << 12, kF16c = 1u << 29;              // leaf 1 ecx
   constexpr unsigned kAvx2 = 1u << 5;                                                     // leaf 7 ebx
   constexpr unsigned kAvx512FDqBwVl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // leaf 7 ebx
   constexpr unsigned kAvx512Vnni = 1u << 11;                                              // leaf 7 ecx
   constexpr unsigned kAvxVnni = 1u << 4;                                                  // leaf 7.1 eax
+  constexpr unsigned kAmxTileInt8 = (1u << 24) | (1u << 25);                              // leaf 7 edx
   constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;                                   // XCR0
   if (cpuid(0, 0).eax < 7 || !all_bits(cpuid(1, 0).ecx, kOsxsave | kFma | kF16c)) return false;
   const Registers features = cpuid(7, 0);
@@ -67,11 +86,16 @@ bool detect(Isa isa) {
   if (isa == Isa::avx2) return avx2;
   // The highest subleaf of leaf 7 stands in subleaf 0.
   if (isa == Isa::avxvnni) return avx2 && features.eax >= 1 && all_bits(cpuid(7, 1).eax, kAvxVnni);
-  return isa == Isa::avx512vnni && avx2 && all_bits(enabled_states(), kZmmState) &&
-         all_bits(features.ebx, kAvx512FDqBwVl) && all_bits(features.ecx, kAvx512Vnni);
+  const bool avx512vnni = avx2 && all_bits(enabled_states(), kZmmState) &&
+                          all_bits(features.ebx, kAvx512FDqBwVl) && all_bits(features.ecx, kAvx512Vnni);
+  if (isa == Isa::avx512vnni) return avx512vnni;
+  return isa == Isa::amx && avx512vnni && all_bits(features.edx, kAmxTileInt8);
 }
 
-bool built(Isa isa) { return isa == Isa::avx2 || isa == Isa::avxvnni || isa == Isa::avx512vnni; }
+bool built(Isa isa) {
+  return isa == Isa::avx2 || isa == Isa::avxvnni || isa == Isa::avx512vnni ||
+         (isa == Isa::amx && kHasTileFiles);
+}
 
 #elif defined(__aarch64__) || defined(_M_ARM64)
 
@@ -100,6 +124,7 @@ bool detect(Isa isa) {
 }
 
 bool built(Isa isa) { return isa == Isa::neon || isa == Isa::neon_dotprod || isa == Isa::neon_i8mm; }
+bool is_allowed(Isa) { return true; }
 
 #else
 
@@ -107,11 +132,19 @@ constexpr std::string_view kArchitecture = "another architecture";
 
 bool detect(Isa) { return false; }
 bool built(Isa) { return false; }
+bool is_allowed(Isa) { return true; }
 
 #endif
 
 constexpr std::array<std::string_view, kAllIsas.size()> kNames = {
-    "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni"};
+    "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx"};
+
+// What `answer` says of each, asked once.
+std::array<bool, kAllIsas.size()> ask_all(bool (*answer)(Isa)) {
+  std::array<bool, kAllIsas.size()> answers{};
+  for (const Isa each : kAllIsas) answers[static_cast<std::size_t>(each)] = answer(each);
+  return answers;
+}
 
 std::string known_names() {
   std::string names;
@@ -127,14 +160,13 @@ std::string_view architecture() { return kArchitecture; }
 
 bool is_built(Isa isa) { return isa == Isa::reference || built(isa); }
 
+bool is_present(Isa isa) {
+  static const auto present = ask_all([](Isa each) { return each == Isa::reference || detect(each); });
+  return present[static_cast<std::size_t>(isa)];
+}
+
 bool is_supported(Isa isa) {
-  static const auto supported = [] {
-    std::array<bool, kAllIsas.size()> answers{};
-    for (const Isa each : kAllIsas) {
-      answers[static_cast<std::size_t>(each)] = each == Isa::reference || detect(each);
-    }
-    return answers;
-  }();
+  static const auto supported = ask_all([](Isa each) { return is_present(each) && is_allowed(each); });
   return supported[static_cast<std::size_t>(isa)];
 }
 
@@ -145,9 +177,13 @@ Isa require_isa(std::string_view name) {
       throw std::invalid_argument("the " + std::string(name) + " kernels are not built: this binary is for " +
                                   std::string(kArchitecture));
     }
-    if (!is_supported(isa)) {
+    if (!is_present(isa)) {
       throw std::invalid_argument("this processor does not support " + std::string(name) +
                                   ": its kernels are built, but cannot run here");
+    }
+    if (!is_supported(isa)) {
+      throw std::invalid_argument("the operating system does not allow " + std::string(name) +
+                                  ", which this processor has: its kernels are built, but cannot run here");
     }
     return isa;
   }

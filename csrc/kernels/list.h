@@ -19,6 +19,12 @@
 #define CHUNKRT_ON_X86(...)
 #endif
 
+#if defined(__x86_64__) && defined(__linux__)
+#define CHUNKRT_WITH_TILES(...) __VA_ARGS__
+#else
+#define CHUNKRT_WITH_TILES(...)
+#endif
+
 #if defined(__aarch64__) || defined(_M_ARM64)
 #define CHUNKRT_ON_ARM(...) __VA_ARGS__
 #else
@@ -35,11 +41,13 @@
   CHUNKRT_ON_X86(ROW(name, Function, avx512vnni) ROW(name, Function, avxvnni) ROW(name, Function, avx2)) \
   CHUNKRT_ON_ARM(ROW(name, Function, neon_i8mm) ROW(name, Function, neon_dotprod))                       \
   ROW(name, Function, reference)
+#define CHUNKRT_TILES(ROW, name, Function) \
+  CHUNKRT_WITH_TILES(ROW(name, Function, amx)) CHUNKRT_DOT_PRODUCTS(ROW, name, Function)
 
 // A kernel's name, its function's type and its instruction sets. What is in the file of an instruction set is
 // `name_isa`; the function's type tells where it is described.
 #define CHUNKRT_KERNELS(KERNEL)                                                   \
-  KERNEL(gemm_f32_s8row_s8col, GemmFunction, CHUNKRT_DOT_PRODUCTS)                \
+  KERNEL(gemm_f32_s8row_s8col, GemmFunction, CHUNKRT_TILES)                       \
   KERNEL(block_gemm_f32_s8row_u4block, BlockGemmFunction, CHUNKRT_DOT_PRODUCTS)   \
   KERNEL(unpack_s8col_u4block, UnpackFunction, CHUNKRT_VECTORS)                   \
   KERNEL(quantize_s8row_f32, QuantizeFunction, CHUNKRT_VECTORS)                   \

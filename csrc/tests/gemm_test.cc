@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/dispatch.h"
+#include "tests/gemm_by_tiles.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
 #include "tests/tests.h"
@@ -251,6 +252,10 @@ void test_rows_alone(GemmFunction* function) {
 void test_gemm(Suite& suite) {
   const auto run = [&](const char* name, void (*test)(GemmFunction*)) {
     suite.run_rows(gemm_f32_s8row_s8col, name, test);
+    suite.run(std::string("gemm by the twin of tiles: ") + name, [=] { test(gemm_by_tile_twin); });
+#if defined(__linux__) && defined(__x86_64__)
+    suite.run(std::string("gemm by tile instructions: ") + name, [=] { test(gemm_by_tile_instructions); });
+#endif
   };
   run("exact at tile edges", test_shapes);
   run("exact where large", test_large);

@@ -16,7 +16,7 @@ def test_cpu_info_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     info = cpu_info()
     assert info["processor"]
     isas = {isa["name"]: isa for isa in info["isas"]}
-    assert isas["reference"] == {"name": "reference", "built": True, "supported": True}
+    assert isas["reference"] == {"name": "reference", "built": True, "present": True, "supported": True}
     for kernel, name in info["selected"].items():
         assert isas[name]["built"], kernel
         assert isas[name]["supported"], kernel
@@ -29,7 +29,7 @@ def test_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("isa", isa_parameters())
 def test_forcing_an_instruction_set_selects_nothing_above_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni"]
+    order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx"]
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     selected = set(cpu_info()["selected"].values())
     assert isa in selected
@@ -44,12 +44,15 @@ def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_not_built_and_not_supported_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, supported = _native.built_isas(), _native.supported_isas()
+    built, present, supported = _native.built_isas(), _native.present_isas(), _native.supported_isas()
     for name in built:
         monkeypatch.setenv("CHUNKRT_FORCE_ISA", name)
         if not built[name]:
             with pytest.raises(ConfigError, match=f"the {name} kernels are not built"):
                 cpu_info()
-        elif not supported[name]:
+        elif not present[name]:
             with pytest.raises(ConfigError, match=f"this processor does not support {name}"):
+                cpu_info()
+        elif not supported[name]:
+            with pytest.raises(ConfigError, match=f"the operating system does not allow {name}"):
                 cpu_info()

@@ -10,10 +10,15 @@ from chunkrt.errors import ConfigError
 
 
 class IsaInfo(TypedDict):
-    """One instruction set. `built`: its kernels are in this installation. `supported`: this processor has it."""
+    """One instruction set.
+
+    `built`: its kernels are in this installation. `present`: this processor has it. `supported`: and the operating
+    system allows it.
+    """
 
     name: str
     built: bool
+    present: bool
     supported: bool
 
 
@@ -38,8 +43,11 @@ def cpu_info() -> CpuInfo:
     """
     from chunkrt import _native
 
-    supported = _native.supported_isas()
-    isas = [IsaInfo(name=name, built=built, supported=supported[name]) for name, built in _native.built_isas().items()]
+    present, supported = _native.present_isas(), _native.supported_isas()
+    isas = [
+        IsaInfo(name=name, built=built, present=present[name], supported=supported[name])
+        for name, built in _native.built_isas().items()
+    ]
     return CpuInfo(
         processor=_processor_name(),
         architecture=_native.architecture(),

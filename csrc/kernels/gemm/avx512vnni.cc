@@ -7,8 +7,7 @@
 
 #include <cstring>
 
-#include "kernels/gemm/gemm.h"
-#include "kernels/lanes_avx512.h"
+#include "kernels/gemm/store_avx512.h"
 
 namespace chunkrt {
 namespace {
@@ -106,28 +105,12 @@ __m512i accumulate_row(const GemmArgs& args, std::size_t block) {
   return _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3]));
 }
 
-void store(const GemmArgs& args, std::size_t row, std::size_t block, __m512i sums) {
-  const std::size_t column = block * kGemmColumnsPerBlock;
-  const std::size_t valid = args.columns - column;
-  const __mmask16 mask =
-      valid >= kGemmColumnsPerBlock ? __mmask16{0xffff} : static_cast<__mmask16>((1u << valid) - 1u);
-  __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(args.left_scales[row]));
-  value = _mm512_mul_ps(value, _mm512_maskz_loadu_ps(mask, args.right_scales + column));
-  if (args.bias != nullptr) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, args.bias + column));
-  if (args.residual != nullptr) {
-    const float* residual = args.residual + row * args.residual_stride + column;
-    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, residual));
-  }
-  float* out = args.out + row * args.out_stride + column;
-  store_lanes(out, mask, value);
-}
-
 template <std::size_t Rows, std::size_t Blocks>
 void compute_tile(const GemmArgs& args, std::size_t row, std::size_t block) {
   Sums sums;
   accumulate<Rows, Blocks>(args, row, block, sums);
   for (std::size_t m = 0; m < Rows; ++m) {
-    for (std::size_t b = 0; b < Blocks; ++b) store(args, row + m, block + b, sums.of[m][b]);
+    for (std::size_t b = 0; b < Blocks; ++b) store_block(args, row + m, block + b, sums.of[m][b]);
   }
 }
 
@@ -160,7 +143,7 @@ void compute_panel(const GemmArgs& args, std::size_t block) {
 void gemm_f32_s8row_s8col_avx512vnni(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
   if (args.rows == 1) {
     for (std::size_t block = block_begin; block < block_end; ++block) {
-      store(args, 0, block, accumulate_row(args, block));
+      store_block(args, 0, block, accumulate_row(args, block));
     }
     return;
   }

@@ -64,9 +64,9 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   for (const Digit& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
-  BlockGemmFunction* kernel = select_kernel(block_gemm_f32_s8row_u4block).function;
+  const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
   AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block).function;
-  builder.add_loop([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
+  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                      const BlockGemmArgs args = {
                          .left = nullptr,

@@ -14,16 +14,16 @@ namespace {
 // it stays in the second-level cache.
 constexpr std::size_t kUnpackedPanelBytes = 256 * 1024;
 
-std::size_t blocks_per_unpacked_panel(std::size_t groups) {
+std::size_t blocks_per_unpacked_panel(const KernelRow<GemmFunction>& kernel, std::size_t groups) {
   const std::size_t block_bytes = std::max<std::size_t>(groups, 1) * kGemmBytesPerGroup;
-  return std::clamp<std::size_t>(kUnpackedPanelBytes / block_bytes, 1, kBlocksPerPanel);
+  return std::clamp<std::size_t>(kUnpackedPanelBytes / block_bytes, 1, blocks_per_panel(kernel));
 }
 
 // As multiply_panels, of a weight that `packed` tells of; `unpacked` has room for one panel.
-void unpack_and_multiply(GemmFunction* kernel, UnpackFunction* unpack, const GemmArgs& args,
+void unpack_and_multiply(const KernelRow<GemmFunction>& kernel, UnpackFunction* unpack, const GemmArgs& args,
                          const UnpackArgs& packed, const Frame& frame, const std::vector<Digit>& digits,
                          std::size_t begin, std::size_t end, std::int8_t* unpacked) {
-  const std::size_t most = blocks_per_unpacked_panel(args.groups);
+  const std::size_t most = blocks_per_unpacked_panel(kernel, args.groups);
   for (std::size_t block = begin; block < end; block += most) {
     const std::size_t num_blocks = std::min(most, end - block), column = block * kGemmColumnsPerBlock;
     UnpackArgs source = packed;
@@ -34,7 +34,7 @@ void unpack_and_multiply(GemmFunction* kernel, UnpackFunction* unpack, const Gem
     panel.right_scales += column;
     panel.out += column;
     panel.columns -= column;
-    multiply_panel(kernel, panel, frame, digits, 0, num_blocks);
+    multiply_panel(kernel.function, panel, frame, digits, 0, num_blocks);
   }
 }
 
@@ -55,6 +55,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
   const std::size_t blocks = ceil_divide(columns, kGemmColumnsPerBlock);
   builder.require_constant(scales, Dtype::float32, {fixed(columns)}, "linear's scales");
+  const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   if (multipliers) {
     require(input_step.has_value(), "linear: 4-bit weights with multipliers take an input on a grid");
     const std::size_t depth_blocks = ceil_divide(depth, kUnpackDepth);
@@ -66,7 +67,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
                              {fixed(blocks), fixed(depth_blocks), fixed(kUnpackColumns)},
                              "linear's multipliers");
     builder.need_scratch(
-        ceil_divide(blocks_per_unpacked_panel(groups) * groups * kGemmBytesPerGroup, sizeof(float)));
+        ceil_divide(blocks_per_unpacked_panel(kernel, groups) * groups * kGemmBytesPerGroup, sizeof(float)));
   } else {
     builder.require_constant(
         packed, Dtype::int8,
@@ -94,9 +95,8 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   if (residual) uses.push_back(*residual);
   if (multipliers) uses.push_back(*multipliers);
   UnpackFunction* unpack = select_kernel(unpack_s8col_u4block).function;
-  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
-  builder.add_loop([blocks](const Frame&) { return blocks; }, kBlocksPerPanel, uses,
+  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      const GemmArgs args = {
                          .left = nullptr,

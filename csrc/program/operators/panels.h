@@ -6,14 +6,18 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/dispatch.h"
 #include "program/operators/activations.h"
 
 namespace chunkrt {
 
 // Blocks of columns that one call of a kernel gets, and of which a piece has a multiple. So few that the
-// second digit, or the outliers, find a panel's weights and results in the cache; and the widest gemm kernel
-// likes three best, the others do not mind.
-inline constexpr std::size_t kBlocksPerPanel = 3;
+// second digit, or the outliers, find a panel's weights and results in the cache. Tiles come in pairs; of the
+// other kernels the widest likes three best, and the rest do not mind.
+template <typename Function>
+std::size_t blocks_per_panel(const KernelRow<Function>& kernel) {
+  return kernel.isa == Isa::amx ? 4 : 3;
+}
 
 // Computes the columns of blocks [begin, end) of one panel: the digits' products with the weight, and the
 // bias and the residual once.
@@ -32,13 +36,14 @@ void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args 
 
 // Computes the columns of blocks [begin, end), panel by panel; `add_outliers` adds to a panel's columns
 // afterwards.
-template <typename Args, typename AddOutliers>
-void multiply_panels(void (*kernel)(const Args&, std::size_t, std::size_t), const Args& args,
-                     const Frame& frame, const std::vector<Digit>& digits, std::size_t begin, std::size_t end,
+template <typename Function, typename Args, typename AddOutliers>
+void multiply_panels(const KernelRow<Function>& kernel, const Args& args, const Frame& frame,
+                     const std::vector<Digit>& digits, std::size_t begin, std::size_t end,
                      const AddOutliers& add_outliers) {
-  for (std::size_t block = begin; block < end; block += kBlocksPerPanel) {
-    const std::size_t panel_end = std::min(block + kBlocksPerPanel, end);
-    multiply_panel(kernel, args, frame, digits, block, panel_end);
+  const std::size_t panel_blocks = blocks_per_panel(kernel);
+  for (std::size_t block = begin; block < end; block += panel_blocks) {
+    const std::size_t panel_end = std::min(block + panel_blocks, end);
+    multiply_panel(kernel.function, args, frame, digits, block, panel_end);
     add_outliers(block, panel_end);
   }
 }

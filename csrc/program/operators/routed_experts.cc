@@ -168,10 +168,10 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
                            "routed_experts' packed weight");
   const ValueId out = builder.temporary(
       Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
-  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
+  const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
   // A piece is some columns of all experts: it is as much work whatever the router picks.
-  builder.add_loop([blocks](const Frame&) { return blocks; }, kBlocksPerPanel,
+  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel),
                    {left.digit.values, left.digit.scales, left.digit.sums, left.outliers.counts,
                     left.outliers.channels, left.outliers.values, routing.begins, packed, scales, out},
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
@@ -184,21 +184,21 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
                                                   expert * blocks * groups * kGemmBytesPerGroup;
                        const float* right_scales = frame.get<const float>(scales) + expert * columns;
                        float* results = frame.get<float>(out) + first * columns;
-                       kernel({.left = frame.get<const std::int8_t>(left.digit.values) +
-                                       first * groups * kGemmDepthPerGroup,
-                               .left_scales = frame.get<const float>(left.digit.scales) + first,
-                               .left_sums = frame.get<const std::int32_t>(left.digit.sums) + first,
-                               .right = right,
-                               .right_scales = right_scales,
-                               .bias = nullptr,
-                               .residual = nullptr,
-                               .out = results,
-                               .rows = num_rows,
-                               .columns = columns,
-                               .groups = groups,
-                               .residual_stride = columns,
-                               .out_stride = columns},
-                              begin, end);
+                       kernel.function({.left = frame.get<const std::int8_t>(left.digit.values) +
+                                                first * groups * kGemmDepthPerGroup,
+                                        .left_scales = frame.get<const float>(left.digit.scales) + first,
+                                        .left_sums = frame.get<const std::int32_t>(left.digit.sums) + first,
+                                        .right = right,
+                                        .right_scales = right_scales,
+                                        .bias = nullptr,
+                                        .residual = nullptr,
+                                        .out = results,
+                                        .rows = num_rows,
+                                        .columns = columns,
+                                        .groups = groups,
+                                        .residual_stride = columns,
+                                        .out_stride = columns},
+                                       begin, end);
                        add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
                                      .packed = right,
                                      .scales = right_scales,

@@ -1,0 +1,175 @@
+// gemm by matrix tiles: the loops, written once over a few operations on eight tiles.
+//
+// A tile is 16 rows of 64 bytes. A left one holds 64 k of 16 rows of activations, as they lie. A right one is
+// 16 groups of a packed block, as they lie. Their product, 16 x 16 sums in int32, is added to a third.
+//
+// `Tiles` provides configure(rows): the tiles of sums and of activations get so many rows, 16 or fewer, and
+// all are zeroed; and, on a tile named by its number, zero, load, multiply and store. Its destructor gives
+// the tiles back. `store` takes a block's 16 sums of one row. For processors it is AmxTiles
+// (kernels/tiles_amx.h), for tests on any processor a portable twin.
+//
+// Included by one file for each instruction set; nothing here is seen outside of it.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "kernels/gemm/gemm.h"
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kTileRows = 16;
+constexpr std::size_t kTileBytes = 64;  // of a row
+constexpr std::size_t kTileGroups = kTileBytes / kGemmDepthPerGroup;
+
+// A product of tiles takes as long for one row as for 16: fewer rows than these are left to another kernel.
+constexpr std::size_t kFewestRows = kTileRows / 2;
+
+// Two by two tiles of sums, two of weights, two of activations: all eight are taken, and each that is loaded
+// is used twice.
+constexpr std::size_t kTilesDown = 2;
+constexpr std::size_t kTilesAcross = 2;
+constexpr std::size_t kRightTile = kTilesDown * kTilesAcross;
+constexpr std::size_t kLeftTile = kRightTile + kTilesAcross;
+
+using TileSums = std::int32_t[kTilesDown * kTileRows][kTilesAcross * kGemmColumnsPerBlock];
+
+// The last groups of a depth that is no multiple of a tile's: copies that have a whole tile, since a load
+// past the end of the weights might touch memory that is not there. Beyond the depth activations are zero,
+// so that what weights are taken for does not matter.
+struct DepthEnd {
+  alignas(kTileBytes) std::int8_t left[kTilesDown][kTileRows][kTileBytes];
+  alignas(kTileBytes) std::int8_t right[kTilesAcross][kTileGroups][kGemmBytesPerGroup];
+};
+
+// The products of `num_rows` rows (16 or fewer for each of Down tiles, as configured) and Across blocks.
+template <std::size_t Down, std::size_t Across, typename Tiles>
+void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t num_rows,
+                    std::size_t block, TileSums& sums) {
+  const std::size_t depth = args.groups * kGemmDepthPerGroup;
+  const std::size_t block_bytes = args.groups * kGemmBytesPerGroup;
+  const std::int8_t* left = args.left + row * depth;
+  const std::int8_t* right = args.right + block * block_bytes;
+
+  // While a panel is in use the next one is fetched: each of its tiles asks for its share of cache lines.
+  const std::size_t num_pieces = (args.rows + Down * kTileRows - 1) / (Down * kTileRows);
+  const std::size_t lines = (Across * kTileGroups + num_pieces - 1) / num_pieces;
+  const std::int8_t* ahead = right + Across * block_bytes + row / (Down * kTileRows) * lines * kTileBytes;
+
+  const auto step = [&](const std::int8_t* activations, std::size_t stride, std::size_t tile_stride,
+                        const std::int8_t* weights, std::size_t weights_stride) {
+    tiles.template load<kLeftTile>(activations, stride);
+    tiles.template load<kRightTile>(weights, kGemmBytesPerGroup);
+    tiles.template multiply<0, kLeftTile, kRightTile>();
+    if constexpr (Across == 2) {
+      tiles.template load<kRightTile + 1>(weights + weights_stride, kGemmBytesPerGroup);
+      tiles.template multiply<1, kLeftTile, kRightTile + 1>();
+    }
+    if constexpr (Down == 2) {
+      tiles.template load<kLeftTile + 1>(activations + tile_stride, stride);
+      tiles.template multiply<kTilesAcross, kLeftTile + 1, kRightTile>();
+      if constexpr (Across == 2) tiles.template multiply<kTilesAcross + 1, kLeftTile + 1, kRightTile + 1>();
+    }
+  };
+
+  tiles.template zero<0>();
+  if constexpr (Across == 2) tiles.template zero<1>();
+  if constexpr (Down == 2) tiles.template zero<kTilesAcross>();
+  if constexpr (Down == 2 && Across == 2) tiles.template zero<kTilesAcross + 1>();
+
+  std::size_t group = 0;
+  for (; group + kTileGroups <= args.groups; group += kTileGroups) {
+    for (std::size_t line = 0; line < lines; ++line) {
+      tiles.prefetch(ahead + (group * Across + line) * kTileBytes);
+    }
+    step(left + group * kGemmDepthPerGroup, depth, kTileRows * depth, right + group * kGemmBytesPerGroup,
+         block_bytes);
+  }
+  if (const std::size_t rest = args.groups - group; rest > 0) {
+    DepthEnd end = {};
+    for (std::size_t m = 0; m < num_rows; ++m) {
+      std::memcpy(end.left[m / kTileRows][m % kTileRows], left + m * depth + group * kGemmDepthPerGroup,
+                  rest * kGemmDepthPerGroup);
+    }
+    for (std::size_t b = 0; b < Across; ++b) {
+      std::memcpy(end.right[b], right + b * block_bytes + group * kGemmBytesPerGroup,
+                  rest * kGemmBytesPerGroup);
+    }
+    // Compilers do not know that loads of tiles read memory.
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    step(end.left[0][0], kTileBytes, sizeof(end.left[0]), end.right[0][0], sizeof(end.right[0]));
+  }
+
+  constexpr std::size_t kStride = sizeof(sums[0]);
+  tiles.template store<0>(&sums[0][0], kStride);
+  if constexpr (Across == 2) tiles.template store<1>(&sums[0][kGemmColumnsPerBlock], kStride);
+  if constexpr (Down == 2) tiles.template store<kTilesAcross>(&sums[kTileRows][0], kStride);
+  if constexpr (Down == 2 && Across == 2) {
+    tiles.template store<kTilesAcross + 1>(&sums[kTileRows][kGemmColumnsPerBlock], kStride);
+  }
+}
+
+// Rows [row, end), Down tiles at once, of Across blocks. What is left of the rows is the caller's.
+template <std::size_t Down, std::size_t Across, typename Tiles, typename Store>
+void multiply_rows(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t num_rows,
+                   std::size_t block, const Store& store) {
+  alignas(kTileBytes) TileSums sums;
+  multiply_tiles<Down, Across>(tiles, args, row, num_rows, block, sums);
+  for (std::size_t m = 0; m < num_rows; ++m) {
+    for (std::size_t b = 0; b < Across; ++b) {
+      store(args, row + m, block + b, &sums[m][b * kGemmColumnsPerBlock]);
+    }
+  }
+}
+
+// Across blocks of rows [row, end): whole tiles, or fewer rows than one has, as configured.
+template <std::size_t Across, typename Tiles, typename Store>
+void multiply_panel(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t end, std::size_t block,
+                    const Store& store) {
+  constexpr std::size_t kPieceRows = kTilesDown * kTileRows;
+  for (; row + kPieceRows <= end; row += kPieceRows) {
+    multiply_rows<kTilesDown, Across>(tiles, args, row, kPieceRows, block, store);
+  }
+  if (row < end) multiply_rows<1, Across>(tiles, args, row, end - row, block, store);
+}
+
+// The blocks [block_begin, block_end) of rows [row, end): whole tiles of them, or fewer than one has.
+template <typename Tiles, typename Store>
+void multiply_blocks(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t end,
+                     std::size_t block_begin, std::size_t block_end, const Store& store) {
+  tiles.configure(end - row < kTileRows ? end - row : kTileRows);
+  std::size_t block = block_begin;
+  for (; block + kTilesAcross <= block_end; block += kTilesAcross) {
+    multiply_panel<kTilesAcross>(tiles, args, row, end, block, store);
+  }
+  if (block < block_end) multiply_panel<1>(tiles, args, row, end, block, store);
+}
+
+// The arguments of the rows from `row` on.
+GemmArgs rows_from(GemmArgs args, std::size_t row) {
+  args.rows -= row;
+  args.left += row * args.groups * kGemmDepthPerGroup;
+  args.left_scales += row;
+  args.left_sums += row;
+  args.out += row * args.out_stride;
+  if (args.residual != nullptr) args.residual += row * args.residual_stride;
+  return args;
+}
+
+// The blocks [block_begin, block_end) of all rows: first all tiles that have 16 rows, then the last rows,
+// which are `few_rows`'s if they are few.
+template <typename Tiles, typename Store>
+void multiply_by_tiles(const GemmArgs& args, std::size_t block_begin, std::size_t block_end,
+                       const Store& store, GemmFunction* few_rows) {
+  const std::size_t last = args.rows % kTileRows, whole = args.rows - last;
+  if (whole > 0 || last >= kFewestRows) {
+    Tiles tiles;
+    if (whole > 0) multiply_blocks(tiles, args, 0, whole, block_begin, block_end, store);
+    if (last >= kFewestRows) multiply_blocks(tiles, args, whole, args.rows, block_begin, block_end, store);
+  }
+  if (last > 0 && last < kFewestRows) few_rows(rows_from(args, whole), block_begin, block_end);
+}
+
+}  // namespace
+}  // namespace chunkrt

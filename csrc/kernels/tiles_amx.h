@@ -1,0 +1,91 @@
+// The tile operations of kernels/gemm/tiles.h as AMX's instructions, for the files that are compiled with
+// them; nothing here is seen outside of them.
+#pragma once
+
+#include <immintrin.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace chunkrt {
+namespace {
+
+// What LDTILECFG reads.
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1;
+  std::uint8_t start_row = 0;
+  std::uint8_t reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+};
+
+// Sums and activations (tiles 0 to 3, 6 and 7) with so many rows, weights (4 and 5) with 16.
+constexpr TileConfig tile_config(std::uint8_t rows) {
+  TileConfig config;
+  for (std::size_t tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = 64;
+    config.rows[tile] = tile == 4 || tile == 5 ? std::uint8_t{16} : rows;
+  }
+  return config;
+}
+
+// Constants, since GCC 12 takes LDTILECFG to read 8 bytes, and removes the stores of the others.
+constexpr auto kTileConfigs = [] {
+  std::array<TileConfig, 17> configs{};
+  for (std::uint8_t rows = 1; rows <= 16; ++rows) configs[rows] = tile_config(rows);
+  return configs;
+}();
+
+// Intrinsics name tiles by literal numbers.
+class AmxTiles {
+ public:
+  AmxTiles() = default;
+  AmxTiles(const AmxTiles&) = delete;
+  AmxTiles& operator=(const AmxTiles&) = delete;
+  // A thread that keeps tiles in use carries their 8 KB through every switch.
+  ~AmxTiles() { _tile_release(); }
+
+  void configure(std::size_t rows) { _tile_loadconfig(&kTileConfigs[rows]); }
+
+  template <std::size_t Tile>
+  void zero() {
+    static_assert(Tile < 4);
+    if constexpr (Tile == 0) _tile_zero(0);
+    if constexpr (Tile == 1) _tile_zero(1);
+    if constexpr (Tile == 2) _tile_zero(2);
+    if constexpr (Tile == 3) _tile_zero(3);
+  }
+
+  template <std::size_t Tile>
+  void load(const std::int8_t* rows, std::size_t stride) {
+    static_assert(Tile >= 4 && Tile < 8);
+    if constexpr (Tile == 4) _tile_loadd(4, rows, stride);
+    if constexpr (Tile == 5) _tile_loadd(5, rows, stride);
+    if constexpr (Tile == 6) _tile_loadd(6, rows, stride);
+    if constexpr (Tile == 7) _tile_loadd(7, rows, stride);
+  }
+
+  template <std::size_t Sum, std::size_t Left, std::size_t Right>
+  void multiply() {
+    static_assert(Left == 6 + Sum / 2 && Right == 4 + Sum % 2);
+    if constexpr (Sum == 0) _tile_dpbssd(0, 6, 4);
+    if constexpr (Sum == 1) _tile_dpbssd(1, 6, 5);
+    if constexpr (Sum == 2) _tile_dpbssd(2, 7, 4);
+    if constexpr (Sum == 3) _tile_dpbssd(3, 7, 5);
+  }
+
+  template <std::size_t Tile>
+  void store(std::int32_t* sums, std::size_t stride) {
+    static_assert(Tile < 4);
+    if constexpr (Tile == 0) _tile_stored(0, sums, stride);
+    if constexpr (Tile == 1) _tile_stored(1, sums, stride);
+    if constexpr (Tile == 2) _tile_stored(2, sums, stride);
+    if constexpr (Tile == 3) _tile_stored(3, sums, stride);
+  }
+
+  void prefetch(const std::int8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1); }
+};
+
+}  // namespace
+}  // namespace chunkrt
