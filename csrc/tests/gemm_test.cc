@@ -187,6 +187,32 @@ void test_mixed_extremes(GemmFunction* function) {
   }
 }
 
+// Activations as a row's grid makes them: small ones, and one in `rarity` at the ends of int8, so that few
+// neighbours are large. In the last quarter of the depth all are.
+void test_rare_extremes(GemmFunction* function) {
+  for (const std::size_t rows : {1u, 2u, 3u, 4u, 5u, 9u}) {
+    for (const std::size_t depth : {7u, 32u, 36u, 63u, 576u, 1023u, 1028u, 2100u}) {
+      for (const int rarity : {1000, 50, 10, 3}) {
+        const Shape shape = {rows, depth, 113};
+        std::vector<std::int8_t> left = Random(9).int8s(rows * depth);
+        const std::vector<std::int8_t> draws = Random(10).int8s(2 * rows * depth);
+        for (std::size_t i = 0; i < left.size(); ++i) {
+          const int draw = (draws[2 * i] + 128) * 256 + draws[2 * i + 1] + 128;
+          if (i % depth >= depth - depth / 4 || draw % rarity == 0) {
+            left[i] = draw & 1 ? 127 : -128;
+          } else {
+            left[i] = static_cast<std::int8_t>(left[i] / 3);
+          }
+        }
+        std::vector<std::int8_t> right = Random(11).int8s(depth * shape.columns);
+        for (std::size_t i = 0; i < right.size(); i += 3) right[i] = i % 2 == 0 ? 127 : -128;
+        check_problem(function, Problem(shape, std::move(left), std::move(right)), rows % 2 == 0,
+                      depth % 2 == 0);
+      }
+    }
+  }
+}
+
 void test_largest_depth(GemmFunction* function) {
   const Shape shape = {2, kGemmMaxDepth, 17};
   for (const auto& [left, right] : {std::pair{-128, -128}, std::pair{-128, 127}, std::pair{127, 127}}) {
@@ -263,6 +289,7 @@ void test_gemm(Suite& suite) {
   run("residual in place", test_residual_in_place);
   run("ends of int8", test_extremes);
   run("ends of int8 mixed", test_mixed_extremes);
+  run("few large neighbours", test_rare_extremes);
   run("the largest depth", test_largest_depth);
   run("any split, and nothing beside it", test_splits);
   run("rows alone", test_rows_alone);

@@ -2,16 +2,12 @@
 #include <immintrin.h>
 
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/lanes_avx2.h"
 
 namespace chunkrt {
 namespace {
 
 constexpr std::size_t kLanes = 8;
-
-__m256i first_lanes(std::size_t count) {
-  const int lanes = count < kLanes ? static_cast<int>(count) : static_cast<int>(kLanes);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
 
 __m256 exponential(__m256 x) {
   // min and max return their second operand if one is NaN, which keeps it.
@@ -75,8 +71,8 @@ __m256 hyperbolic_tangent(__m256 x) {
 template <typename Function>
 void for_each(const float* input, float* out, std::size_t count, const Function& function) {
   for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    _mm256_maskstore_ps(out + i, mask, function(_mm256_maskload_ps(input + i, mask)));
+    const Lanes lanes(count - i);
+    lanes.store(out + i, function(lanes.load(input + i)));
   }
 }
 
@@ -84,9 +80,9 @@ template <typename Function>
 void for_each(const float* left, const float* right, float* out, std::size_t count,
               const Function& function) {
   for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    const __m256 l = _mm256_maskload_ps(left + i, mask), r = _mm256_maskload_ps(right + i, mask);
-    _mm256_maskstore_ps(out + i, mask, function(l, r));
+    const Lanes lanes(count - i);
+    const __m256 l = lanes.load(left + i), r = lanes.load(right + i);
+    lanes.store(out + i, function(l, r));
   }
 }
 
@@ -133,12 +129,12 @@ void round_to_grid_f32_f32_f32_avx2(const float* input, const float* steps, floa
                                     std::size_t count) {
   const __m256 most = _mm256_set1_ps(levels), least = _mm256_set1_ps(-levels);
   for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m256i mask = first_lanes(count - i);
-    const __m256 x = _mm256_maskload_ps(input + i, mask), step = _mm256_maskload_ps(steps + i, mask);
+    const Lanes lanes(count - i);
+    const __m256 x = lanes.load(input + i), step = lanes.load(steps + i);
     const __m256 q = _mm256_round_ps(_mm256_div_ps(x, step), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     // min and max return their second operand if one is NaN, which keeps it.
     const __m256 bounded = _mm256_max_ps(least, _mm256_min_ps(most, q));
-    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(bounded, step));
+    lanes.store(out + i, _mm256_mul_ps(bounded, step));
   }
 }
 

@@ -1,17 +1,13 @@
 // norm with AVX2: two registers of partial sums stand for the sixteen lanes.
 #include <immintrin.h>
 
+#include "kernels/lanes_avx2.h"
 #include "kernels/norm/norm.h"
 
 namespace chunkrt {
 namespace {
 
 constexpr std::size_t kLanes = 8;
-
-__m256i first_lanes(std::size_t count) {
-  const int lanes = count < kLanes ? static_cast<int>(count) : static_cast<int>(kLanes);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
 
 float fold(__m256 low, __m256 high) {
   const __m256 eight = _mm256_add_ps(low, high);
@@ -26,19 +22,17 @@ void norm_row(const RmsNormArgs& args, std::size_t row) {
   __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
   for (std::size_t i = 0; i < args.width; i += 2 * kLanes) {
     const std::size_t count = args.width - i;
-    const __m256 x = _mm256_maskload_ps(input + i, first_lanes(count));
-    const __m256 y = count > kLanes ? _mm256_maskload_ps(input + i + kLanes, first_lanes(count - kLanes))
-                                    : _mm256_setzero_ps();
+    const __m256 x = Lanes(count).load(input + i);
+    const __m256 y = count > kLanes ? Lanes(count - kLanes).load(input + i + kLanes) : _mm256_setzero_ps();
     low = _mm256_add_ps(low, _mm256_mul_ps(x, x));
     high = _mm256_add_ps(high, _mm256_mul_ps(y, y));
   }
   const __m128 mean = _mm_set_ss(fold(low, high) / static_cast<float>(args.width) + args.epsilon);
   const __m256 inverse = _mm256_set1_ps(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(mean)));
   for (std::size_t i = 0; i < args.width; i += kLanes) {
-    const __m256i mask = first_lanes(args.width - i);
-    const __m256 x = _mm256_maskload_ps(input + i, mask);
-    const __m256 weight = _mm256_maskload_ps(args.weight + i, mask);
-    _mm256_maskstore_ps(out + i, mask, _mm256_mul_ps(_mm256_mul_ps(x, inverse), weight));
+    const Lanes lanes(args.width - i);
+    const __m256 x = lanes.load(input + i), weight = lanes.load(args.weight + i);
+    lanes.store(out + i, _mm256_mul_ps(_mm256_mul_ps(x, inverse), weight));
   }
 }
 

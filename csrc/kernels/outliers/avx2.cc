@@ -5,17 +5,13 @@
 
 #include "kernels/block_gemm/block_gemm.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/lanes_avx2.h"
 #include "kernels/outliers/list.h"
 
 namespace chunkrt {
 namespace {
 
 constexpr std::size_t kLanes = 8;
-
-__m256i first_lanes(std::size_t count) {
-  const int lanes = count < kLanes ? static_cast<int>(count) : static_cast<int>(kLanes);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
 
 __m256 magnitude_of(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 
@@ -47,9 +43,9 @@ void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
     }
   }
   for (std::size_t v = 0; k < args.width; ++v, k += kLanes) {
-    const __m256i inside = first_lanes(args.width - k);
-    const __m256 x = _mm256_maskload_ps(input + k, inside);
-    _mm256_maskstore_ps(rest + k, inside, x);
+    const Lanes lanes(args.width - k);
+    const __m256 x = lanes.load(input + k);
+    lanes.store(rest + k, x);
     measure(v, x);
   }
   args.outliers.counts[row] = 0;
@@ -59,7 +55,7 @@ void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
   };
   if (beyond(largest) == 0) return;
   for (k = 0; k < args.width; k += kLanes) {
-    std::uint32_t found = beyond(magnitude_of(_mm256_maskload_ps(input + k, first_lanes(args.width - k))));
+    std::uint32_t found = beyond(magnitude_of(Lanes(args.width - k).load(input + k)));
     for (; found != 0; found &= found - 1) {
       take_one(args, row, k + static_cast<std::size_t>(std::countr_zero(found)));
     }
@@ -86,10 +82,9 @@ void add_to_row(const AddOutliersArgs& args, std::size_t row, std::size_t block)
   for (std::size_t half = 0; half < 2; ++half) {
     const std::size_t column = block * kGemmColumnsPerBlock + half * kLanes;
     if (column >= args.columns) break;
-    const __m256i inside = first_lanes(args.columns - column);
+    const Lanes lanes(args.columns - column);
     float* out = args.out + row * args.columns + column;
-    const __m256 scales = _mm256_maskload_ps(args.scales + column, inside);
-    _mm256_maskstore_ps(out, inside, _mm256_fmadd_ps(sums[half], scales, _mm256_maskload_ps(out, inside)));
+    lanes.store(out, _mm256_fmadd_ps(sums[half], lanes.load(args.scales + column), lanes.load(out)));
   }
 }
 
@@ -138,9 +133,9 @@ void add_outliers_f32_u4block_avx2(const AddBlockOutliersArgs& args, std::size_t
       for (std::size_t half = 0; half < 2; ++half) {
         const std::size_t column = block * kBlockColumns + half * kLanes;
         if (column >= args.columns) break;
-        const __m256i inside = first_lanes(args.columns - column);
+        const Lanes lanes(args.columns - column);
         float* out = args.out + row * args.columns + column;
-        _mm256_maskstore_ps(out, inside, _mm256_add_ps(_mm256_maskload_ps(out, inside), sums[half]));
+        lanes.store(out, _mm256_add_ps(lanes.load(out), sums[half]));
       }
     }
   }

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "kernels/lanes_avx2.h"
 #include "kernels/quantize/quantize.h"
 
 namespace chunkrt {
@@ -14,17 +15,12 @@ constexpr int kNanBits = 0x7fc00000;
 
 float float_from_bits(int bits) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits))); }
 
-__m256i first_lanes(std::size_t count) {
-  const int lanes = count < kLanes ? static_cast<int>(count) : static_cast<int>(kLanes);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
 // max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
 int largest_magnitude_bits(const float* input, std::size_t width) {
   const __m256i magnitude_mask = _mm256_set1_epi32(0x7fffffff);
   __m256i largest = _mm256_setzero_si256();
   for (std::size_t i = 0; i < width; i += kLanes) {
-    const __m256i bits = _mm256_castps_si256(_mm256_maskload_ps(input + i, first_lanes(width - i)));
+    const __m256i bits = _mm256_castps_si256(Lanes(width - i).load(input + i));
     largest = _mm256_max_epi32(largest, _mm256_and_si256(bits, magnitude_mask));
   }
   __m128i half = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
@@ -63,8 +59,7 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(is_zero ? 0 : -1));
   __m256i sums = _mm256_setzero_si256();
   for (std::size_t i = 0; i < args.padded_width; i += kLanes) {
-    const __m256i inside = first_lanes(i >= args.width ? 0 : args.width - i);
-    const __m256 x = _mm256_maskload_ps(input + i, inside);
+    const __m256 x = Lanes(i >= args.width ? 0 : args.width - i).load(input + i);
     const __m256 scaled = _mm256_mul_ps(_mm256_and_ps(x, kept), inverse);
     const __m256i rounded =
         _mm256_cvtps_epi32(_mm256_round_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -85,8 +80,8 @@ void quantize_row_on_grid(const GridQuantizeArgs& args, std::size_t row) {
   __m256 nans = _mm256_setzero_ps();
   __m256i low_sums = _mm256_setzero_si256(), high_sums = _mm256_setzero_si256();
   for (std::size_t i = 0; i < args.padded_width; i += kLanes) {
-    const __m256i inside = first_lanes(i >= args.width ? 0 : args.width - i);
-    const __m256 quotient = _mm256_div_ps(_mm256_maskload_ps(input + i, inside), step);
+    const __m256 x = Lanes(i >= args.width ? 0 : args.width - i).load(input + i);
+    const __m256 quotient = _mm256_div_ps(x, step);
     const __m256 is_nan = _mm256_cmp_ps(quotient, quotient, _CMP_UNORD_Q);
     nans = _mm256_or_ps(nans, is_nan);
     const __m256 bounded =

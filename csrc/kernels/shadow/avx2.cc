@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/lanes_avx2.h"
 #include "kernels/shadow/shadow.h"
 
 namespace chunkrt {
@@ -65,11 +66,10 @@ void dequantize_row_f32_s8col_avx2(const DequantizeRowArgs& args, std::size_t bl
     for (std::size_t half = 0; half < kGemmColumnsPerBlock / kLanes; ++half) {
       const std::size_t column = block * kGemmColumnsPerBlock + half * kLanes;
       if (column >= args.columns) break;
-      const __m256i inside = first_lanes(args.columns - column);
+      const Lanes lanes(args.columns - column);
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group) + half);
       const __m256i integers = _mm256_srai_epi32(_mm256_sll_epi32(bytes, to_top), 24);
-      const __m256 scales = _mm256_maskload_ps(args.scales + column, inside);
-      _mm256_maskstore_ps(out, inside, _mm256_mul_ps(_mm256_cvtepi32_ps(integers), scales));
+      lanes.store(out, _mm256_mul_ps(_mm256_cvtepi32_ps(integers), lanes.load(args.scales + column)));
       out += kLanes;
     }
     group += args.groups * kGemmBytesPerGroup;
@@ -78,7 +78,7 @@ void dequantize_row_f32_s8col_avx2(const DequantizeRowArgs& args, std::size_t bl
 
 void add_outer_product_f32_f32_f32_avx2(const AddOuterProductArgs& args) {
   const std::size_t whole = args.columns / kLanes * kLanes;
-  const __m256i rest = first_lanes(args.columns - whole);
+  const Lanes rest(args.columns - whole);
   for (std::size_t i = 0; i < args.count; ++i) {
     float* out = args.out + static_cast<std::size_t>(args.rows[i]) * args.out_stride;
     const __m256 left = _mm256_set1_ps(args.left[i]);
@@ -87,9 +87,8 @@ void add_outer_product_f32_f32_f32_avx2(const AddOuterProductArgs& args) {
       _mm256_storeu_ps(out + n, _mm256_add_ps(_mm256_loadu_ps(out + n), product));
     }
     if (whole == args.columns) continue;
-    const __m256 product = _mm256_mul_ps(left, _mm256_maskload_ps(args.right + whole, rest));
-    const __m256 sum = _mm256_add_ps(_mm256_maskload_ps(out + whole, rest), product);
-    _mm256_maskstore_ps(out + whole, rest, sum);
+    const __m256 product = _mm256_mul_ps(left, rest.load(args.right + whole));
+    rest.store(out + whole, _mm256_add_ps(rest.load(out + whole), product));
   }
 }
 

@@ -12,11 +12,11 @@
 namespace chunkrt {
 
 // Blocks of columns that one call of a kernel gets, and of which a piece has a multiple. So few that the
-// second digit, or the outliers, find a panel's weights and results in the cache. Tiles come in pairs; of the
-// other kernels the widest likes three best, and the rest do not mind.
+// second digit, or the outliers, find a panel's weights and results in the cache. Tiles come in pairs; AVX2's
+// gemm looks at the activations before each panel; of the others the widest likes three best.
 template <typename Function>
 std::size_t blocks_per_panel(const KernelRow<Function>& kernel) {
-  return kernel.isa == Isa::amx ? 4 : 3;
+  return kernel.isa == Isa::amx ? 4 : kernel.isa == Isa::avx2 ? 6 : 3;
 }
 
 // Computes the columns of blocks [begin, end) of one panel: the digits' products with the weight, and the
