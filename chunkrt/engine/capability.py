@@ -24,6 +24,7 @@ from chunkrt.engine_directory.manifest import Manifest, read_plan
 from chunkrt.errors import PartitionError
 from chunkrt.graph.placement import Placement, placed_by_name
 from chunkrt.graph.plan import Device, Plan, Subgraph
+from chunkrt.graph.static_attention import can_be_static
 from chunkrt.graph.uses import Use
 from chunkrt.quant.scheme import Scheme
 
@@ -109,10 +110,11 @@ def told(moved: Sequence[Moved]) -> str:
 
 
 def _near(plan: Plan, options: EngineOptions, npu: str) -> set[str]:
-    """Attention that the NPU computes by another plan, as long as the history is short; see `npu_attention`."""
+    """Attention and convolutions that the NPU computes by another plan, attention as long as the history is short; see
+    `npu_attention`."""
     if npu != QNN or options.attention == "cpu":
         return set()
-    return {node.name for s in plan.subgraphs for node in s.nodes if node.op == "CachedAttention"}
+    return {node.name for s in plan.subgraphs for node in s.nodes if can_be_static(node)}
 
 
 def _is_taken(dispatcher: Dispatcher, subgraph: Subgraph, name: str, supports: Supports, scheme: Scheme) -> bool:

@@ -20,6 +20,7 @@ from chunkrt.engine_directory.manifest import CONTEXTS, Manifest, NpuTarget
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.static_attention import is_convolution
 
 FORMAT = 1
 HOST, DESCRIPTION = "host", "host.json"
@@ -42,13 +43,19 @@ def check_host(plan: Plan, context_length: int) -> None:
         plan: as it runs with the whole context in sight.
 
     Raises:
-        ConfigError: the CPU has state to keep or the NPU rows of logits to pick; the rotary tables change on the way.
+        ConfigError: the CPU has state to keep or the NPU rows of logits to pick; there are convolutions; the rotary
+            tables change on the way.
     """
     left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
     if left:
         raise ConfigError(
             f"a host of your own runs graphs with all layers on the NPU, and {left[0]} is none of these; give "
             "--attention npu, and a --context that is no longer than the longest --npu-window"
+        )
+    if convolutions := [node.name for s in plan.subgraphs for node in s.nodes if is_convolution(node)]:
+        raise ConfigError(
+            f"{convolutions[0]} keeps the state of a convolution, which host.json cannot tell of; run this model by "
+            "chunkrt itself"
         )
     if plan.rope_offset(context_length):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Attention on the NPU: which layers', over which windows, and how many layers make one graph."""
+"""Attention on the NPU, and convolutions: which layers', over which windows, and how many layers make one graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, placed_by_name
 from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.graph.static_attention import attention_nodes, num_layers, with_static_attention
+from chunkrt.graph.static_attention import attention_nodes, convolution_nodes, num_layers, with_static_attention
 
 MOST_GRAPH_WEIGHTS = 2**30
 """Weights of one graph: an HTP session addresses 32 bits, for contexts, buffers and the library together."""
@@ -29,31 +29,37 @@ def near_plans(
 ) -> list[NearPlan]:
     """The plans for short histories, shortest first; none where no attention goes to the NPU.
 
+    Convolutions see no window. Where some go to the NPU, the last plan has these alone there, and reaches to the end.
+
     Args:
         plan: as it runs where the history is longer.
         placement: what it was placed by.
 
     Raises:
-        ConfigError: the NPU shall attend, and no attention of the plan can be static; or caches are int8.
+        ConfigError: the NPU shall attend, and no attention of the plan can be static; or it shall, and caches are int8.
     """
     if options.attention == "cpu":
         return []
-    names = [name for name in attention_nodes(plan) if _is_chosen(name, placement, options.attention)]
-    if not names:
-        if options.attention == "npu":
-            raise ConfigError("no attention of this model can be computed by the NPU; leave --attention npu away")
-        return []
-    if options.cache_dtype == "int8":
+    names, convolutions = (
+        [name for name in found if _is_chosen(name, placement, options.attention)]
+        for found in (attention_nodes(plan), convolution_nodes(plan))
+    )
+    if options.attention == "npu" and not (names or convolutions):
+        raise ConfigError("no attention of this model can be computed by the NPU; leave --attention npu away")
+    if names and options.cache_dtype == "int8":
         raise ConfigError("the NPU attends to no caches of int8; choose float16, or attention 'cpu'")
-    slots = plan.slots(context_length, chunk_length)
+    slots, fits = plan.slots(context_length, chunk_length), _fits(plan, options.graph_layers)
     found: list[NearPlan] = []
-    for window in options.npu_windows:
+    for window in options.npu_windows if names else ():
         past = min(window, context_length)
         seen: Mapping[str, int] = {**slots, "P": past}
-        near = with_static_attention(plan, names, seen, fits=_fits(plan, options.graph_layers))
+        near = with_static_attention(plan, [*names, *convolutions], seen, fits=fits)
         found.append(NearPlan(reach=past, plan=near))
         if past == context_length:
-            break
+            return found
+    if convolutions:
+        near = with_static_attention(plan, convolutions, slots, fits=fits)
+        found.append(NearPlan(reach=context_length, plan=near))
     return found
 
 

@@ -1,6 +1,7 @@
 """A plan whose attention is static: over a window of so many past slots, so that an NPU can compute it.
 
-It has the same state as the plan that it is made from, and may stand in for it as long as the history fits.
+It has the same state as the plan that it is made from, and may stand in for it as long as the history fits. A short
+convolution sees the same few rows before a chunk wherever that begins: its history always fits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.merging import merged
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
 
@@ -17,12 +19,31 @@ HEAD_NORM_OP = "HeadNorm"
 """Of our domain: RMS normalisation of each head's columns."""
 
 PAST_SLOTS = "past_slots"
-"""The attribute of attention that is static: slots of its cache that a graph sees, beside the rows of the chunk."""
+"""The attribute of attention that is static: slots of its cache that a graph sees, beside the rows of the chunk; of a
+convolution the rows of its state, all of them."""
+
+CONVOLUTION = "short_conv"
+"""The kind of linear attention that can be static."""
 
 
 def attention_nodes(plan: Plan) -> list[str]:
-    """The names of all that could be static."""
+    """The names of all attention over a cache that could be static."""
     return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if node.op in ATTENTION_OPS]
+
+
+def convolution_nodes(plan: Plan) -> list[str]:
+    """The names of all linear attention that could be static."""
+    return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if is_convolution(node)]
+
+
+def can_be_static(node: Node) -> bool:
+    """Whether a node is attention over a cache, or a convolution, that some plan may have on the NPU."""
+    return node.op == "CachedAttention" or is_convolution(node)
+
+
+def is_convolution(node: Node) -> bool:
+    """Whether a node is linear attention of the kind that can be static."""
+    return node.op == LINEAR_ATTENTION_OP and node.attributes["attn_type"] == CONVOLUTION
 
 
 def with_static_attention(
@@ -32,11 +53,11 @@ def with_static_attention(
 
     Args:
         plan: whose attention lies in subgraphs of its own on the CPU, alone or with norms of heads.
-        nodes: the names of those that shall be static.
-        slots: of the caches "P", and of the rings "W".
+        nodes: the names of those that shall be static, attention over caches and convolutions.
+        slots: of the caches "P", and of the rings "W"; convolutions need none.
         fits: whether a subgraph is small enough to be one graph of the NPU.
     """
-    subgraphs = tuple(_static(s, nodes, slots) for s in plan.subgraphs)
+    subgraphs = tuple(_static(s, plan, nodes, slots) for s in plan.subgraphs)
     plan = replace(plan, subgraphs=subgraphs)
     made: list[Subgraph] = []
     for device, group in groupby(subgraphs, key=lambda s: (s.device, s.rows)):
@@ -46,12 +67,12 @@ def with_static_attention(
 
 
 def num_layers(subgraph: Subgraph) -> int:
-    """Attention that a subgraph holds."""
-    return sum(node.op in ATTENTION_OPS for node in subgraph.nodes)
+    """Attention and convolutions that a subgraph holds."""
+    return sum(node.op in ATTENTION_OPS or is_convolution(node) for node in subgraph.nodes)
 
 
 def num_static(subgraph: Subgraph) -> int:
-    """Attention that is static, of that which a subgraph holds."""
+    """Attention and convolutions that are static, of those which a subgraph holds."""
     return sum(PAST_SLOTS in node.attributes for node in subgraph.nodes)
 
 
@@ -65,6 +86,7 @@ class WindowElements(NamedTuple):
 
 def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements:
     """Entering, masks (one for those with the same window) and rows of rotary tables; leaving, new rows of the caches.
+    Of convolutions the state enters, and the rows that it is made of leave.
 
     The history are slots of caches and rings. They stay where the graph runs: of one sequence they enter once.
     """
@@ -72,6 +94,11 @@ def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements
     shared: dict[tuple[object, ...], int] = {}
     for node in (node for node in subgraph.nodes if PAST_SLOTS in node.attributes):
         past = static_slots(node)
+        if is_convolution(node):
+            channels = int(plan.tensors[node.inputs[5]].shape[0])
+            shared["state", node.inputs[5]] = past * channels
+            leaving += rows * channels
+            continue
         for cache in node.inputs[5:7]:
             kv_heads, _, dim = resolve(plan.tensors[cache].shape, {"P": past, "W": past})
             history += kv_heads * past * dim
@@ -83,23 +110,26 @@ def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements
 
 
 def static_slots(node: Node) -> int:
-    """Of the cache that static attention sees; 0 if it is not static."""
+    """Of the cache that static attention sees, or rows of a convolution's state; 0 if it is not static."""
     return int(str(node.attributes.get(PAST_SLOTS, 0)))
 
 
 def _is_attention(subgraph: Subgraph) -> bool:
-    ops = {node.op for node in subgraph.nodes}
-    return bool(ops & {"CachedAttention"}) and ops <= {"CachedAttention", HEAD_NORM_OP}
+    others = {node.op for node in subgraph.nodes if not can_be_static(node)}
+    return any(map(can_be_static, subgraph.nodes)) and others <= {HEAD_NORM_OP}
 
 
-def _static(subgraph: Subgraph, nodes: Collection[str], slots: Mapping[str, int]) -> Subgraph:
+def _static(subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mapping[str, int]) -> Subgraph:
     if not (_is_attention(subgraph) and any(node.name in nodes for node in subgraph.nodes)):
         return subgraph
 
     def static(node: Node) -> Node:
-        if node.op not in ATTENTION_OPS:
+        if not can_be_static(node):
             return node
-        past = slots["W" if node.attributes["window"] else "P"]
+        if is_convolution(node):
+            past = int(plan.tensors[node.inputs[5]].shape[1])
+        else:
+            past = slots["W" if node.attributes["window"] else "P"]
         return replace(node, attributes={**node.attributes, PAST_SLOTS: past})
 
     return replace(subgraph, device="npu", nodes=tuple(map(static, subgraph.nodes)))

@@ -20,7 +20,7 @@ from chunkrt.engine.npu_attention import npu_plans
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, converted_bytes, weight_bytes
 from chunkrt.errors import PartitionError
-from chunkrt.graph.plan import Plan, Subgraph, linear_weights, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, Plan, Subgraph, linear_weights, resolve
 from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
@@ -241,7 +241,7 @@ def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: S
     scores = (
         int(str(n.attributes["num_heads"])) * (static_slots(n) + chunk_length)
         for n in subgraph.nodes
-        if static_slots(n)
+        if static_slots(n) and n.op in ATTENTION_OPS
     )
     widest = max(prod(resolve(tensor.shape, rows)) for tensor in made)
     widest_bytes = FLOAT16_BYTES * max(widest, chunk_length * max(scores, default=0))

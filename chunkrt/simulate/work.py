@@ -184,7 +184,8 @@ class ModelledWork:
             if past := static_slots(node):  # however many of them hold something, and the chunk's own rows
                 operations = rows * (past + rows) * node_flops(node, self._plan)
         elif node.op == LINEAR_ATTENTION_OP:
-            num_bytes = shared_bytes = float(2 * DTYPE_BYTES["float32"] * self._state_elements(node, chunk))
+            width = FLOAT16_BYTES if static_slots(node) else DTYPE_BYTES["float32"]
+            num_bytes = shared_bytes = float(2 * width * self._state_elements(node, chunk))
             kind = "attention"  # its state is read, and written back
         elif node.op == "FloatLinear":
             num_bytes = shared_bytes = float(tensors[node.inputs[1]].num_bytes())

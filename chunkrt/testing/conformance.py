@@ -14,7 +14,12 @@ from chunkrt.errors import CompileError, PartitionError
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
 from chunkrt.graph.plan import RING_STEP, SHADOW_OP, Plan, Subgraph, linear_nodes
-from chunkrt.graph.static_attention import attention_nodes, num_static, with_static_attention
+from chunkrt.graph.static_attention import (
+    attention_nodes,
+    convolution_nodes,
+    num_static,
+    with_static_attention,
+)
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.runtime.state_tensors import CACHE_DTYPES
 from chunkrt.testing.calls import UNWRITTEN, Recording
@@ -288,10 +293,11 @@ class _Suite:
 
 
 def _with_static_attention(recording: Recording) -> Plan:
-    """A recording's plan with attention over all slots of the caches, and over whole rings."""
+    """A recording's plan with attention over all slots of the caches, and over whole rings; and with convolutions."""
     plan = recording.plan
     slots = {"P": plan.context_length, "W": recording.ring}
-    return with_static_attention(plan, attention_nodes(plan), slots, fits=lambda _: False)
+    nodes = [*attention_nodes(plan), *convolution_nodes(plan)]
+    return with_static_attention(plan, nodes, slots, fits=lambda _: False)
 
 
 def _with_unknown_operator(subgraph: Subgraph) -> Subgraph:

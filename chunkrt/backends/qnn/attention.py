@@ -1,4 +1,5 @@
-"""Attention over a static window of the cache, as the NPU gets it: standard operators of fixed shapes.
+"""Attention over a static window of the cache, and short convolutions, as the NPU gets them: standard operators of
+fixed shapes.
 
     qkv -> Split -> heads -> RoPE (rows of the tables are inputs)
     scores = q (past keys | own keys)^T + mask,   output = softmax(scores) (past values | own values)
@@ -6,6 +7,12 @@
 A cache enters whole, as many slots as the node's `past_slots`: the first positions of one that holds all, every slot of
 a ring. The mask says which of them a row sees, so that their order does not matter. What the rows add to the cache
 leaves the graph, and whoever runs it writes that into the state.
+
+    qkv -> Split -> before, after, x
+    rows = (state | before * x),   output = after * sum over taps j of weight_j rows_(t+j)
+
+The state of a convolution enters as rows, [taps - 1, C]. All of before * x leaves: which rows are the next state
+depends on how many of the chunk's are padding.
 """
 
 from __future__ import annotations
@@ -19,14 +26,15 @@ import onnx_ir as ir
 
 from chunkrt.backends.qnn.windowed import NEW_SUFFIX, ROWS_SUFFIX, mask_name
 from chunkrt.graph.plan import DOMAIN, Node
-from chunkrt.graph.static_attention import HEAD_NORM_OP, static_slots
+from chunkrt.graph.static_attention import HEAD_NORM_OP, is_convolution, static_slots
 
 
 def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
-    """A pass, in place: write attention and norms of heads out for so many rows.
+    """A pass, in place: write attention, convolutions and norms of heads out for so many rows.
 
-    Ensures: positions, rotary tables and what a cache becomes are no more in the graph; masks and rows of the tables
-    are inputs, new rows of caches [kv_heads, rows, D] outputs.
+    Requires: initializers have values. Ensures: positions, rotary tables and what a state becomes are no more in the
+    graph; masks and rows of the tables are inputs, new rows of caches [kv_heads, rows, D] and of convolutions [rows, C]
+    outputs.
     """
     makers = {node.name: node for node in nodes}
     inputs = {value.name: value for value in graph.inputs}
@@ -35,9 +43,13 @@ def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
         if node.domain != DOMAIN:
             continue
         builder.at(node)
-        written = builder.head_norm if node.op_type == HEAD_NORM_OP else builder.attention
+        maker = makers[node.name or ""]
+        if is_convolution(maker):
+            written = builder.convolution
+        else:
+            written = builder.head_norm if node.op_type == HEAD_NORM_OP else builder.attention
         output, *presents = node.outputs
-        made = written(makers[node.name or ""], node)
+        made = written(maker, node)
         for present in presents:
             graph.outputs.remove(present)
         for index, wanted in enumerate(graph.outputs):
@@ -117,6 +129,34 @@ class _Builder:
         attended = self._op("Reshape", self._op("MatMul", shares, values), self._ints(heads, rows, dim))
         by_row = self._op("Transpose", attended, perm=[1, 0, 2])
         return self._op("Reshape", by_row, self._ints(rows, heads * dim))
+
+    def convolution(self, node: Node, old: ir.Node) -> ir.Value:
+        """Of the chunk's rows behind the state's, gated before and after."""
+        qkv, _, _, weight, bias = old.inputs[:5]
+        assert qkv is not None
+        assert weight is not None
+        assert weight.const_value is not None
+        taps = weight.const_value.numpy()[:, 0].T
+        num_taps, channels = taps.shape
+        before, after, x = self._split(qkv, [channels, channels, channels])
+        gated = self._op("Mul", before, x)
+        state = node.inputs[5]
+        self._output(gated, state + NEW_SUFFIX, (self.rows, channels))
+        seen = self._op("Concat", self._input(state, (num_taps - 1, channels)), gated, axis=0)
+        parts = [
+            self._op("Mul", self._rows_from(seen, tap), self._constant(np.ascontiguousarray(taps[tap : tap + 1])))
+            for tap in range(num_taps)
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._op("Add", total, part)
+        if node.inputs[4] and bias is not None:
+            total = self._op("Add", total, bias)
+        return self._op("Mul", after, total)
+
+    def _rows_from(self, value: ir.Value, start: int) -> ir.Value:
+        """As many as the chunk has."""
+        return self._op("Slice", value, self._ints(start), self._ints(start + self.rows), self._ints(0))
 
     def _heads(self, value: ir.Value, heads: int, dim: int) -> ir.Value:
         """[rows, heads * dim] to [heads, rows, dim]."""

@@ -2,7 +2,7 @@
 
 The state stays the caller's. Before a run the slots that the graph sees are copied into its buffers, but for those that
 are there from the run before, with masks and rows of the rotary tables. After one that went well the new rows are
-written into both.
+written into both. The few rows of a convolution's state are copied every time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from chunkrt.backends.qnn.support import graph_rows
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
-from chunkrt.graph.static_attention import static_slots
+from chunkrt.graph.static_attention import is_convolution, static_slots
 
 NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
-"""Added to the name of a cache where its new rows leave, and of a rotary table where its rows of the chunk enter."""
+"""Added to the name of a state where its new rows leave, and of a rotary table where its rows of the chunk enter."""
 
 HIDDEN = np.float16(-30000)
 """What is added to the score of a slot that a row does not see: no float16 sum of a score with it is infinite, and its
@@ -39,7 +39,8 @@ class WindowEdges:
     """What a graph with attention takes and gives.
 
     values: those between subgraphs. tables: rotary ones, of which rows of the chunk enter. masks: a node each that has
-    it. caches: with the slots that the graph sees. inputs, outputs: shapes of all by name; float16.
+    it. caches: with the slots that the graph sees. convolutions: their states, which enter as rows. inputs, outputs:
+    shapes of all by name; float16.
     """
 
     def __init__(self, subgraph: Subgraph, plan: Plan, rows: int) -> None:
@@ -49,6 +50,7 @@ class WindowEdges:
         self.masks = {mask_name(node): node for node in attention}
         self.caches = {cache: static_slots(node) for node in attention for cache in node.inputs[5:7]}
         shapes = {name: plan.tensors[name].shape for name in (*self.values, *subgraph.outputs, *self.tables)}
+        self.convolutions = [node.inputs[5] for node in subgraph.nodes if is_convolution(node)]
         self.inputs = {name: resolve(shapes[name], {"T": rows, "R": rows}) for name in self.values}
         self.inputs |= {name + ROWS_SUFFIX: (rows, int(shapes[name][1])) for name in self.tables}
         self.inputs |= {name: (rows, static_slots(node) + rows) for name, node in self.masks.items()}
@@ -57,6 +59,10 @@ class WindowEdges:
             kv_heads, _, dim = plan.tensors[cache].shape
             self.inputs[cache] = (int(kv_heads), past, int(dim))
             self.outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
+        for state in self.convolutions:
+            channels, past = resolve(plan.tensors[state].shape, {})
+            self.inputs[state] = (past, channels)
+            self.outputs[state + NEW_SUFFIX] = (rows, channels)
 
 
 class Held(NamedTuple):
@@ -70,7 +76,8 @@ NOTHING = Held(None, 0)
 
 
 class WindowedExecutable:
-    """A subgraph with attention. It takes any number of rows up to the chunk length, and pads them itself."""
+    """A subgraph with attention or convolutions. It takes any number of rows up to the chunk length, and pads them
+    itself."""
 
     fixed_length: int | None = None
 
@@ -81,6 +88,7 @@ class WindowedExecutable:
         self._rows = rows = graph_rows(chunk_length)
         edges = WindowEdges(subgraph, plan, rows)
         self._values, self._masks, self._caches = edges.values, edges.masks, edges.caches
+        self._convolutions = edges.convolutions
         self._tables = {name: weights.array(name) for name in edges.tables}
         # The state orders the chunks of a sequence: nothing of the next could enter while one is computed.
         self._context = Context(subgraph.name, session, edges.inputs, edges.outputs, htp, num_places=1)
@@ -97,8 +105,9 @@ class WindowedExecutable:
             DeviceLostError: the NPU failed.
             BackendError: a value is beyond float16; the history is longer than the graph sees.
         """
-        num_rows, position = len(inputs[self._values[0]]), int(inputs["position"][0])
-        first = int(inputs.get("rope_position", inputs["position"])[0])
+        num_rows = len(inputs[self._values[0]])
+        position = int(inputs["position"][0]) if self._caches else 0  # convolutions do not ask for it
+        first = int(inputs["rope_position"][0]) if "rope_position" in inputs else position
         place = self._context.place
         with place.turn:
             for name in self._values:
@@ -111,11 +120,18 @@ class WindowedExecutable:
             held, self._held = self._held, NOTHING
             is_same = history is not None and held.history == history and held.end <= position
             self._copy(place, inputs, held.end if is_same else 0, position)
+            for state in self._convolutions:
+                place.enter(state, inputs[state].T)
             passage = self._context.compute(place)
             for cache in self._caches:
                 place.check_finite(cache + NEW_SUFFIX, len(place.buffers[cache]))
+            for state in self._convolutions:
+                place.check_finite(state + NEW_SUFFIX, num_rows)
             for name, array in outputs.items():
                 place.leave(name, array)
+            for state in self._convolutions:
+                new = place.buffers[state + NEW_SUFFIX][:num_rows]
+                inputs[state][...] = np.concatenate([inputs[state].T, new])[num_rows:].T
             for cache in self._caches:
                 slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
                 inputs[cache][:, slots] = place.buffers[cache + NEW_SUFFIX][:, :num_rows]

@@ -1,0 +1,343 @@
+"""Short convolutions on the emulated NPU: beside the reference, and engines with them there beside the CPU's."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from calibrated import calibrated
+
+import chunkrt
+from chunkrt.backends.linear_attention import linear_attention
+from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.backends.qnn.executable import Context
+from chunkrt.engine.deploy import compile_engine
+from chunkrt.engine.options import EngineOptions
+from chunkrt.errors import BackendError, ClosedError, ConfigError
+from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
+from chunkrt.quant.scheme import find_scheme
+
+pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+if not open_htp().is_emulated:
+    pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+ROWS, CHUNK = 32, 16
+TOLERANCE = 2.0**-9
+"""Of an output, by the root mean square, as few as 16 values: three inputs, taps, three products and a sum are rounded
+to float16, 2^-11 each at most."""
+LOGIT_TOLERANCE = 2.0**-6
+"""Of logits, against the CPU under the same scheme, as of those with attention on the NPU."""
+ON_NPU = {"placement": {"model.layers.*.conv": "npu"}}
+
+
+def relative_error(found, expected):
+    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(np.square(expected, dtype=np.float64)))
+
+
+class Constants:
+    """As much of a weight store as a convolution needs."""
+
+    def __init__(self, arrays):
+        self._arrays = arrays
+
+    def array(self, name):
+        return self._arrays[name]
+
+    def parts(self, name):
+        return [("", self._arrays[name])]
+
+
+class OneConvolution:
+    """One node: its plan, its state on the NPU and in the reference."""
+
+    sizes: ClassVar = {"num_k_heads": 1, "num_v_heads": 1, "use_qk_l2norm": 0}
+
+    def __init__(self, channels, taps=3, *, has_bias=False, seed=0):
+        self.rng = np.random.default_rng(seed)
+        self.channels = channels
+        self.weights = {"taps": self.rng.normal(size=(channels, 1, taps)).astype(np.float32)}
+        if has_bias:
+            self.weights["bias"] = self.rng.normal(size=channels).astype(np.float32)
+        self.state, self.expected_state = np.zeros((2, channels, taps - 1), np.float32)
+        attributes = {"attn_type": "short_conv", **self.sizes, "head_k_dim": channels, "head_v_dim": channels}
+        tensors = [
+            Tensor(name="qkv", dtype="float32", shape=("T", 3 * channels)),
+            Tensor(name="out", dtype="float32", shape=("T", channels)),
+            Tensor(name="state", dtype="float32", shape=self.state.shape, kind="state"),
+            *(Tensor(name=n, dtype="float32", shape=w.shape, kind="weight") for n, w in self.weights.items()),
+        ]
+        node = Node(
+            name="convolution",
+            op="LinearAttention",
+            domain=DOMAIN,
+            inputs=("qkv", "", "", "taps", "bias" if has_bias else "", "state", ""),
+            outputs=("out",),
+            attributes={**attributes, "past_slots": taps - 1},
+        )
+        self.subgraph = Subgraph(
+            name="dynamic.0",
+            device="npu",
+            is_static=False,
+            rows="T",
+            nodes=(node,),
+            inputs=("qkv",),
+            outputs=("out",),
+            weights=tuple(self.weights),
+            state=("state",),
+        )
+        self.plan = Plan(
+            family="convolution",
+            subgraphs=(self.subgraph,),
+            tensors={tensor.name: tensor for tensor in tensors},
+            inputs=(),
+            output="out",
+            vocab_size=channels,
+            context_length=64,
+        )
+
+    def compile(self, folder, rows=ROWS):
+        backend = QnnBackend(find_soc("SM8650"), contexts=folder)
+        return backend.compile(self.subgraph, self.plan, rows, find_scheme("w8a16"), Constants(self.weights))
+
+    def run(self, executable, qkv):
+        found = np.full((len(qkv), self.channels), np.nan, np.float32)
+        executable.run_after({"qkv": qkv, "state": self.state}, {"out": found}, 1)
+        return found
+
+    def check(self, executable, num_rows):
+        qkv = self.rng.normal(size=(num_rows, 3 * self.channels)).astype(np.float32)
+        taps, bias = self.weights["taps"], self.weights.get("bias")
+        named = {"attn_type": "short_conv", **self.sizes, "head_k_dim": self.channels, "head_v_dim": self.channels}
+        expected = linear_attention(qkv, None, None, taps, bias, self.expected_state, None, **named)
+        assert relative_error(self.run(executable, qkv), expected) < TOLERANCE
+        assert relative_error(self.state, self.expected_state) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("channels", "taps", "has_bias"),
+    [(16, 3, False), (1000, 3, True), (1024, 3, False), (2048, 3, False), (64, 4, True)],
+)
+def test_a_convolution_is_what_the_reference_computes(channels, taps, has_bias, tmp_path):
+    one = OneConvolution(channels, taps, has_bias=has_bias)
+    executable = one.compile(tmp_path)
+    for num_rows in (ROWS, 1, 1, 7, 2, ROWS):  # fewer rows than the state has leave some of it
+        one.check(executable, num_rows)
+
+
+def test_a_chunk_of_fewer_rows_is_padded_inside(tmp_path):
+    one = OneConvolution(16)
+    executable = one.compile(tmp_path, rows=8)
+    for num_rows in range(8, 0, -1):
+        one.check(executable, num_rows)
+
+
+@pytest.mark.parametrize("place", ["rows", "state"])
+def test_what_leaves_float16_leaves_the_state_alone(place, tmp_path):
+    one = OneConvolution(16)
+    executable = one.compile(tmp_path)
+    one.check(executable, 5)
+    qkv = np.ones((4, 48), np.float32)
+    if place == "rows":
+        qkv[:, [0, 32]] = 300  # their product is 90,000
+    else:
+        one.state[3, 1] = 70_000
+    before = one.state.copy()
+    with pytest.raises(BackendError, match="float16"):
+        one.run(executable, qkv)
+    np.testing.assert_array_equal(one.state, before)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Loads a tiny LFM2 with its calibration."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("CHUNKRT_HOME", str(folder))
+        models = {name: calibrated(name, folder / f"{name}.npz") for name in ("lfm2", "lfm2_biased")}
+
+        def load(name="lfm2", **options):
+            given = {"npu": "qnn", "scheme": "w8a16", "chunk_length": CHUNK, "threads": 2, "prefix_cache": "off"}
+            return chunkrt.load(models[name], **(given | {"calibration": folder / f"{name}.npz"} | options))
+
+        yield load
+
+
+def tokens_of(num_tokens, seed=0):
+    return np.random.default_rng(seed).integers(3, 48, num_tokens)
+
+
+def tell(engine, num_decoded=4):
+    """Logits of 100 tokens and of some single ones after them."""
+    session, tokens = engine.session(), tokens_of(100 + num_decoded)
+    logits = session.prefill(tokens[:100], logits="all").logits
+    return np.vstack([logits, *(session.prefill([int(token)]).logits for token in tokens[100:])])
+
+
+def graphs(executor):
+    """The NPU's layers, graph by graph: "conv" or "self_attn"."""
+    return [
+        [node.name.split(".")[3] for node in subgraph.nodes if "past_slots" in node.attributes]
+        for subgraph in executor.plan.subgraphs
+        if subgraph.device == "npu"
+    ]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_biased"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ON_NPU,
+        ON_NPU | {"decode_on": "npu"},
+        ON_NPU | {"cache_dtype": "int8"},
+        {"placement": {"model.layers.0.conv": "npu"}, "npu_strict": True},
+        {"attention": "npu", "npu_window": 32},
+        {"attention": "npu", "npu_window": "32,64,4096", "weights": "npu-only"},
+        {"attention": "npu", "npu_window": 48, "npu_graph": "layers=1", "decode_on": "npu"},
+    ],
+)
+def test_logits_are_those_of_convolutions_on_the_cpu(load, name, how):
+    with load(name, cache_dtype=how.get("cache_dtype")) as engine:
+        expected = tell(engine)
+    with load(name, **how) as engine:
+        found = tell(engine)
+        np.testing.assert_array_equal(tell(engine), found)
+    assert relative_error(found, expected) < LOGIT_TOLERANCE
+
+
+def test_neighbours_melt_with_convolutions(load):
+    with load() as engine:
+        assert not engine._conductor.lanes.near
+    with load(attention="npu", npu_window=32) as engine:
+        near, far = engine._conductor.lanes.near
+        assert graphs(near) == [["conv", "self_attn", "conv", "self_attn"]]
+        assert graphs(far) == [["conv"], ["conv"], []]
+        assert engine._conductor.lanes.prompts is far
+        assert (near.reach, far.reach) == (32, engine.plan.context_length)
+        result = engine.session().prefill(tokens_of(33))
+        assert sum(event.processor == "npu" for event in result.events) == result.num_chunks == 3
+    with load(attention="npu", npu_window=4096, npu_graph="layers=1") as engine:
+        assert [graphs(near) for near in engine._conductor.lanes.near] == [
+            [["conv"], ["self_attn"], ["conv"], ["self_attn"]]
+        ]
+
+
+def test_convolutions_are_placed_one_by_one(load):
+    with load(placement={"model.layers.2.conv": "npu"}) as engine:
+        (near,) = engine._conductor.lanes.near
+        static = [n.name for s in near.plan.subgraphs for n in s.nodes if "past_slots" in n.attributes]
+        assert static == ["model.layers.2.conv.linear_attention"]
+        assert near.reach == engine.plan.context_length
+    with load(attention="npu", placement={"model.layers.2.conv": "cpu", "model.layers.*.self_attn": "cpu"}) as engine:
+        (near,) = engine._conductor.lanes.near
+        static = [n.name for s in near.plan.subgraphs for n in s.nodes if "past_slots" in n.attributes]
+        assert static == ["model.layers.0.conv.linear_attention"]
+
+
+def test_where_a_prompt_is_parted_changes_no_bit(load):
+    """Padding reaches no state: a part that ends within a chunk has some."""
+    tokens = tokens_of(3 * CHUNK)
+    with load(**ON_NPU) as engine:
+        whole = engine.session().prefill(tokens, logits="all").logits
+        for border in (2, CHUNK - 1, CHUNK, CHUNK + 5):
+            session = engine.session()
+            parts = [session.prefill(part, logits="all").logits for part in np.split(tokens, [border])]
+            np.testing.assert_array_equal(np.vstack(parts), whole)
+
+
+def test_a_state_goes_back_and_is_kept_as_ever(load):
+    tokens = tokens_of(80)
+    with load(attention="npu", npu_window=32, decode_on="npu") as engine:
+        session = engine.session()
+        first = session.prefill(tokens[:40]).logits
+        other = session.fork()
+        expected = session.prefill(tokens[40:], logits="all").logits
+        np.testing.assert_array_equal(other.prefill(tokens[40:], logits="all").logits, expected)
+        session.rewind(40)
+        np.testing.assert_array_equal(session.prefill(tokens[40:], logits="all").logits, expected)
+        session.rewind(0)
+        np.testing.assert_array_equal(session.prefill(tokens[:40]).logits, first)
+
+
+@pytest.mark.parametrize("how", [ON_NPU, {"attention": "npu", "npu_window": 32}])
+def test_a_run_that_fails_or_is_cancelled_leaves_the_state_as_it_was(load, how, monkeypatch):
+    with load(**how) as engine:
+        session = engine.session()
+        session.prefill(tokens_of(10))
+        state = session._sequence.state
+        before = {name: array.copy() for name, array in state.tensors.items() if array.ndim == 2}
+        assert len(before) == 2
+        expected = session.fork().prefill(tokens_of(70, seed=3)).logits
+        calls, compute = [], Context.compute
+
+        def fails_later(context, place):
+            calls.append(1)
+            if len(calls) > 3:
+                raise BackendError("it is gone")
+            return compute(context, place)
+
+        last = engine._conductor.lanes.near[-1]
+        compute_last = last.compute
+
+        def cancelled(job, *arguments, **options):
+            session.cancel()
+            compute_last(job, *arguments, **options)
+
+        for broken, name, breaks, error in [
+            (Context, "compute", fails_later, BackendError),
+            (last, "compute", cancelled, ClosedError),
+        ]:
+            calls.clear()
+            monkeypatch.setattr(broken, name, breaks)
+            with pytest.raises(error):
+                session.prefill(tokens_of(70, seed=3))
+            monkeypatch.undo()
+            assert session.position == 10
+            for tensor, array in before.items():
+                np.testing.assert_array_equal(state.tensors[tensor], array)
+        np.testing.assert_array_equal(session.prefill(tokens_of(70, seed=3)).logits, expected)
+
+
+def test_the_cpu_takes_over_from_the_chunk_that_failed(load, monkeypatch, caplog):
+    with load() as engine:
+        expected = tell(engine)
+    with load(**ON_NPU, on_npu_failure="fallback") as engine:
+        calls, compute = [], Context.compute
+
+        def fails_later(context, place):
+            calls.append(1)
+            if len(calls) > 5:
+                raise BackendError("it is gone")
+            return compute(context, place)
+
+        monkeypatch.setattr(Context, "compute", fails_later)
+        found = tell(engine)
+        assert "it is gone; the CPU takes over" in caplog.text
+    assert relative_error(found, expected) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "how", [ON_NPU, ON_NPU | {"decode_on": "npu"}, {"attention": "npu", "npu_window": "32,64", "decode_on": "npu"}]
+)
+def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, how):
+    from interleavings import check_interleaving
+
+    with load(**how) as engine:
+        for seed in range(2):
+            check_interleaving(engine, seed, tokens_of(128), most=4, longest=50)
+
+
+def test_a_prefix_that_is_found_again_changes_no_bit(load):
+    tokens = tokens_of(80)
+    with load(attention="npu", npu_window=32) as engine:
+        expected = engine.session().prefill(tokens).logits
+    with load(attention="npu", npu_window=32, prefix_cache="memory") as engine:
+        engine.session().prefill(tokens[:64])
+        again = engine.session().prefill(tokens)
+        np.testing.assert_array_equal(again.logits, expected)
+
+
+def test_a_host_of_ones_own_is_told_that_it_cannot_keep_the_state(load, tmp_path):
+    path = tmp_path / "calibration.npz"
+    model = calibrated("lfm2", path)
+    options = EngineOptions(npu="qnn", scheme="w8a16", calibration=path, attention="npu", npu_window=4096)
+    with pytest.raises(ConfigError, match="state of a convolution"):
+        compile_engine(str(model), tmp_path / "out", options, socs=["SM8650"], chunk_lengths=[CHUNK], for_host=True)
