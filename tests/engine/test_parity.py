@@ -58,6 +58,7 @@ def test_chunked_logits_are_those_of_transformers(name, chunk_length):
     np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_so_are_those_of_a_backend_that_shares_no_code(name):
     with load(name, npu="onnxrt", chunk_length=8) as engine:
@@ -85,7 +86,7 @@ def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(na
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", FAMILY_NAMES)

@@ -300,7 +300,11 @@ def run_bounded(folder):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples // 3,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     source=st.sampled_from(SOURCES),
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6),
