@@ -182,6 +182,7 @@ def test_a_compiled_engine_with_outputs_in_float_is_refused_by_the_npu(model):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [{"policy": "sequential"}, {"threads": 1}, {"threads": 4}], ids=str)
 def test_neither_policy_nor_threads_change_a_bit(model, engine, options):
     tokens = prompt(45)

@@ -531,6 +531,7 @@ def assert_sound(model: Path, cache: Path) -> None:
     assert sum(entry.num_bytes for entry in entries(cache)) <= BUDGET
 
 
+@pytest.mark.sampled(model=["window"])
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
 @pytest.mark.parametrize("times", [2, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_killed_while_it_writes(model: Path, tmp_path: Path, lines: list[str], times: int) -> None:
@@ -552,6 +553,7 @@ def test_killed_while_it_writes(model: Path, tmp_path: Path, lines: list[str], t
     assert lines == []
 
 
+@pytest.mark.sampled(model=["caches"])
 def test_two_processes_share_a_folder(model: Path, tmp_path: Path, lines: list[str]) -> None:
     processes = [start(model, tmp_path, seed, 40) for seed in range(2)]
     for process in processes:

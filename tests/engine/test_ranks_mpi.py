@@ -258,7 +258,7 @@ def test_an_interrupt_anywhere_leaves_all_ranks_with_what_the_tokens_say(first, 
     assert num_wrong == 0
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @needs_mpi
 @pytest.mark.parametrize("options", [(), ("-disable-auto-cleanup",)], ids=["plain", "disable-auto-cleanup"])
 @pytest.mark.parametrize(("size", "name"), [(2, "SIGKILL"), (4, "SIGKILL"), (2, "SIGTERM")])
@@ -352,7 +352,7 @@ def test_what_is_wrong_is_said_once(arguments, status, line):
 @pytest.mark.parametrize(
     ("ranks", "register", "uses"),
     [
-        ("0", "pass", "rank 0 uses the {} and rank 1 does not"),
+        pytest.param("0", "pass", "rank 0 uses the {} and rank 1 does not", marks=pytest.mark.exhaustive),
         pytest.param("1", "pass", "rank 1 uses the {} and rank 0 does not", marks=pytest.mark.exhaustive),
         ("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
         ("01", "pass", ""),

@@ -263,7 +263,7 @@ def a_billion_of(op):
     return edit
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux alone")
 @pytest.mark.parametrize("op", ["ConstantOfShape", "Expand", "Tile", "Range"])
 def test_values_of_a_billion_elements_take_no_memory(folder, op):
@@ -275,7 +275,7 @@ def test_values_of_a_billion_elements_take_no_memory(folder, op):
     assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux alone")
 @pytest.mark.parametrize("damage", [with_a_cycle, with_a_weight_of_a_billion, with_a_billion_in_its_states])
 def test_the_command_line_says_it_in_one_line(folder, damage):
