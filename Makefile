@@ -46,7 +46,9 @@ help: ## list these targets
 run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded the first time
 	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
 
-test: tests-ready test-cpp ## run the C++ tests, and the Python tests on the package as it is installed
+test: ## run the C++ tests, and the Python tests on the package as it is installed
+	@$(MAKE) --no-print-directory -j2 test-cpp $(VENV)/.test # one compiles, the other downloads
+	@$(MAKE) --no-print-directory tests-ready
 	$(PYTEST) -rs -m "not exhaustive"
 
 test-cpp: $(VENV)/.wheel ## run the C++ tests

@@ -1,6 +1,7 @@
 """What all tests share: a cache of their own, never the user's; and the command line, called in this process."""
 
 import io
+import os
 import signal
 import sys
 from collections import Counter
@@ -22,19 +23,26 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with `sampled(every=n)` the cases between are exhaustive: `make test` leaves them out."""
+    """Of a test with `sampled` the cases that are not in the sample are exhaustive: `make test` leaves them out."""
     num_cases = Counter()
     for item in items:
         if mark := item.get_closest_marker("sampled"):
-            if num_cases[item.function] % mark.kwargs["every"]:
+            kept = dict(mark.kwargs)
+            every = kept.pop("every", 1)
+            if any(item.callspec.params[argument] not in values for argument, values in kept.items()):
+                item.add_marker("exhaustive")
+                continue
+            if num_cases[item.function] % every:
                 item.add_marker("exhaustive")
             num_cases[item.function] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)
 def home(tmp_path_factory):
-    """CHUNKRT_HOME for the whole run, so that each checkpoint is compiled once a scheme and not once a test."""
-    folder = tmp_path_factory.mktemp("home")
+    """CHUNKRT_HOME for the whole run, so that each checkpoint is compiled once a scheme, whichever process needs it."""
+    run = tmp_path_factory.getbasetemp()
+    folder = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "home"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNKRT_HOME", str(folder))
         patch.setenv("HF_HUB_CACHE", str(folder / "hub"))

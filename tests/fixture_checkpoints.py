@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 _FOLDER = Path(__file__).parent / "parity" / "fixtures"
 NAMES = sorted(path.name for path in _FOLDER.iterdir())
+ONE_OF_EACH_STATE = ("llama_biased_gguf", "gemma3_window_5", "lfm2", "qwen3_next")
+"""Caches, rings, and the two kinds of recurrent state: all by which decoders differ for what is above the kernels."""
 
 
 def checkpoint(name: str) -> Path:

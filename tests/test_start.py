@@ -22,11 +22,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def typed(tmp_path):
-    """A function that types lines into a shell, with a home of its own that has the model."""
+def typed(home, tmp_path):
+    """A function that types lines into a shell, with a home of its own that has the model, and the tests' engines."""
     place = tmp_path / "home" / "models" / NAME / MODELS[NAME].name
     place.parent.mkdir(parents=True)
     place.symlink_to(MODELS[NAME])
+    (home / "engines").mkdir(exist_ok=True)
+    (tmp_path / "home" / "engines").symlink_to(home / "engines")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "CHUNKRT_HOME": str(tmp_path / "home")}
 

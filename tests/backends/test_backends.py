@@ -11,7 +11,7 @@ from chunkrt.backends import BACKENDS, Support, make_backend
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.quant.scheme import SCHEMES, find_scheme
-from chunkrt.testing import ConformanceError, check_backend
+from chunkrt.testing import ConformanceError, check_backend, conformance
 from chunkrt.testing.decoder import random_decoder
 
 
@@ -417,10 +417,6 @@ class RunsSegments(Odd):
         return segment.inputs
 
 
-def test_an_executable_that_runs_segments_one_by_one_conforms():
-    check_backend(type("Packed", (OddBackend,), {"wrapper": RunsSegments})())
-
-
 @breaks("inputs")
 class TakesOnePositionForAll(RunsSegments):
     def of_segment(self, segment, segments):
@@ -469,10 +465,6 @@ class KeepsTheState(Odd):
         return self.held == (history, position)
 
 
-def test_an_executable_that_keeps_the_state_conforms():
-    check_backend(type("Keeper", (OddBackend,), {"wrapper": KeepsTheState})())
-
-
 @breaks("history")
 class KeepsOneStateForAll(KeepsTheState):
     def knows(self, history, position):
@@ -513,9 +505,31 @@ class HalvesUp(Odd):
         super().run({name: np.trunc(x + np.copysign(0.5, x)) for name, x in inputs.items()}, outputs)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("clause", "backend"), CASES)
 def test_a_broken_clause_is_noticed(clause, backend):
+    check_is_noticed(clause, backend)
+
+
+@pytest.fixture(scope="module")
+def few_schemes():
+    """Three schemes: in float, with dynamic activations, and static with shadows and outputs in float."""
+    few = [scheme for scheme in conformance.TRIED if scheme.name in ("float", "w8a8-dynamic", "w8a8-shadowed")]
+    few.append(next(scheme for scheme in conformance.TRIED if scheme.float_outputs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conformance, "TRIED", few)
+        patch.setattr(conformance, "TRIED_HYBRID", conformance.TRIED_HYBRID[:1])
+        conformance._tried_decoders.cache_clear()
+        yield
+    conformance._tried_decoders.cache_clear()
+
+
+@pytest.mark.parametrize(("clause", "backend"), CASES)
+def test_under_few_schemes_a_broken_clause_is_noticed_too(few_schemes, clause, backend):
+    check_is_noticed(clause, backend)
+
+
+def check_is_noticed(clause, backend):
     with pytest.raises(ConformanceError) as raised:
         check_backend(backend)
     assert raised.value.clause == clause
@@ -533,8 +547,23 @@ class FixedLength(Odd):
         super().run(inputs, outputs)
 
 
-def test_an_npu_that_takes_chunks_of_one_length_conforms():
-    check_backend(type("Npu", (OddBackend,), {"wrapper": FixedLength, "name": "npu", "concurrency": 1})())
+CONFORM = [
+    type("Packed", (OddBackend,), {"wrapper": RunsSegments})(),
+    type("Keeper", (OddBackend,), {"wrapper": KeepsTheState})(),
+    type("Npu", (OddBackend,), {"wrapper": FixedLength, "name": "npu", "concurrency": 1})(),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", CONFORM, ids=lambda backend: type(backend).__name__)
+def test_what_an_executable_may_be_conforms(backend):
+    """One that runs segments one by one, one that keeps the state, and an NPU that takes chunks of one length."""
+    check_backend(backend)
+
+
+@pytest.mark.parametrize("backend", CONFORM, ids=lambda backend: type(backend).__name__)
+def test_under_few_schemes_it_conforms_too(few_schemes, backend):
+    check_backend(backend)
 
 
 class StaticOnly(OddBackend):
@@ -551,7 +580,7 @@ class StaticOnly(OddBackend):
         return super().compile(subgraph, plan, *rest)
 
 
-def test_a_backend_for_some_subgraphs_conforms():
+def test_a_backend_for_some_subgraphs_conforms(few_schemes):
     check_backend(StaticOnly())
 
 

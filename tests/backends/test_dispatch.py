@@ -69,7 +69,7 @@ def expected_place(operator, backend, ops, plugged):
     return backend
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("plugged", [None, "toy", "native", "reference", "npu"])
 @pytest.mark.parametrize("backend", DEVICES)
 def test_the_matrix_of_operators_devices_switches_and_plugins(decoder, backend, plugged):

@@ -151,6 +151,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("attn_type", "options"), KINDS)

@@ -134,6 +134,7 @@ def ring_slots(window: int, chunk: int) -> int:
 QKV_ROWS = random_rows(LENGTH, QKV)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows_and_rings(window: int, chunk: int) -> None:

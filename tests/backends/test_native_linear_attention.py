@@ -27,6 +27,7 @@ LENGTHS = [1, 2, 31, 32, 33, 64, 95]
 ISAS = isa_parameters("reference", "neon", "avx2", "avx512vnni")
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rows", LENGTHS)
@@ -95,6 +96,7 @@ def only_zeros(inputs: Inputs) -> None:
     inputs.qkv[:], inputs.conv_state[:] = 0, 0
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "change", [forget_all, forget_now_and_then, forget_nothing, learn_nothing, zero_rows, only_zeros]

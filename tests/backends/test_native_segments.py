@@ -92,7 +92,7 @@ def check_together(of: Recording, subgraph: Subgraph, cut: Sequence[tuple[int, i
         assert_same(found, expected, f"{subgraph.name}, {expected}, among {cut}")
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family(name: str) -> None:
     of = recording(name)
@@ -101,6 +101,7 @@ def test_every_family(name: str) -> None:
             check_together(of, subgraph, cut)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2", "qwen3_next_experts", "qwen3_next"])
 def test_merged_subgraphs(name: str, threads: int) -> None:

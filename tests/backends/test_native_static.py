@@ -153,6 +153,7 @@ def linear_outputs(
     return y
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("isa", isa_parameters())
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_graphs_are_compiled_once_whatever_the_prompts(model, tmp_path, monkeypa
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     with load(model) as first:
         assert len(first.plan.static_subgraphs) == NUM_GRAPHS
-        for num_tokens in (1, 33, 512):
+        for num_tokens in (1, 33, 65):
             session = first.session()
             session.prefill(prompt(num_tokens))
             assert session.position == num_tokens
@@ -128,6 +128,7 @@ def test_progress_tells_of_every_graph(model, tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("scheme", TOLERANCES)
 @pytest.mark.parametrize("num_tokens", [2, 33, pytest.param(512, marks=pytest.mark.exhaustive)])
 def test_logits_are_those_of_the_reference(model, scheme, num_tokens):
@@ -181,6 +182,7 @@ def test_a_compiled_engine_with_outputs_in_float_is_refused_by_the_npu(model):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [{"policy": "sequential"}, {"threads": 1}, {"threads": 4}], ids=str)
 def test_neither_policy_nor_threads_change_a_bit(model, engine, options):
     tokens = prompt(45)

@@ -426,7 +426,9 @@ def test_a_truncated_file_is_a_model_error(tmp_path, sound, kept):
 
 
 @given(damage=DAMAGE)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples * 2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_flipped_bytes_give_values_or_a_model_error_and_bounded_memory(tmp_path, sound, header_bytes, damage):
     damaged = bytearray(sound)
     for place, value in damage:

@@ -194,7 +194,9 @@ def test_what_is_no_checkpoint_says_what_was_expected(tmp_path):
 
 
 @given(damage=DAMAGE, kept=st.floats(0, 1))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples * 2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_damage_gives_values_or_a_model_error_and_bounded_memory(tmp_path, damage, kept):
     tensors = {"a.weight": np.ones((3, 5), np.float32), "b.weight": np.zeros(7, np.float16)}
     folder = write_folder(tmp_path / "m", tensors)

@@ -102,7 +102,7 @@ def test_a_channel_a_thousand_times_larger_costs_less_than_twice_the_error(backe
 
 @backends
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings().max_examples // 6, deadline=None)
 def test_channels_and_tokens_anywhere(backend, data, seed, tmp_path_factory):
     """As many as the shadow is for: half a hundredth of the values."""
     table, weight = drawn(seed)

@@ -118,7 +118,7 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
     }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("soc", "chunk"), COMPILED_FOR)
 def test_it_gives_what_the_checkpoint_gives_and_compiles_nothing(device, tmp_path, soc, chunk):
     found, num_compiled = run(device, soc=soc, chunk_length=chunk)

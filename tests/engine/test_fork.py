@@ -51,6 +51,7 @@ print(session.position, flush=True)
 """
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize(
     "use",

@@ -139,7 +139,11 @@ def tokens_of(count):
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("llama_gqa", {}), ("mistral_window_5", {"npu_graph": "layers=1"}), ("gemma3_scaled", {}), ("qwen3", {})],
+    [
+        ("mistral_window_5", {"npu_graph": "layers=1"}),
+        ("gemma3_scaled", {}),
+        *(pytest.param(name, {}, marks=pytest.mark.exhaustive) for name in ("llama_gqa", "qwen3")),
+    ],
 )
 def test_a_host_gets_the_logits_that_chunkrt_gets(name, settings, calibrations, tmp_path):
     options = {"npu": "qnn", "scheme": "w8a16", "context_length": CONTEXT}

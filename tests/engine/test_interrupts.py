@@ -89,7 +89,7 @@ def interrupted_at(act, name, at, path, threads=1):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may fall between open and with
-@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [101, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
 def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(act, name, step, tmp_path):
@@ -100,7 +100,7 @@ def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(ac
 
 
 @pytest.mark.parametrize(
-    ("first", "step"), [(1, 97), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+    ("first", "step"), [(1, 211), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
@@ -114,7 +114,7 @@ def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(
 
 
 @pytest.mark.parametrize(
-    ("first", "step"), [(1, 97), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+    ("first", "step"), [(1, 211), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from fixture_checkpoints import NAMES, checkpoint, input_ids
+from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, input_ids
 from interleavings import LENGTHS, Faults, check_interleaving, load_for_interleavings
 
 import chunkrt
@@ -37,7 +37,7 @@ def engines():
         engine.close()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings(name, engines):
     for seed in range(3):
@@ -46,7 +46,7 @@ def test_random_interleavings(name, engines):
     assert engine.stats().waiting_runs == 0
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings_with_faults(name, engines):
     """A failed task fails the sequences of its chunk, which are what they were before; the others go on."""
@@ -55,7 +55,7 @@ def test_random_interleavings_with_faults(name, engines):
     assert faults.num > 1
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings_with_a_prefix_cache(name, engines):
     """One too small for what they leave; alone they have none."""

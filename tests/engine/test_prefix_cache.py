@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from fixture_checkpoints import NAMES, checkpoint
+from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint
 
 import chunkrt
 from chunkrt.engine.engine import Engine
@@ -82,7 +82,7 @@ def follow_story(seed: int, cached: Engine, plain: Engine, prompts: list[list[in
     return num_cached
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("limit", [SMALL, LARGE])
 @pytest.mark.parametrize("name", NAMES)
 def test_random_trees_of_prompts(name: str, limit: int) -> None:
@@ -160,7 +160,7 @@ def follow_stories_on_disk(name: str, chunk_length: int, tight: str, folder: Pat
             assert bool(files) == (disk == LARGE) or 1 < disk < LARGE
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("tight", TIGHT)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_trees_in_threads_with_tight_budgets_in_memory_and_on_disk(
@@ -179,6 +179,7 @@ def test_more_random_trees_in_threads_with_tight_budgets(
     follow_stories_on_disk(name, chunk_length, tight, tmp_path, 6)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
 def test_other_backends_hit_at_borders_of_chunks(name: str, npu: str) -> None:
@@ -224,7 +225,7 @@ def test_types_of_caches(cache_dtype: str) -> None:
         assert follow_story(1, cached, plain, [prompts.next() for _ in range(12)]) > 0
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_sessions_in_threads_that_share_chunks(name: str) -> None:
     with (
@@ -333,7 +334,7 @@ def test_a_prompt_that_fails_after_a_shift_takes_nothing_from_the_cache(
         assert engine.session().prefill([*tokens, 7, 8]).num_cached == 31
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_contexts_that_shift_and_prompts_that_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a session holds after shifts is not exact, and does not become so where a later prompt fails."""

@@ -55,7 +55,7 @@ def close(session: Session) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("step", [101, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [307, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [hit, evict, rewind, close])
 def test_an_interrupt_anywhere_leaves_session_and_cache_right(act: object, name: str, step: int) -> None:

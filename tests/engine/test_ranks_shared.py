@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from fixture_checkpoints import NAMES, checkpoint, input_ids
+from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, input_ids
 from interleavings import LENGTHS, check_interleaving
 from led_ranks import led
 from ranks_in_threads import on_ranks
@@ -23,12 +23,11 @@ from chunkrt.runtime.state import State
 NAME = "llama_biased_gguf"
 IDS = input_ids(NAME)
 PROMPTS = [IDS[i : i + 3 + 5 * i] for i in range(9)]
-STATES = (NAME, "gemma3_window_5", "lfm2", "qwen3_next")
-"""Caches, rings, and two kinds of recurrent state."""
+STATES = ONE_OF_EACH_STATE
 HANGS = 60.0
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def ranks(request):
     with led(NAME, request.param, chunk_length=8) as ranks:
         yield ranks
@@ -74,7 +73,7 @@ def answer(engine, prompt, num_tokens=9):
         return "".join(piece.text for piece in session.generate(max_new_tokens=num_tokens))
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=3, name=STATES)
 @pytest.mark.parametrize(
     ("name", "size", "slots"), [(name, size, 2 if size == 2 else None) for name in NAMES for size in (2, 4)]
 )

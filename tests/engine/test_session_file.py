@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from fixture_checkpoints import NAMES, checkpoint
+from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint
 
 import chunkrt
 from chunkrt.engine.engine import Engine
@@ -23,7 +23,7 @@ def load(name: str = NAME, **options: object) -> Engine:
     return chunkrt.load(checkpoint(name), **{"npu": "native", "scheme": "w8a8-dynamic", "threads": 1, **options})
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_another_engine_goes_on(name: str, tmp_path: Path) -> None:
     with load(name, chunk_length=32) as engine:
@@ -71,7 +71,7 @@ def after_shifts(session: Session) -> None:
     session.prefill([*PROMPT, *PROMPT])
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize(
     "act", [after_a_prompt, after_rows_of_all, after_no_logits, after_an_answer, after_going_back, after_shifts]
 )

@@ -71,7 +71,7 @@ def check(session: Session) -> None:
         np.testing.assert_array_equal(next_logits(session.fork()), truth[-1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings().max_examples)
 @given(
     kinds=st.sampled_from([("cache",), ("ring",), ("recurrent",), ALL_KINDS]),
     long_context_from=st.sampled_from([None, 30]),

@@ -237,7 +237,10 @@ def test_without_it_there_is_nothing_of_layers(command, text):
     assert json.loads(finished.out)["layers"] is None
 
 
-@pytest.mark.parametrize(("ending", "head"), [("png", b"\x89PNG\r\n"), ("svg", b"<?xml"), ("SVG", b"<?xml")])
+@pytest.mark.parametrize(
+    ("ending", "head"),
+    [("png", b"\x89PNG\r\n"), pytest.param("svg", b"<?xml", marks=pytest.mark.exhaustive), ("SVG", b"<?xml")],
+)
 def test_the_picture_is_drawn(command, text, tmp_path, ending, head):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     path = tmp_path / f"layers.{ending}"

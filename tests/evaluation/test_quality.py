@@ -23,30 +23,26 @@ TEXTS = {
 pytestmark = pytest.mark.skipif(MODEL is None, reason=f"{NAME} is not here: chunkrt pull {NAME}")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def home():
-    """A cache that goes when the tests are done: the float weights alone take half a gigabyte."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        patch.setenv("CHUNKRT_HOME", folder)
-        yield
-
-
 @pytest.fixture(scope="module")
-def native(home):
+def native():
     with chunkrt.load(MODEL, npu="native") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def native_in_blocks(home):
+def native_in_blocks():
     with chunkrt.load(MODEL, npu="native", scheme="w4a8-dynamic") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def oracle(home):
-    with chunkrt.load(MODEL, npu="onnxrt", scheme="float", chunk_length=128) as engine:
-        yield engine
+def oracle():
+    """In a cache that goes when the tests are done: the float weights take half a gigabyte."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        patch.setenv("CHUNKRT_HOME", folder)
+        with chunkrt.load(MODEL, npu="onnxrt", scheme="float", chunk_length=128) as engine:
+            patch.undo()
+            yield engine
 
 
 def perplexity(logits, tokens):

@@ -23,7 +23,7 @@ def whole(name, window):
     return {"window": window, "sequence": length, "context": length + 5}
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("keys", ["pre-rope", "post-rope"])
 @pytest.mark.parametrize("window", [1, 8, 32])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -38,6 +38,7 @@ def test_every_kind_of_decoder_is_exported(name):
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_float16_is_close(name, opset):
@@ -95,6 +96,7 @@ def test_padding_leaves_recurrent_state_alone(name):
             assert not content.any(), state
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("window", [8, 32, 60])
 def test_the_closed_form_of_the_delta_rule_is_stable(window):
     """One token again and again: keys are alike, and what is inverted is far from the identity."""

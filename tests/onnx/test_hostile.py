@@ -263,7 +263,7 @@ def a_billion_of(op):
     return edit
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux alone")
 @pytest.mark.parametrize("op", ["ConstantOfShape", "Expand", "Tile", "Range"])
 def test_values_of_a_billion_elements_take_no_memory(folder, op):
@@ -275,7 +275,7 @@ def test_values_of_a_billion_elements_take_no_memory(folder, op):
     assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux alone")
 @pytest.mark.parametrize("damage", [with_a_cycle, with_a_weight_of_a_billion, with_a_billion_in_its_states])
 def test_the_command_line_says_it_in_one_line(folder, damage):
@@ -300,7 +300,11 @@ def run_bounded(folder):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples // 3,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     source=st.sampled_from(SOURCES),
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6),

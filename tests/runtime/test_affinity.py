@@ -253,13 +253,13 @@ def test_a_body_that_fails_gives_the_cpus_back() -> None:
     assert os.sched_getaffinity(0) == MASK
 
 
-def test_what_is_wrong_is_told_before_a_model_is_compiled(command, home: Path) -> None:
-    before = set(home.rglob("*"))
+def test_what_is_wrong_is_told_before_a_model_is_compiled(command, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     finished = command("run", GGUF, "-p", "hello", "--scheme", "float", "--affinity", "9999")
     assert (finished.status, finished.out) == (1, "")
     assert finished.err.count("\n") == 1
     assert "CPU 9999 is not there; choose among" in finished.err
-    assert set(home.rglob("*")) == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_mask_of_the_process_is_the_limit() -> None:

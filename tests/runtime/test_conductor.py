@@ -163,7 +163,7 @@ def stories(plan: Plan) -> st.SearchStrategy[list[Story]]:
 
 
 @pytest.mark.parametrize("kind", LANES)
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=settings().max_examples // 10)
 @given(data=st.data(), kinds=st.sampled_from(KINDS), batcher=st.sampled_from(["packed", "sequential", "haphazard"]))
 def test_sequences_that_share_chunks_get_what_they_get_alone(
     kind: str, data: st.DataObject, kinds: tuple[str, ...], batcher: str
@@ -197,7 +197,7 @@ def begun_together(conductor: Conductor, runs: Sequence[Run]) -> list[RunResult 
 
 
 @pytest.mark.parametrize("kind", LANES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=settings().max_examples // 6)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=2, max_size=8),
     subgraph=st.sampled_from(["embedding", "static.0", "dynamic.0", "dynamic.1", "head"]),

@@ -49,6 +49,7 @@ def make_executor(plan: Plan, executables: Mapping[str, FakeExecutable] | None =
     return Executor(plan, executables or make_executables(plan), **options | changes)
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunk_length", [1, 8, 32, 64])
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 95])
@@ -236,6 +237,7 @@ def spy_on_padding(num_tokens: int, chunk_length: int, seen: list[str]) -> Hook:
     return check
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 20])
 @pytest.mark.parametrize("logits", ["last", "all"])
 def test_padding_reaches_neither_state_nor_logits(num_tokens: int, logits: Logits) -> None:

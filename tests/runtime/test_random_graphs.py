@@ -30,10 +30,10 @@ from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 
-NUM_GRAPHS, NUM_BATCHES = 1000, 20
+NUM_GRAPHS, NUM_BATCHES = 1000, 50
 
 
-@pytest.mark.sampled(every=20)
+@pytest.mark.sampled(every=50)
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_random_graphs_give_the_same_bits_under_every_policy(batch: int) -> None:
     for seed in range(batch, NUM_GRAPHS, NUM_BATCHES):

@@ -155,6 +155,7 @@ def make_executor(
     return Executor(plan, executables, **options | changes)
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_tokens", [1, 8, 33, 95])
 @pytest.mark.parametrize("slots", [(1, 1), (3, 3), (2, 5)])

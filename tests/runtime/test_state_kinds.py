@@ -268,7 +268,9 @@ def test_recurrent_tensors_do_not_notice_a_shift() -> None:
 Operation = tuple[str, float]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=settings().max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     kinds=st.sampled_from([("cache",), ("ring",), ("recurrent",), ALL_KINDS]),
     operations=st.lists(

@@ -15,7 +15,7 @@ def soaked(chat_folder, **load):
 
 
 def test_a_third_goes_and_nobody_else_notices(chat_folder):
-    found = soaked(chat_folder, clients=16, seconds=3)
+    found = soaked(chat_folder, clients=16, seconds=1)
     assert found.complaints == []
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -38,8 +39,18 @@ PROMPTS, CHUNKS = (64, 100), (32, 64)
 MINE = {"first layer on cpu": {"model.layers.0": "cpu"}}
 
 
+@pytest.fixture(scope="module", autouse=True, params=["few", pytest.param("all", marks=pytest.mark.exhaustive)])
+def searched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is searched: of policies and chunks in flight some, or all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "few":
+            patch.setattr(search, "SEARCHED_POLICIES", search.SEARCHED_POLICIES[:2])
+            patch.setattr(search, "CHUNKS_IN_FLIGHT", search.CHUNKS_IN_FLIGHT[:2])
+        yield
+
+
 @pytest.fixture(scope="module")
-def tuned() -> Tuned:
+def tuned(searched: None) -> Tuned:
     return tune(SMALL, "sd8gen3", prompt_lengths=PROMPTS, chunk_lengths=CHUNKS, placements=MINE, workers=1)
 
 
