@@ -204,8 +204,12 @@ void test_rare_extremes(GemmFunction* function) {
             left[i] = static_cast<std::int8_t>(left[i] / 3);
           }
         }
+        // A column of one end each, where a single pair that was missed would saturate.
         std::vector<std::int8_t> right = Random(11).int8s(depth * shape.columns);
-        for (std::size_t i = 0; i < right.size(); i += 3) right[i] = i % 2 == 0 ? 127 : -128;
+        for (std::size_t i = 0; i < right.size(); ++i) {
+          const std::size_t column = i % shape.columns;
+          if (column % 3 != 2) right[i] = column % 3 == 0 ? 127 : -128;
+        }
         check_problem(function, Problem(shape, std::move(left), std::move(right)), rows % 2 == 0,
                       depth % 2 == 0);
       }
