@@ -36,7 +36,8 @@ def test_json_has_neither_depth_without_end_nor_numbers_that_are_none():
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path):
+def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # where no engine of such a folder is there already
     folder = write_folder(tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)

@@ -71,15 +71,13 @@ def test_the_record_of_a_run_is_a_table_in_a_notebook():
 
 
 @pytest.mark.skipif(MODELS["smollm2-135m-instruct"] is None, reason="the model is not pulled")
-def test_the_blocks_of_the_page_run(capsys, home, tmp_path, monkeypatch):
+def test_the_blocks_of_the_page_run(capsys, tmp_path, monkeypatch):
     """One after the other, in one namespace."""
     pulled = MODELS["smollm2-135m-instruct"]
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     place = tmp_path / "models" / "smollm2-135m-instruct" / pulled.name
     place.parent.mkdir(parents=True)
     place.symlink_to(pulled)
-    (home / "engines").mkdir(exist_ok=True)
-    (tmp_path / "engines").symlink_to(home / "engines")
     names = {"__name__": "page"}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 8
