@@ -584,6 +584,11 @@ def test_a_backend_for_some_subgraphs_conforms(few_schemes):
     check_backend(StaticOnly())
 
 
+@pytest.mark.exhaustive
+def test_a_backend_for_some_subgraphs_conforms_under_every_scheme():
+    check_backend(StaticOnly())
+
+
 def test_native_refuses_float_linears_and_names_the_node():
     scheme = find_scheme("float")
     decoder = random_decoder([scheme])
