@@ -54,9 +54,11 @@ def compile_engine(
         What was written: model, scheme, bytes, and a list of SoCs and chunk lengths with their contexts.
 
     Raises:
-        ConfigError: the folder is there already, or an unknown SoC; see `check_host`.
+        ConfigError: the folder is there already, or an unknown SoC, or none for a host; see `check_host`.
         ModelError, QuantizationError, PartitionError, BackendError: as `chunkrt.load`.
     """
+    if for_host and not socs:
+        raise ConfigError("a program without chunkrt runs contexts of a SoC: name one")
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)

@@ -124,7 +124,12 @@ def tell_of_tokens(
         BackendError: a subgraph failed.
     """
     start = max(min(num_shared(tokens, sequence.tokens), len(before) + 1) - 1, 0)
+    if len(sequence.history) != len(sequence.tokens):
+        start = 0  # what a context that shifted holds has seen what it dropped
     sequence.rewind(start)
+    if sequence.state.position < start:  # rings and recurrent state go back further: from there on, piece by piece
+        start = sequence.state.position
+        sequence.rewind(start)
     told = list(before[:start])
     tokens = tokens[start:]
 

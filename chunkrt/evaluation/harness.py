@@ -110,7 +110,8 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
         for request in tqdm(requests, desc="rolling", disable=disable_tqdm):
             tokens = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            scores = self.engine.score([make_disjoint_window(window) for window in windows])
+            # One at a time: they share nothing, and each has logits for all of its rows.
+            scores = self.engine.score([make_disjoint_window(window) for window in windows], max_sessions=1)
             found.append(sum(score.log_probability for score in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found

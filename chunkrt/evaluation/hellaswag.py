@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.scoring import encode_pair
 from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy, score_items
+from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,7 @@ def evaluate(
         BackendError: a subgraph failed.
     """
     tokenizer = engine.require_tokenizer()
-    pairs = [[encode_pair(tokenizer, item.context, f" {ending}") for ending in item.endings] for item in items]
-    with_lines = [(f"HellaSwag, line {item.line}", endings) for item, endings in zip(items, pairs, strict=True)]
+    with_lines = [encode_item(tokenizer, f"HellaSwag, line {item.line}", item.context, item.endings) for item in items]
     hits: list[bool] = []
     normalised_hits: list[bool] = []
     for item, scores in zip(items, score_items(engine, with_lines, progress), strict=True):

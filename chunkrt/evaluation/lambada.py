@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.scoring import encode_pair
 from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy, score_items
+from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ def evaluate(
         BackendError: a subgraph failed.
     """
     tokenizer = engine.require_tokenizer()
-    pairs = [(f"LAMBADA, line {item.line}", [encode_pair(tokenizer, item.context, f" {item.word}")]) for item in items]
+    pairs = [encode_item(tokenizer, f"LAMBADA, line {item.line}", item.context, [item.word]) for item in items]
     scores = [score for (score,) in score_items(engine, pairs, progress)]
     return LambadaFigures(
         num_items=len(items),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import sqrt
 
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.scoring import Score, check_pair
+from chunkrt.engine.scoring import Score, check_pair, encode_pair
 from chunkrt.errors import ConfigError
+from chunkrt.tokenizer import Tokenizer
 
 Pair = tuple[list[int], list[int]]
 
@@ -25,6 +26,18 @@ class Accuracy:
         """Of at least one item, right or wrong."""
         value, others = sum(hits) / len(hits), len(hits) - 1
         return Accuracy(value=value, standard_error=sqrt(value * (1 - value) / others) if others else None)
+
+
+def encode_item(tokenizer: Tokenizer, name: str, context: str, continuations: Sequence[str]) -> tuple[str, list[Pair]]:
+    """An item by its name, and the tokens of its context and of each continuation, which a space parts from it.
+
+    Raises:
+        ConfigError: a text is no Unicode; it begins with the name.
+    """
+    try:
+        return name, [encode_pair(tokenizer, context, f" {continuation}") for continuation in continuations]
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def score_items(
