@@ -7,8 +7,10 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
+from chunkrt.engine import scoring
 from chunkrt.engine.scoring import by_beginning, likeliest, log_softmax, score_tokens
 from chunkrt.errors import ModelError
+from chunkrt.runtime.job import Job
 
 
 def test_scores_of_tokens_are_the_bits_of_the_logarithms_of_all():
@@ -83,3 +85,25 @@ def test_texts_that_begin_alike_are_told_as_each_alone(name):
         together = asyncio.run(tell(engine, texts, goes_on=True))
         assert [len(told) for told in together] == [len(text) - 1 for text in texts]
         assert together == asyncio.run(tell(engine, texts, goes_on=False))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
+def test_no_more_logits_are_held_than_a_piece_has(name, monkeypatch):
+    """However far a state has to go back before it goes on from what two texts begin with."""
+    num_rows, make = [], Job.__init__
+
+    def noted(job, *arguments, **options):
+        make(job, *arguments, **options)
+        num_rows.append(len(job.logits))
+
+    async def tell(engine):
+        session = await engine.asession()
+        before = await session.atell([*range(1, 31), 5, 6], 2)
+        return await session.atell([*range(1, 31), 7, 8, 9], 2, before)
+
+    with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
+        expected = asyncio.run(tell(engine))
+        monkeypatch.setattr(scoring, "PIECE_BYTES", 8 * 4 * engine.plan.vocab_size)
+        monkeypatch.setattr(Job, "__init__", noted)
+        assert asyncio.run(tell(engine)) == expected
+    assert 0 < max(num_rows) < 2 * 8

@@ -187,6 +187,9 @@ def test_items_that_do_not_fit_are_named(engine, write):
     items = lambada.read(write([WORDS[0], {"text": "word " * 2000}]))
     with pytest.raises(ConfigError, match=r"LAMBADA, line 2: .* do not fit the context of"):
         lambada.evaluate(engine, items)
+    items = lambada.read(write([WORDS[0], {"text": "half of a character: \ud800 word"}]))
+    with pytest.raises(ConfigError, match=r"LAMBADA, line 2: the text is not valid Unicode"):
+        lambada.evaluate(engine, items)
 
 
 def test_the_adapter_for_the_harness_scores_the_same(engine):
