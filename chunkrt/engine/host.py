@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ class HostTarget:
     contexts: Mapping[str, Path]
 
 
+LARGEST_GRAPH = 2**31 - 2**24
+"""Bytes of weights in a file of ONNX; a protobuf has 2 GiB at most."""
+
+
 def check_host(plan: Plan, context_length: int) -> None:
     """Refuse what a host could not run by `host.json` alone.
 
@@ -44,8 +49,14 @@ def check_host(plan: Plan, context_length: int) -> None:
 
     Raises:
         ConfigError: the CPU has state to keep or the NPU rows of logits to pick; there are convolutions; the rotary
-            tables change on the way.
+            tables change on the way; weights are too many for a file.
     """
+    for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
+        if sum(4 * prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights) > LARGEST_GRAPH:
+            raise ConfigError(
+                f"{subgraph.name} has more than 2 GiB of weights in float32, which a file of ONNX cannot hold; run "
+                "this model by chunkrt itself"
+            )
     left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
     if left:
         raise ConfigError(

@@ -11,6 +11,7 @@ import chunkrt
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.engine import host
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.options import EngineOptions
 
@@ -161,11 +162,13 @@ def test_a_host_gets_the_logits_that_chunkrt_gets(name, settings, calibrations, 
     assert np.mean(found == expected) > 1 / 2
 
 
-def test_what_a_host_could_not_run_is_refused(command, calibrations, tmp_path):
+def test_what_a_host_could_not_run_is_refused(command, calibrations, tmp_path, monkeypatch):
     asked = ("compile", checkpoint("llama_gqa"), "-o", tmp_path / "engine", "--for-host")
     expect_one_line(command(*asked), "--for-host does nothing without --soc")
     asked = (*asked, "--soc", "SM8650", "--scheme", "w8a16", "--calibration", calibrations("llama_gqa"))
     expect_one_line(command(*asked), "runs graphs with all layers on the NPU, and dynamic.0 is none of these")
     short = ("--attention", "npu", "--npu-window", "32", "--context", "96")
     expect_one_line(command(*asked, *short), "a --context that is no longer than the longest --npu-window")
+    monkeypatch.setattr(host, "LARGEST_GRAPH", 1000)
+    expect_one_line(command(*asked, *short), "embedding has more than 2 GiB of weights in float32")
     assert not (tmp_path / "engine").exists()
