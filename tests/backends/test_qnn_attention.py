@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+from constants import Constants
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
@@ -43,19 +44,6 @@ FAMILIES = [
     "qwen3_5",
     "qwen3_next",
 ]
-
-
-class Constants:
-    """As much of a weight store as attention needs."""
-
-    def __init__(self, arrays):
-        self._arrays = arrays
-
-    def array(self, name):
-        return self._arrays[name]
-
-    def parts(self, name):
-        return [("", self._arrays[name])]
 
 
 class OneAttention:

@@ -5,6 +5,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from calibrated import calibrated
+from constants import Constants
 
 import chunkrt
 from chunkrt.backends.linear_attention import linear_attention
@@ -33,17 +34,17 @@ def relative_error(found, expected):
     return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(np.square(expected, dtype=np.float64)))
 
 
-class Constants:
-    """As much of a weight store as a convolution needs."""
+def gone_after(number):
+    """What computes so many times, and then fails."""
+    calls, compute = [], Context.compute
 
-    def __init__(self, arrays):
-        self._arrays = arrays
+    def fails_later(context, place):
+        calls.append(1)
+        if len(calls) > number:
+            raise BackendError("it is gone")
+        return compute(context, place)
 
-    def array(self, name):
-        return self._arrays[name]
-
-    def parts(self, name):
-        return [("", self._arrays[name])]
+    return fails_later
 
 
 class OneConvolution:
@@ -266,14 +267,6 @@ def test_a_run_that_fails_or_is_cancelled_leaves_the_state_as_it_was(load, how, 
         before = {name: array.copy() for name, array in state.tensors.items() if array.ndim == 2}
         assert len(before) == 2
         expected = session.fork().prefill(tokens_of(70, seed=3)).logits
-        calls, compute = [], Context.compute
-
-        def fails_later(context, place):
-            calls.append(1)
-            if len(calls) > 3:
-                raise BackendError("it is gone")
-            return compute(context, place)
-
         last = engine._conductor.lanes.near[-1]
         compute_last = last.compute
 
@@ -282,10 +275,9 @@ def test_a_run_that_fails_or_is_cancelled_leaves_the_state_as_it_was(load, how, 
             compute_last(job, *arguments, **options)
 
         for broken, name, breaks, error in [
-            (Context, "compute", fails_later, BackendError),
+            (Context, "compute", gone_after(3), BackendError),
             (last, "compute", cancelled, ClosedError),
         ]:
-            calls.clear()
             monkeypatch.setattr(broken, name, breaks)
             with pytest.raises(error):
                 session.prefill(tokens_of(70, seed=3))
@@ -300,15 +292,7 @@ def test_the_cpu_takes_over_from_the_chunk_that_failed(load, monkeypatch, caplog
     with load() as engine:
         expected = tell(engine)
     with load(**ON_NPU, on_npu_failure="fallback") as engine:
-        calls, compute = [], Context.compute
-
-        def fails_later(context, place):
-            calls.append(1)
-            if len(calls) > 5:
-                raise BackendError("it is gone")
-            return compute(context, place)
-
-        monkeypatch.setattr(Context, "compute", fails_later)
+        monkeypatch.setattr(Context, "compute", gone_after(5))
         found = tell(engine)
         assert "it is gone; the CPU takes over" in caplog.text
     assert relative_error(found, expected) < LOGIT_TOLERANCE

@@ -30,7 +30,8 @@ constexpr int kLargestPair = 128;
 constexpr int kKept = 64;
 constexpr std::size_t kGroupsPerVector = sizeof(__m256i) / kGemmDepthPerGroup;
 
-// A group with excess takes twice as long and more, widened ones half as long again.
+// A group with excess takes twice as long and more, widened ones half as long again: of so many pairs one may
+// be large.
 constexpr std::size_t kPairsPerLarge = 16;
 
 struct Sums {

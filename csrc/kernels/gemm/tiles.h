@@ -110,7 +110,7 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
   }
 }
 
-// Rows [row, end), Down tiles at once, of Across blocks. What is left of the rows is the caller's.
+// `num_rows` rows from `row` on, which Down tiles hold, of Across blocks.
 template <std::size_t Down, std::size_t Across, typename Tiles, typename Store>
 void multiply_rows(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t num_rows,
                    std::size_t block, const Store& store) {

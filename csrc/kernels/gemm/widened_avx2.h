@@ -20,6 +20,7 @@ constexpr std::size_t kTileColumns = 8;
 constexpr std::size_t kTileBytesPerGroup = kTileColumns * kGemmDepthPerGroup;
 constexpr std::size_t kTilesPerBlock = kGemmColumnsPerBlock / kTileColumns;
 constexpr std::size_t kPanelTiles = kPanelBlocks * kTilesPerBlock;
+
 struct Sums {
   __m256i of[kTileRows][2];  // each int32 is the sum over one pair of k; a column's two pairs are neighbours
 };
