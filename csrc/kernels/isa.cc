@@ -70,7 +70,9 @@ constexpr bool kHasTileFiles = false;
 bool are_tiles_allowed() { return false; }
 #endif
 
-bool is_allowed(Isa isa) { return isa != Isa::amx || are_tiles_allowed(); }
+bool has_tiles(Isa isa) { return isa == Isa::amx || isa == Isa::amx_bf16; }
+
+bool is_allowed(Isa isa) { return !has_tiles(isa) || are_tiles_allowed(); }
 
 bool detect(Isa isa) {
   constexpr unsigned kOsxsave = 1u << 27, kFma = 1u << 12, kF16c = 1u << 29;              // leaf 1 ecx
@@ -78,7 +80,7 @@ bool detect(Isa isa) {
   constexpr unsigned kAvx512FDqBwVl = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // leaf 7 ebx
   constexpr unsigned kAvx512Vnni = 1u << 11;                                              // leaf 7 ecx
   constexpr unsigned kAvxVnni = 1u << 4;                                                  // leaf 7.1 eax
-  constexpr unsigned kAmxTileInt8 = (1u << 24) | (1u << 25);                              // leaf 7 edx
+  constexpr unsigned kAmxTileInt8 = (1u << 24) | (1u << 25), kAmxBf16 = 1u << 22;         // leaf 7 edx
   constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;                                   // XCR0
   if (cpuid(0, 0).eax < 7 || !all_bits(cpuid(1, 0).ecx, kOsxsave | kFma | kF16c)) return false;
   const Registers features = cpuid(7, 0);
@@ -89,12 +91,14 @@ bool detect(Isa isa) {
   const bool avx512vnni = avx2 && all_bits(enabled_states(), kZmmState) &&
                           all_bits(features.ebx, kAvx512FDqBwVl) && all_bits(features.ecx, kAvx512Vnni);
   if (isa == Isa::avx512vnni) return avx512vnni;
-  return isa == Isa::amx && avx512vnni && all_bits(features.edx, kAmxTileInt8);
+  const bool amx = avx512vnni && all_bits(features.edx, kAmxTileInt8);
+  if (isa == Isa::amx) return amx;
+  return isa == Isa::amx_bf16 && amx && all_bits(features.edx, kAmxBf16);
 }
 
 bool built(Isa isa) {
   return isa == Isa::avx2 || isa == Isa::avxvnni || isa == Isa::avx512vnni ||
-         (isa == Isa::amx && kHasTileFiles);
+         (has_tiles(isa) && kHasTileFiles);
 }
 
 #elif defined(__aarch64__) || defined(_M_ARM64)
@@ -137,7 +141,7 @@ bool is_allowed(Isa) { return true; }
 #endif
 
 constexpr std::array<std::string_view, kAllIsas.size()> kNames = {
-    "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx"};
+    "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx", "amx_bf16"};
 
 // What `answer` says of each, asked once.
 std::array<bool, kAllIsas.size()> ask_all(bool (*answer)(Isa)) {

@@ -11,10 +11,11 @@
 namespace chunkrt {
 
 // Within one architecture a later one is the better one.
-enum class Isa { reference, neon, neon_dotprod, neon_i8mm, avx2, avxvnni, avx512vnni, amx };
+enum class Isa { reference, neon, neon_dotprod, neon_i8mm, avx2, avxvnni, avx512vnni, amx, amx_bf16 };
 
-inline constexpr std::array kAllIsas = {Isa::reference, Isa::neon,    Isa::neon_dotprod, Isa::neon_i8mm,
-                                        Isa::avx2,      Isa::avxvnni, Isa::avx512vnni,   Isa::amx};
+inline constexpr std::array kAllIsas = {Isa::reference,  Isa::neon, Isa::neon_dotprod,
+                                        Isa::neon_i8mm,  Isa::avx2, Isa::avxvnni,
+                                        Isa::avx512vnni, Isa::amx,  Isa::amx_bf16};
 
 std::string_view name_of(Isa isa);
 

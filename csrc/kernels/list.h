@@ -43,6 +43,10 @@
   ROW(name, Function, reference)
 #define CHUNKRT_TILES(ROW, name, Function) \
   CHUNKRT_WITH_TILES(ROW(name, Function, amx)) CHUNKRT_DOT_PRODUCTS(ROW, name, Function)
+#define CHUNKRT_BFLOAT_TILES(ROW, name, Function)   \
+  CHUNKRT_WITH_TILES(ROW(name, Function, amx_bf16)) \
+  CHUNKRT_ON_X86(ROW(name, Function, avx2))         \
+  ROW(name, Function, reference)
 
 // A kernel's name, its function's type and its instruction sets. What is in the file of an instruction set is
 // `name_isa`; the function's type tells where it is described.
@@ -73,6 +77,7 @@
   KERNEL(widen_f32_f16, WidenFunction, CHUNKRT_VECTORS)                           \
   KERNEL(append_cache_f32, AttentionFunction, CHUNKRT_VECTORS)                    \
   KERNEL(attend_f32_f32_cache, AttentionFunction, CHUNKRT_VECTORS)                \
+  KERNEL(attend_f32_bf16_cache, AttentionFunction, CHUNKRT_BFLOAT_TILES)          \
   KERNEL(causal_convolution_f32_f32, ConvolutionFunction, CHUNKRT_VECTORS)        \
   KERNEL(gated_delta_rule_f32_f32, DeltaRuleFunction, CHUNKRT_VECTORS)
 

@@ -1,5 +1,5 @@
-// The tile operations of kernels/gemm/tiles.h as AMX's instructions, for the files that are compiled with
-// them; nothing here is seen outside of them.
+// The tile operations of kernels/gemm/tiles.h and kernels/attention/tiles.h as AMX's instructions, for the
+// files that are compiled with them; nothing here is seen outside of them.
 #pragma once
 
 #include <immintrin.h>
@@ -20,7 +20,7 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {};
 };
 
-// Sums and activations (tiles 0 to 3, 6 and 7) with so many rows, weights (4 and 5) with 16.
+// Sums and left operands (tiles 0 to 3, 6 and 7) with so many rows, right ones (4 and 5) with 16.
 constexpr TileConfig tile_config(std::uint8_t rows) {
   TileConfig config;
   for (std::size_t tile = 0; tile < 8; ++tile) {
@@ -37,14 +37,14 @@ constexpr auto kTileConfigs = [] {
   return configs;
 }();
 
-// Intrinsics name tiles by literal numbers.
-class AmxTiles {
+// What does not depend on a tile's elements. Intrinsics name tiles by literal numbers.
+class TileRegisters {
  public:
-  AmxTiles() = default;
-  AmxTiles(const AmxTiles&) = delete;
-  AmxTiles& operator=(const AmxTiles&) = delete;
+  TileRegisters() = default;
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
   // A thread that keeps tiles in use carries their 8 KB through every switch.
-  ~AmxTiles() { _tile_release(); }
+  ~TileRegisters() { _tile_release(); }
 
   void configure(std::size_t rows) { _tile_loadconfig(&kTileConfigs[rows]); }
 
@@ -58,7 +58,7 @@ class AmxTiles {
   }
 
   template <std::size_t Tile>
-  void load(const std::int8_t* rows, std::size_t stride) {
+  void load(const void* rows, std::size_t stride) {
     static_assert(Tile >= 4 && Tile < 8);
     if constexpr (Tile == 4) _tile_loadd(4, rows, stride);
     if constexpr (Tile == 5) _tile_loadd(5, rows, stride);
@@ -66,6 +66,30 @@ class AmxTiles {
     if constexpr (Tile == 7) _tile_loadd(7, rows, stride);
   }
 
+  template <std::size_t Tile>
+  void load_sums(const void* sums, std::size_t stride) {
+    static_assert(Tile < 4);
+    if constexpr (Tile == 0) _tile_loadd(0, sums, stride);
+    if constexpr (Tile == 1) _tile_loadd(1, sums, stride);
+    if constexpr (Tile == 2) _tile_loadd(2, sums, stride);
+    if constexpr (Tile == 3) _tile_loadd(3, sums, stride);
+  }
+
+  template <std::size_t Tile>
+  void store(void* sums, std::size_t stride) {
+    static_assert(Tile < 4);
+    if constexpr (Tile == 0) _tile_stored(0, sums, stride);
+    if constexpr (Tile == 1) _tile_stored(1, sums, stride);
+    if constexpr (Tile == 2) _tile_stored(2, sums, stride);
+    if constexpr (Tile == 3) _tile_stored(3, sums, stride);
+  }
+
+  void prefetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T1); }
+};
+
+// Tiles of int8, sums in int32.
+class AmxTiles : public TileRegisters {
+ public:
   template <std::size_t Sum, std::size_t Left, std::size_t Right>
   void multiply() {
     static_assert(Left == 6 + Sum / 2 && Right == 4 + Sum % 2);
@@ -74,17 +98,19 @@ class AmxTiles {
     if constexpr (Sum == 2) _tile_dpbssd(2, 7, 4);
     if constexpr (Sum == 3) _tile_dpbssd(3, 7, 5);
   }
+};
 
-  template <std::size_t Tile>
-  void store(std::int32_t* sums, std::size_t stride) {
-    static_assert(Tile < 4);
-    if constexpr (Tile == 0) _tile_stored(0, sums, stride);
-    if constexpr (Tile == 1) _tile_stored(1, sums, stride);
-    if constexpr (Tile == 2) _tile_stored(2, sums, stride);
-    if constexpr (Tile == 3) _tile_stored(3, sums, stride);
+// Tiles of bfloat16, sums in float32.
+class AmxBfloatTiles : public TileRegisters {
+ public:
+  template <std::size_t Sum, std::size_t Left, std::size_t Right>
+  void multiply() {
+    static_assert(Left == 6 + Sum / 2 && Right == 4 + Sum % 2);
+    if constexpr (Sum == 0) _tile_dpbf16ps(0, 6, 4);
+    if constexpr (Sum == 1) _tile_dpbf16ps(1, 6, 5);
+    if constexpr (Sum == 2) _tile_dpbf16ps(2, 7, 4);
+    if constexpr (Sum == 3) _tile_dpbf16ps(3, 7, 5);
   }
-
-  void prefetch(const std::int8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1); }
 };
 
 }  // namespace

@@ -71,6 +71,7 @@ inline float scale_of(const Shape& s) { return 1.0f / std::sqrt(static_cast<floa
 struct Kernels {
   AttentionFunction* append;
   AttentionFunction* attend;
+  AttentionMath math = AttentionMath::float32;
 };
 
 // One prompt of shape.length rows: the inputs, in guarded memory.
@@ -130,7 +131,7 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
   const std::vector<std::byte> nans(s.num_kv_heads * slots * row_bytes, std::byte{0xff});
   GuardedBuffer<std::byte> keys(nans), values(nans);
-  GuardedBuffer<float> scratch(attention_scratch_floats(s.head_dim));
+  GuardedBuffer<float> scratch(attention_scratch_floats(s.head_dim, kernels.math));
   std::fill_n(scratch.data(), scratch.size(), std::numeric_limits<float>::quiet_NaN());
   Result result;
   for (std::size_t position = 0; position < s.length; position += run.chunk) {
@@ -156,7 +157,8 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
                                 .num_kv_heads = s.num_kv_heads,
                                 .head_dim = s.head_dim,
                                 .rotary_dim = s.rotary_dim,
-                                .scale = scale_of(s)};
+                                .scale = scale_of(s),
+                                .math = kernels.math};
     call_in_pieces(kernels.append, args, rows, run, scratch.data());
     call_in_pieces(kernels.attend, args, attend_items(args), run, scratch.data());
     result.out.insert(result.out.end(), out.data(), out.data() + out.size());

@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "kernels/dispatch.h"
-#include "tests/attention_prompt.h"
+#include "tests/attention_bfloat.h"
+#include "tests/attention_values.h"
 #include "tests/half.h"
 #include "tests/tests.h"
 
@@ -17,52 +18,6 @@ void check_same_result(const Result& found, const Result& expected, const std::s
   check(found.keys == expected.keys, what + ": the key caches differ");
   check(found.values == expected.values, what + ": the value caches differ");
   check_same(found.out.data(), expected.out.data(), expected.out.size(), what + ": the output");
-}
-
-template <typename T>
-T read(const std::byte* bytes) {
-  T value;
-  std::memcpy(&value, bytes, sizeof(T));
-  return value;
-}
-
-// What a cache of s.length slots means for the position `row` of a head.
-std::vector<double> cached(const std::vector<std::byte>& cache, const Shape& s, std::size_t head,
-                           std::size_t row) {
-  const std::byte* bytes = cache.data() + (head * s.length + row) * cache_row_bytes(s.cache_type, s.head_dim);
-  std::vector<double> values(s.head_dim);
-  for (std::size_t d = 0; d < s.head_dim; ++d) {
-    switch (s.cache_type) {
-      case CacheType::float32:
-        values[d] = static_cast<double>(read<float>(bytes + d * 4));
-        break;
-      case CacheType::float16:
-        values[d] = half_value(read<std::uint16_t>(bytes + d * 2));
-        break;
-      case CacheType::int8:
-        values[d] = static_cast<double>(read<std::int8_t>(bytes + d)) *
-                    static_cast<double>(read<float>(bytes + s.head_dim));
-    }
-  }
-  return values;
-}
-
-std::vector<double> roped(const Prompt& prompt, std::size_t row, std::vector<double> x) {
-  const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + row;
-  for (std::size_t i = 0; i < half; ++i) {
-    const double cos = static_cast<double>(prompt.cos[table_row * half + i]);
-    const double sin = static_cast<double>(prompt.sin[table_row * half + i]);
-    const double first = x[i], second = x[i + half];
-    x[i] = first * cos - second * sin;
-    x[i + half] = second * cos + first * sin;
-  }
-  return x;
-}
-
-// head_dim columns of a row of qkv.
-std::vector<double> head_of(const Prompt& prompt, std::size_t row, std::size_t column) {
-  const float* x = prompt.qkv.data() + row * row_width(prompt.shape) + column;
-  return {x, x + prompt.shape.head_dim};
 }
 
 void check_cached(const std::vector<double>& found, const std::vector<double>& expected, CacheType type,
@@ -345,12 +300,16 @@ void test_attention(Suite& suite) {
   };
   run("a double-precision softmax", test_truth);
   run("bits of the reference, of any chunks and of any split", test_bits);
-  run("rings", test_rings);
-  run("positions far from the first", test_far_positions);
-  run("raw keys", test_raw_keys);
+  const auto run_both = [&](const char* name, void (*test)(const Kernels&)) {
+    run(name, test);
+    run_in_bfloat(suite, name, test);
+  };
+  run_both("rings", test_rings);
+  run_both("positions far from the first", test_far_positions);
+  run_both("raw keys", test_raw_keys);
   run("scores far apart", test_extreme_scores);
   run("small weights", test_small_weights);
-  run("rows that are not finite", test_not_finite);
+  run_both("rows that are not finite", test_not_finite);
   run("rounding to float16", test_rounding_to_half);
 }
 

@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -132,13 +133,18 @@ bool store(unsigned tile, std::uint64_t address, std::uint64_t stride) {
   return true;
 }
 
-// TDPBSSD.
-bool multiply(unsigned sum, unsigned left, unsigned right) {
+// Whether a product of these tiles is defined.
+bool are_operands(unsigned sum, unsigned left, unsigned right) {
   if (sum == left || sum == right || left == right) return false;
   if (!is_usable(sum) || !is_usable(left) || !is_usable(right)) return false;
+  return tiles.rows[sum] == tiles.rows[left] && tiles.rows[right] == tiles.row_bytes[left] / 4u &&
+         tiles.row_bytes[right] == tiles.row_bytes[sum];
+}
+
+// TDPBSSD.
+bool multiply(unsigned sum, unsigned left, unsigned right) {
+  if (!are_operands(sum, left, right)) return false;
   const std::size_t depth = tiles.row_bytes[left] / 4u, columns = tiles.row_bytes[sum] / 4u;
-  if (tiles.rows[sum] != tiles.rows[left] || tiles.rows[right] != depth) return false;
-  if (tiles.row_bytes[right] != tiles.row_bytes[sum]) return false;
   for (std::size_t row = 0; row < tiles.rows[sum]; ++row) {
     for (std::size_t column = 0; column < columns; ++column) {
       std::int32_t total;
@@ -147,6 +153,45 @@ bool multiply(unsigned sum, unsigned left, unsigned right) {
         total += static_cast<std::int8_t>(tiles.data[left][row][k]) *
                  static_cast<std::int8_t>(tiles.data[right][k / 4][column * 4 + k % 4]);
       }
+      std::memcpy(&tiles.data[sum][row][column * 4], &total, 4);
+    }
+  }
+  return true;
+}
+
+// A float32 without what is below 2^-126 in size.
+float flushed(float value) {
+  return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
+}
+
+float fused(float left, float right, float sum) {
+  return flushed(std::fma(flushed(left), flushed(right), flushed(sum)));
+}
+
+float bfloat_at(const std::uint8_t* bytes) {
+  std::uint16_t half;
+  std::memcpy(&half, bytes, sizeof(half));
+  const std::uint32_t bits = std::uint32_t{half} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// TDPBF16PS: the firsts of all pairs and the seconds are summed apart, then these two, then what was there.
+bool multiply_bfloats(unsigned sum, unsigned left, unsigned right) {
+  if (!are_operands(sum, left, right)) return false;
+  const std::size_t depth = tiles.row_bytes[left] / 4u, columns = tiles.row_bytes[sum] / 4u;
+  for (std::size_t row = 0; row < tiles.rows[sum]; ++row) {
+    for (std::size_t column = 0; column < columns; ++column) {
+      float firsts = 0.0f, seconds = 0.0f, total;
+      for (std::size_t k = 0; k < depth; ++k) {
+        const std::uint8_t* const pair = &tiles.data[left][row][k * 4];
+        const std::uint8_t* const other = &tiles.data[right][k][column * 4];
+        firsts = fused(bfloat_at(pair), bfloat_at(other), firsts);
+        seconds = fused(bfloat_at(pair + 2), bfloat_at(other + 2), seconds);
+      }
+      std::memcpy(&total, &tiles.data[sum][row][column * 4], 4);
+      total = flushed(flushed(total) + flushed(firsts + seconds));
       std::memcpy(&tiles.data[sum][row][column * 4], &total, 4);
     }
   }
@@ -173,6 +218,9 @@ bool run(const Decoded& decoded) {
              load(decoded.reg, decoded.address, decoded.stride);
     case 0x5e:
       return decoded.prefix == kF2 && !decoded.is_memory && multiply(decoded.reg, decoded.rm, decoded.vector);
+    case 0x5c:
+      return decoded.prefix == kF3 && !decoded.is_memory &&
+             multiply_bfloats(decoded.reg, decoded.rm, decoded.vector);
     default:
       return false;
   }
@@ -192,7 +240,7 @@ void handle(int, siginfo_t*, void* context) {
 }  // namespace
 
 TileTraps::TileTraps() {
-  if (is_supported(Isa::amx)) return;
+  if (is_supported(Isa::amx_bf16)) return;
   tiles = {};
   struct sigaction action = {};
   action.sa_sigaction = handle;
@@ -201,7 +249,7 @@ TileTraps::TileTraps() {
 }
 
 TileTraps::~TileTraps() {
-  if (!is_supported(Isa::amx)) sigaction(SIGILL, &before, nullptr);
+  if (!is_supported(Isa::amx_bf16)) sigaction(SIGILL, &before, nullptr);
 }
 
 }  // namespace chunkrt::testing

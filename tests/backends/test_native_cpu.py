@@ -29,7 +29,7 @@ def test_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("isa", isa_parameters())
 def test_forcing_an_instruction_set_selects_nothing_above_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx"]
+    order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx", "amx_bf16"]
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     selected = set(cpu_info()["selected"].values())
     assert isa in selected

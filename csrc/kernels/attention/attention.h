@@ -27,10 +27,20 @@
 // sums, lane i adding w[i], w[i + 16], ... of the block's keys that are seen, folded as in norm.h. e(x) is 0
 // for x < -87, else exp as elementwise.h defines it.
 //
-// Numerics: float32 throughout. Each row's arithmetic is the one above whatever stands beside it, so the bits
-// depend neither on the split of the work, nor on the chunking of the prompt, nor on the instruction set.
-// Weights below e^-87 count as 0. A NaN or an infinity in a row reaches that row's output and, through the
-// caches, the rows after it that see it, no others.
+// Numerics of AttentionMath::float32: float32 throughout. Each row's arithmetic is the one above whatever
+// stands beside it, so the bits depend neither on the split of the work, nor on the chunking of the prompt,
+// nor on the instruction set. Weights below e^-87 count as 0. A NaN or an infinity in a row reaches that
+// row's output and, through the caches, the rows after it that see it, no others.
+//
+// Numerics of AttentionMath::bfloat16: what is multiplied is rounded to bfloat16, to nearest even, and past
+// its largest number to infinity: each element of a query, once it is roped and multiplied by `scale`; each
+// element of keys and values, as it is read from the cache, and of a raw key as it is roped; and each weight
+// w[j], before it enters l and o. Products are exact in float32 and summed in float32; maxima, e, l and the
+// rescaling are those above, but l's and all other sums are in an order of the instruction set's own, and a
+// processor may take what lies below 2^-126 in size for 0 in products and their sums. So the bits may differ
+// between instruction sets. On one they depend, as above, neither on the split of the work nor on the
+// chunking: a row's sums are its own, over the same blocks, and a key that is not seen adds nothing to them.
+// For what is not finite the above holds too.
 #pragma once
 
 #include <cstddef>
@@ -39,6 +49,9 @@
 namespace chunkrt {
 
 enum class CacheType { float32, float16, int8 };
+
+// What queries, keys, values and weights are multiplied in; which kernel a call is for.
+enum class AttentionMath { float32, bfloat16 };
 
 // Bytes of one position of one head in a cache.
 constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
@@ -67,16 +80,20 @@ struct AttentionArgs {
   std::size_t head_dim;    // any; a multiple of 16 is fastest
   std::size_t rotary_dim;  // even, <= head_dim
   float scale;
+  AttentionMath math = AttentionMath::float32;
 };
 
-// Floats of scratch that one call of either phase needs; threads that run at once need one each. Besides, a
-// call uses less than 8 KiB of stack, and allocates nothing.
-std::size_t attention_scratch_floats(std::size_t head_dim);
+// Floats of scratch that one call of either phase needs; threads that run at once need one each, which is
+// fastest where aligned to 64 bytes. Besides, a call uses less than 8 KiB of stack, in bfloat16 20 KiB, and
+// allocates nothing.
+std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math = AttentionMath::float32);
 
-// How many items `attend` splits into. `append` splits into args.rows items.
+// How many items `attend` splits into; args.math tells of how many queries each. `append` splits into
+// args.rows items.
 std::size_t attend_items(const AttentionArgs& args);
 
-// Runs items [begin, end) of one phase.
+// Runs items [begin, end) of one phase. `attend_f32_bf16_cache` is for AttentionMath::bfloat16, the others
+// are for float32; `append` is the same for both.
 using AttentionFunction = void(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch);
 
 }  // namespace chunkrt

@@ -4,6 +4,8 @@
 #include <math.h>
 
 #include "kernels/attention/blocked.h"
+#include "kernels/attention/plain_tiles.h"
+#include "kernels/attention/tiles.h"
 #include "kernels/list.h"
 
 namespace chunkrt {
@@ -257,7 +259,148 @@ constexpr AttentionOperations kOperations = {.rope = rope,
                                              .attend_tile = kAttendTile,
                                              .queries_per_tile = kQueriesPerTile};
 
+// The nearest bfloat16, in the upper half of each lane; the lower half is left as it comes.
+__m256i to_bfloat(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+  return _mm256_castps_si256(
+      _mm256_blendv_ps(_mm256_castsi256_ps(nearest), _mm256_castsi256_ps(quiet), is_nan));
+}
+
+// The upper halves of sixteen lanes, side by side.
+__m256i upper_halves(__m256i low, __m256i high) {
+  const __m256i halves = _mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16));
+  return _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
+}
+
+__m256i to_bfloats(const float* values) {
+  return upper_halves(to_bfloat(_mm256_loadu_ps(values)), to_bfloat(_mm256_loadu_ps(values + kLanes)));
+}
+
+void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += 16) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), to_bfloats(values + i));
+  }
+}
+
+// Sixteen dimensions of eight keys, pair by pair: an 8 by 8 transposition of 32-bit pairs.
+void pack_eight_keys(const float* keys, std::size_t depth, std::uint16_t* out) {
+  __m256 rows[8], pairs[8], quads[8];
+  for (std::size_t i = 0; i < 8; ++i) rows[i] = _mm256_castsi256_ps(to_bfloats(keys + i * depth));
+  for (std::size_t i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (std::size_t i = 0; i < 8; i += 4) {
+    quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
+    quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
+    quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(1, 0, 1, 0));
+    quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    const __m256 low = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+    const __m256 high = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * kDepthPerTile), _mm256_castps_si256(low));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (i + 4) * kDepthPerTile), _mm256_castps_si256(high));
+  }
+}
+
+void pack_keys(const float* keys, std::size_t depth, std::uint16_t* out) {
+  for (std::size_t d = 0; d < depth; d += 16, out += 8 * kDepthPerTile) {
+    pack_eight_keys(keys + d, depth, out);
+    pack_eight_keys(keys + 8 * depth + d, depth, out + kDepthPerTile / 2);
+  }
+}
+
+bool pack_values(const float* values, std::size_t stride, std::size_t columns, std::uint16_t* out) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), infinity = _mm256_set1_epi32(0x7f7fffff);
+  __m256i largest = _mm256_setzero_si256();
+  for (std::size_t key = 0; key < kRowsPerTile; key += 2, out += kDepthPerTile) {
+    const float* const row = values + key * stride;
+    for (std::size_t d = 0; d < columns; d += kLanes) {
+      const __m256i first = to_bfloat(_mm256_loadu_ps(row + d));
+      const __m256i second = to_bfloat(_mm256_loadu_ps(row + stride + d));
+      largest = _mm256_max_epi32(largest, _mm256_and_si256(first, magnitude));
+      largest = _mm256_max_epi32(largest, _mm256_and_si256(second, magnitude));
+      const __m256i pair = _mm256_blend_epi16(_mm256_srli_epi32(first, 16), second, 0xaa);
+      std::uint16_t* const to = out + d / 16 * 16 * kKeysPerBlock + d % 16 * 2;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pair);
+    }
+  }
+  return _mm256_testz_si256(_mm256_cmpgt_epi32(largest, infinity), magnitude) != 0;
+}
+
+// The new maximum of a row of which something is seen; what is not becomes -inf.
+float find_maximum(float* scores, std::size_t first, std::size_t visible, float maximum) {
+  for (std::size_t key = 0; key < first; ++key) scores[key] = -INFINITY;
+  for (std::size_t key = visible; key < kKeysPerBlock; ++key) scores[key] = -INFINITY;
+  __m256 max = _mm256_set1_ps(maximum);
+  for (std::size_t key = 0; key < kKeysPerBlock; key += kLanes) {
+    max = _mm256_max_ps(_mm256_loadu_ps(scores + key), max);
+  }
+  return horizontal_max(max);
+}
+
+// The weights of a row's scores, and their sum.
+float weigh_row(const float* scores, float maximum, std::uint16_t* weights) {
+  const __m256 max = _mm256_set1_ps(maximum);
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  __m256 low_sum = _mm256_setzero_ps(), high_sum = _mm256_setzero_ps();
+  for (std::size_t key = 0; key < kKeysPerBlock; key += 16) {
+    const __m256i low = to_bfloat(exp_of_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(scores + key), max)));
+    const __m256i high =
+        to_bfloat(exp_of_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(scores + key + kLanes), max)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + key), upper_halves(low, high));
+    low_sum = _mm256_add_ps(low_sum, _mm256_castsi256_ps(_mm256_and_si256(low, upper)));
+    high_sum = _mm256_add_ps(high_sum, _mm256_castsi256_ps(_mm256_and_si256(high, upper)));
+  }
+  return horizontal_sum(low_sum, high_sum);
+}
+
+void weigh_rows(const ScoredRows& rows) {
+  for (std::size_t begin = 0; begin < rows.num_rows; begin += kLanes) {
+    const std::size_t end = begin + kLanes < rows.num_rows ? begin + kLanes : rows.num_rows;
+    float differences[kLanes] = {}, rescale[kLanes];
+    for (std::size_t row = begin; row < end; ++row) {
+      if (rows.first[row] >= rows.visible[row]) continue;
+      const float maximum = find_maximum(rows.scores + row * kKeysPerBlock, rows.first[row],
+                                         rows.visible[row], rows.maxima[row]);
+      differences[row - begin] = rows.maxima[row] - maximum;
+      rows.maxima[row] = maximum;
+    }
+    _mm256_storeu_ps(rescale, exp_of_nonpositive(_mm256_loadu_ps(differences)));
+    for (std::size_t row = begin; row < end; ++row) {
+      std::uint16_t* const weights = rows.weights + row * kKeysPerBlock;
+      if (rows.first[row] >= rows.visible[row]) {
+        std::memset(weights, 0, kKeysPerBlock * sizeof(*weights));
+        continue;
+      }
+      const float factor = rescale[row - begin];
+      const float sum = weigh_row(rows.scores + row * kKeysPerBlock, rows.maxima[row], weights);
+      rows.sums[row] = fmaf(rows.sums[row], factor, sum);
+      if (factor == 1.0f) continue;
+      float* const out = rows.outs + row * rows.columns;
+      for (std::size_t d = 0; d < rows.columns; d += kLanes) {
+        _mm256_storeu_ps(out + d, _mm256_mul_ps(_mm256_loadu_ps(out + d), _mm256_set1_ps(factor)));
+      }
+    }
+  }
+}
+
+constexpr TileOperations kTileOperations = {.rope = rope,
+                                            .widen = widen_f32_f16_avx2,
+                                            .dequantize = dequantize,
+                                            .round = round_to_bfloat,
+                                            .pack_keys = pack_keys,
+                                            .pack_values = pack_values,
+                                            .weigh = weigh_rows};
+
 }  // namespace
+
+const TileOperations& tile_operations_avx2() { return kTileOperations; }
 
 void append_cache_f32_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch) {
   append_blocked(args, begin, end, scratch, kOperations);
@@ -266,6 +409,11 @@ void append_cache_f32_avx2(const AttentionArgs& args, std::size_t begin, std::si
 void attend_f32_f32_cache_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                float* scratch) {
   attend_blocked(args, begin, end, scratch, kOperations);
+}
+
+void attend_f32_bf16_cache_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                float* scratch) {
+  attend_by_tiles<PlainTiles>(args, begin, end, scratch, kTileOperations);
 }
 
 }  // namespace chunkrt

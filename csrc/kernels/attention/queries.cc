@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "kernels/attention/tile_operations.h"
+
 namespace chunkrt {
 namespace {
 
@@ -10,22 +12,44 @@ std::size_t queries_per_kv_head(const AttentionArgs& args) {
   return args.rows * (args.num_heads / args.num_kv_heads);
 }
 
+std::size_t queries_per_item(const AttentionArgs& args) {
+  return args.math == AttentionMath::bfloat16 ? kQueriesPerTileItem : kQueriesPerItem;
+}
+
 std::size_t items_per_kv_head(const AttentionArgs& args) {
-  return (queries_per_kv_head(args) + kQueriesPerItem - 1) / kQueriesPerItem;
+  return (queries_per_kv_head(args) + queries_per_item(args) - 1) / queries_per_item(args);
 }
 
 }  // namespace
 
-std::size_t attention_scratch_floats(std::size_t head_dim) {
+TileSizes tile_sizes(std::size_t head_dim) {
+  const std::size_t depth = (head_dim + kDepthPerTile - 1) / kDepthPerTile * kDepthPerTile;
+  const std::size_t columns = (head_dim + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
+  return {.depth = depth,
+          .columns = columns,
+          .queries = kQueriesPerTileItem * depth / 2,
+          .keys = kKeysPerBlock * depth / 2,
+          .values = kKeysPerBlock * columns / 2,
+          .weights = kRowsAtOnce * kKeysPerBlock / 2,
+          .outs = kQueriesPerTileItem * columns,
+          .rows = kRowsPerTile * depth,
+          .scores = kRowsAtOnce * kKeysPerBlock};
+}
+
+std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math) {
+  if (math == AttentionMath::bfloat16) {
+    const TileSizes sizes = tile_sizes(head_dim);
+    return sizes.queries + sizes.keys + sizes.values + sizes.weights + sizes.outs + sizes.rows + sizes.scores;
+  }
   return (kQueriesPerItem + 2 * kKeysPerBlock) * head_dim;
 }
 
 std::size_t attend_items(const AttentionArgs& args) { return args.num_kv_heads * items_per_kv_head(args); }
 
 AttendItem attend_item(const AttentionArgs& args, std::size_t index) {
-  const std::size_t first = index % items_per_kv_head(args) * kQueriesPerItem;
+  const std::size_t first = index % items_per_kv_head(args) * queries_per_item(args);
   return {index / items_per_kv_head(args), first,
-          std::min(kQueriesPerItem, queries_per_kv_head(args) - first)};
+          std::min(queries_per_item(args), queries_per_kv_head(args) - first)};
 }
 
 Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t query) {
@@ -46,9 +70,11 @@ std::size_t table_index(const AttentionArgs& args, std::size_t position) {
   return (args.table_row + position - args.position) * (args.rotary_dim / 2);
 }
 
+std::size_t row_bytes(const AttentionArgs& args) { return cache_row_bytes(args.cache_type, args.head_dim); }
+
 std::size_t cache_offset(const AttentionArgs& args, std::size_t kv_head, std::size_t position) {
   const std::size_t slot = kv_head * args.capacity + position % args.capacity;
-  return slot * cache_row_bytes(args.cache_type, args.head_dim);
+  return slot * row_bytes(args);
 }
 
 }  // namespace chunkrt

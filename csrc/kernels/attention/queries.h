@@ -1,6 +1,6 @@
 // The queries of one kv head, numbered row by row: query = row * group + head of the group, group being
-// num_heads / num_kv_heads. An item of `attend` is kQueriesPerItem neighbours of them, which share every key
-// block that they load.
+// num_heads / num_kv_heads. An item of `attend` is so many neighbours of them, which share every key block
+// that they load: kQueriesPerItem, or in bfloat16 kQueriesPerTileItem.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -9,6 +9,8 @@ namespace chunkrt {
 
 inline constexpr std::size_t kKeysPerBlock = 64;
 inline constexpr std::size_t kQueriesPerItem = 48;  // a multiple of every kernel's tile of 6 or 4 queries
+// Rounding and packing a block for tiles takes as long for one query as for all; see tiles.h.
+inline constexpr std::size_t kQueriesPerTileItem = 192;
 
 struct AttendItem {
   std::size_t kv_head;
@@ -31,6 +33,9 @@ Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t que
 
 // The tables' row for a position, as an index of cos and sin.
 std::size_t table_index(const AttentionArgs& args, std::size_t position);
+
+// Bytes of a row of a cache.
+std::size_t row_bytes(const AttentionArgs& args);
 
 // Bytes into a cache to the row of a position. Up to the next position that is a multiple of 64, rows follow
 // each other.

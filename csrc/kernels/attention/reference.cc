@@ -1,25 +1,32 @@
-// attention, portable: the definition that every other implementation must match bit for bit.
+// attention, portable: in float32 the definition that every other implementation must match bit for bit.
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
+#include "kernels/attention/plain_tiles.h"
 #include "kernels/attention/queries.h"
+#include "kernels/attention/tiles.h"
 #include "kernels/list.h"
 
 namespace chunkrt {
 namespace {
 
-void rope(const float* input, const float* cos, const float* sin, const AttentionArgs& args, float scale,
-          float* out) {
-  const std::size_t half = args.rotary_dim / 2;
+void rope(const float* input, const float* cos, const float* sin, std::size_t head_dim,
+          std::size_t rotary_dim, float scale, float* out) {
+  const std::size_t half = rotary_dim / 2;
   for (std::size_t i = 0; i < half; ++i) {
     const float first = input[i], second = input[i + half];
     out[i] = std::fma(first, cos[i], -(second * sin[i])) * scale;
     out[i + half] = std::fma(second, cos[i], first * sin[i]) * scale;
   }
-  for (std::size_t i = args.rotary_dim; i < args.head_dim; ++i) out[i] = input[i] * scale;
+  for (std::size_t i = rotary_dim; i < head_dim; ++i) out[i] = input[i] * scale;
+}
+
+void rope(const float* input, const float* cos, const float* sin, const AttentionArgs& args, float scale,
+          float* out) {
+  rope(input, cos, sin, args.head_dim, args.rotary_dim, scale, out);
 }
 
 // float32 to IEEE 754 binary16, to nearest even.
@@ -132,6 +139,70 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
   for (std::size_t d = 0; d < args.head_dim; ++d) query.out[d] *= 1.0f / sum;
 }
 
+void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
+}
+
+// The nearest bfloat16, even of two.
+std::uint16_t to_bfloat(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  if (std::isnan(value)) return static_cast<std::uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+float from_bfloat(std::uint16_t value) { return std::bit_cast<float>(std::uint32_t{value} << 16); }
+
+void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count) {
+  std::transform(values, values + count, out, to_bfloat);
+}
+
+void pack_keys(const float* keys, std::size_t depth, std::uint16_t* out) {
+  for (std::size_t key = 0; key < kRowsPerTile; ++key) {
+    for (std::size_t d = 0; d < depth; ++d) {
+      out[d / 2 * kDepthPerTile + key * 2 + d % 2] = to_bfloat(keys[key * depth + d]);
+    }
+  }
+}
+
+bool pack_values(const float* values, std::size_t stride, std::size_t columns, std::uint16_t* out) {
+  bool are_finite = true;
+  for (std::size_t key = 0; key < kRowsPerTile; ++key) {
+    for (std::size_t d = 0; d < columns; ++d) {
+      const std::uint16_t value = to_bfloat(values[key * stride + d]);
+      out[d / 16 * 16 * kKeysPerBlock + key / 2 * kDepthPerTile + d % 16 * 2 + key % 2] = value;
+      are_finite &= (value & 0x7f80u) != 0x7f80u;
+    }
+  }
+  return are_finite;
+}
+
+void weigh_rows(const ScoredRows& rows) {
+  for (std::size_t row = 0; row < rows.num_rows; ++row) {
+    const float* const scores = rows.scores + row * kKeysPerBlock;
+    std::uint16_t* const weights = rows.weights + row * kKeysPerBlock;
+    std::fill_n(weights, kKeysPerBlock, std::uint16_t{0});
+    if (rows.first[row] >= rows.visible[row]) continue;
+    float max = rows.maxima[row], sum = 0.0f;
+    for (std::size_t j = rows.first[row]; j < rows.visible[row]; ++j) max = std::max(max, scores[j]);
+    const float rescale = exp_of_nonpositive(rows.maxima[row] - max);
+    for (std::size_t j = rows.first[row]; j < rows.visible[row]; ++j) {
+      weights[j] = to_bfloat(exp_of_nonpositive(scores[j] - max));
+      sum += from_bfloat(weights[j]);
+    }
+    rows.maxima[row] = max;
+    rows.sums[row] = std::fma(rows.sums[row], rescale, sum);
+    for (std::size_t d = 0; d < rows.columns; ++d) rows.outs[row * rows.columns + d] *= rescale;
+  }
+}
+
+constexpr TileOperations kTileOperations = {.rope = rope,
+                                            .widen = widen_f32_f16_reference,
+                                            .dequantize = dequantize,
+                                            .round = round_to_bfloat,
+                                            .pack_keys = pack_keys,
+                                            .pack_values = pack_values,
+                                            .weigh = weigh_rows};
+
 }  // namespace
 
 void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
@@ -163,6 +234,11 @@ void attend_f32_f32_cache_reference(const AttentionArgs& args, std::size_t begin
       attend(args, item.kv_head, find_query(args, item.kv_head, item.first_query + i), scratch);
     }
   }
+}
+
+void attend_f32_bf16_cache_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                     float* scratch) {
+  attend_by_tiles<PlainTiles>(args, begin, end, scratch, kTileOperations);
 }
 
 }  // namespace chunkrt

@@ -1,0 +1,68 @@
+// What lies around the tiles of attention in bfloat16: how its operands lie in scratch, and the operations
+// that are no products of tiles, which an instruction set provides.
+//
+// A bfloat16 is the upper half of a float32's bits, kept as uint16.
+#pragma once
+
+#include "kernels/attention/queries.h"
+#include "kernels/elementwise/elementwise.h"
+
+namespace chunkrt {
+
+inline constexpr std::size_t kRowsPerTile = 16;     // and columns of a product
+inline constexpr std::size_t kDepthPerTile = 32;    // bfloat16 in a row of 64 bytes
+inline constexpr std::size_t kValuesPerTile = 512;  // bfloat16
+inline constexpr std::size_t kRowsAtOnce = 2 * kRowsPerTile;
+static_assert(kQueriesPerTileItem % kRowsAtOnce == 0 && kKeysPerBlock % kDepthPerTile == 0);
+
+// How an item's operands lie in scratch, one after another, each a multiple of 64 bytes.
+struct TileSizes {
+  std::size_t depth;    // of the scores' products: head_dim to whole tiles
+  std::size_t columns;  // of the output: head_dim to whole tiles
+  // In floats, of which one holds two bfloat16.
+  std::size_t queries;  // bfloat16 [queries, depth]
+  std::size_t keys;     // bfloat16 [4, depth / 2, 16 keys, 2]
+  std::size_t values;   // bfloat16 [columns / 16, 32, 16 columns, 2 keys]
+  std::size_t weights;  // bfloat16 [rows, keys]
+  std::size_t outs;     // float32 [queries, columns]
+  std::size_t rows;     // float32 [16, depth]
+  std::size_t scores;   // float32 [rows, keys]
+};
+
+TileSizes tile_sizes(std::size_t head_dim);
+
+// Rows of scores on their way to weights.
+struct ScoredRows {
+  float* scores;               // [rows, kKeysPerBlock]; those that are not seen may hold anything, and change
+  std::uint16_t* weights;      // [rows, kKeysPerBlock]: bfloat16, 0 where a key is not seen
+  float* outs;                 // [rows, columns]: o of attention.h, multiplied by a
+  float* maxima;               // [rows]: m
+  float* sums;                 // [rows]: l
+  const std::size_t* first;    // [rows]: a row sees the block's keys from `first`
+  const std::size_t* visible;  // to before `visible`; if that is no more, it is left as it is
+  std::size_t num_rows;
+  std::size_t columns;
+};
+
+struct TileOperations {
+  // Ropes one head and multiplies it by `scale`; `out` may be `input`.
+  void (*rope)(const float* input, const float* cos, const float* sin, std::size_t head_dim,
+               std::size_t rotary_dim, float scale, float* out);
+  WidenFunction* widen;
+  // out = float(values) * scale.
+  void (*dequantize)(const std::int8_t* values, float scale, float* out, std::size_t count);
+  // To bfloat16; `count` is a multiple of 16.
+  void (*round)(const float* values, std::uint16_t* out, std::size_t count);
+  // 16 keys [16, depth] to bfloat16 [depth / 2, 16 keys, 2]: tiles, one after another.
+  void (*pack_keys)(const float* keys, std::size_t depth, std::uint16_t* out);
+  // 16 rows of values, `stride` floats apart, to a quarter of the tiles of each 16 columns, bfloat16 [8, 16
+  // columns, 2 keys]. Whether all are finite, once rounded.
+  bool (*pack_values)(const float* values, std::size_t stride, std::size_t columns, std::uint16_t* out);
+  void (*weigh)(const ScoredRows& rows);
+};
+
+#if defined(__x86_64__) || defined(_M_X64)
+const TileOperations& tile_operations_avx2();
+#endif
+
+}  // namespace chunkrt

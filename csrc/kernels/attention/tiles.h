@@ -1,0 +1,331 @@
+// attention in bfloat16 by matrix tiles: the loops, written once over a few operations on eight tiles.
+//
+// A tile is 16 rows of 64 bytes. A left one holds 32 bfloat16 of 16 queries, or 16 queries' weights of 32
+// keys. A right one holds 16 pairs of what is multiplied with these, [16 pairs, 16 columns, 2]: of the
+// dimensions of 16 keys, or of the keys of 16 dimensions of values. Their product, 16 x 16 sums in float32,
+// is added to a third.
+//
+// `Tiles` provides configure(rows): the tiles of sums and the left ones get so many rows; and, on a tile
+// named by its number, zero, load_sums, load, multiply and store. For processors it is AmxBfloatTiles
+// (kernels/tiles_amx.h), where there are none PlainTiles.
+//
+// All queries go through tiles, few as they may be, so that a row's bits are the same in a chunk and alone.
+// One query costs no more than another kernel would: most of it is to round and pack the block's keys, half
+// as much to transpose as they are in float32. To spread that over more queries an item has
+// kQueriesPerTileItem of them.
+//
+// Included by one file for each instruction set; nothing here is seen outside of it.
+#pragma once
+
+#include <math.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "kernels/attention/tile_operations.h"
+
+namespace chunkrt {
+namespace {
+
+std::size_t smaller(std::size_t left, std::size_t right) { return left < right ? left : right; }
+
+// How far `key` is past `start`, `most` at most.
+std::size_t distance(std::size_t start, std::size_t key, std::size_t most) {
+  return key > start ? smaller(key - start, most) : 0;
+}
+
+// Two by two tiles of sums, two right ones and two left ones: each that is loaded is used twice.
+constexpr std::size_t kRightTile = 4;
+constexpr std::size_t kLeftTile = 6;
+
+// One step of depth: the products of Down tiles at `left` with Across tiles at `right`.
+template <std::size_t Down, std::size_t Across, typename Tiles>
+void multiply_step(Tiles& tiles, const std::uint16_t* left, std::size_t left_stride,
+                   const std::uint16_t* right, std::size_t right_distance) {
+  constexpr std::size_t kTileBytes = kDepthPerTile * sizeof(std::uint16_t);
+  const std::size_t stride = left_stride * sizeof(std::uint16_t);
+  tiles.template load<kLeftTile>(left, stride);
+  tiles.template load<kRightTile>(right, kTileBytes);
+  tiles.template multiply<0, kLeftTile, kRightTile>();
+  if constexpr (Across == 2) {
+    tiles.template load<kRightTile + 1>(right + right_distance, kTileBytes);
+    tiles.template multiply<1, kLeftTile, kRightTile + 1>();
+  }
+  if constexpr (Down == 2) {
+    tiles.template load<kLeftTile + 1>(left + kRowsPerTile * left_stride, stride);
+    tiles.template multiply<2, kLeftTile + 1, kRightTile>();
+    if constexpr (Across == 2) tiles.template multiply<3, kLeftTile + 1, kRightTile + 1>();
+  }
+}
+
+template <std::size_t Down, std::size_t Across, typename Tiles>
+void store_sums(Tiles& tiles, float* sums, std::size_t row_floats) {
+  const std::size_t stride = row_floats * sizeof(float);
+  tiles.template store<0>(sums, stride);
+  if constexpr (Across == 2) tiles.template store<1>(sums + kRowsPerTile, stride);
+  if constexpr (Down == 2) tiles.template store<2>(sums + kRowsPerTile * row_floats, stride);
+  if constexpr (Down == 2 && Across == 2) {
+    tiles.template store<3>(sums + kRowsPerTile * row_floats + kRowsPerTile, stride);
+  }
+}
+
+// The scores of Down tiles of queries and a block's keys, both as TileSizes has them.
+template <std::size_t Down, typename Tiles>
+void score_block(Tiles& tiles, const std::uint16_t* queries, const std::uint16_t* keys, std::size_t depth,
+                 float* scores) {
+  // Compilers do not know that loads of tiles read memory.
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  for (std::size_t key = 0; key < kKeysPerBlock; key += 2 * kRowsPerTile) {
+    tiles.template zero<0>();
+    tiles.template zero<1>();
+    if constexpr (Down == 2) {
+      tiles.template zero<2>();
+      tiles.template zero<3>();
+    }
+    for (std::size_t d = 0; d < depth; d += kDepthPerTile) {
+      multiply_step<Down, 2>(tiles, queries + d, depth, keys + key * depth + d * kRowsPerTile,
+                             kRowsPerTile * depth);
+    }
+    store_sums<Down, 2>(tiles, scores + key, kKeysPerBlock);
+  }
+}
+
+template <std::size_t Down, std::size_t Across, typename Tiles>
+void accumulate_columns(Tiles& tiles, const std::uint16_t* weights, std::size_t weights_stride,
+                        const std::uint16_t* values, float* outs, std::size_t row_floats) {
+  const std::size_t stride = row_floats * sizeof(float);
+  tiles.template load_sums<0>(outs, stride);
+  if constexpr (Across == 2) tiles.template load_sums<1>(outs + kRowsPerTile, stride);
+  if constexpr (Down == 2) tiles.template load_sums<2>(outs + kRowsPerTile * row_floats, stride);
+  if constexpr (Down == 2 && Across == 2) {
+    tiles.template load_sums<3>(outs + kRowsPerTile * row_floats + kRowsPerTile, stride);
+  }
+  for (std::size_t key = 0; key < kKeysPerBlock; key += kDepthPerTile) {
+    multiply_step<Down, Across>(tiles, weights + key, weights_stride, values + key * kRowsPerTile,
+                                kKeysPerBlock * kRowsPerTile);
+  }
+  store_sums<Down, Across>(tiles, outs, row_floats);
+}
+
+// outs += weights @ values, of Down tiles of rows. With strides of 0 a tile's 16 rows are all one.
+template <std::size_t Down, typename Tiles>
+void accumulate_block(Tiles& tiles, const std::uint16_t* weights, std::size_t weights_stride,
+                      const std::uint16_t* values, float* outs, std::size_t outs_stride,
+                      std::size_t columns) {
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  std::size_t d = 0;
+  for (; d + 2 * kRowsPerTile <= columns; d += 2 * kRowsPerTile) {
+    accumulate_columns<Down, 2>(tiles, weights, weights_stride, values + d * kKeysPerBlock, outs + d,
+                                outs_stride);
+  }
+  if (d < columns) {
+    accumulate_columns<Down, 1>(tiles, weights, weights_stride, values + d * kKeysPerBlock, outs + d,
+                                outs_stride);
+  }
+}
+
+// An item's operands in scratch, and what all of its blocks share.
+template <typename Tiles>
+class TileItem {
+ public:
+  TileItem(Tiles& tiles, const AttentionArgs& args, const AttendItem& item, float* scratch,
+           const TileOperations& operations)
+      : tiles_(tiles),
+        args_(args),
+        item_(item),
+        operations_(operations),
+        sizes_(tile_sizes(args.head_dim)),
+        row_bytes_(row_bytes(args)) {
+    const auto take = [&scratch](std::size_t floats) {
+      float* const taken = scratch;
+      scratch += floats;
+      return taken;
+    };
+    queries_ = reinterpret_cast<std::uint16_t*>(take(sizes_.queries));
+    keys_ = reinterpret_cast<std::uint16_t*>(take(sizes_.keys));
+    values_ = reinterpret_cast<std::uint16_t*>(take(sizes_.values));
+    weights_ = reinterpret_cast<std::uint16_t*>(take(sizes_.weights));
+    outs_ = take(sizes_.outs);
+    rows_ = take(sizes_.rows);
+    scores_ = take(sizes_.scores);
+  }
+
+  void attend() {
+    begin_queries();
+    first_key_ = find_query(args_, item_.kv_head, item_.first_query).first_key;
+    end_key_ = find_query(args_, item_.kv_head, item_.first_query + item_.num_queries - 1).end_key;
+    for (std::size_t start = first_key_ / kKeysPerBlock * kKeysPerBlock; start < end_key_;
+         start += kKeysPerBlock) {
+      pack_keys(start);
+      are_finite_ = pack_values(start, first_key_, end_key_);
+      for (std::size_t row = 0; row < item_.num_queries; row += kRowsAtOnce) {
+        if (item_.num_queries - row > kRowsPerTile) {
+          attend_rows<2>(start, row);
+        } else {
+          attend_rows<1>(start, row);
+        }
+      }
+    }
+    end_queries();
+  }
+
+ private:
+  void begin_queries() {
+    const std::size_t num_rows = (item_.num_queries + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
+    std::memset(rows_, 0, sizes_.depth * sizeof(float));
+    std::memset(queries_, 0, num_rows * sizes_.depth * sizeof(std::uint16_t));
+    std::memset(outs_, 0, num_rows * sizes_.columns * sizeof(float));
+    for (std::size_t i = 0; i < item_.num_queries; ++i) {
+      const Query query = find_query(args_, item_.kv_head, item_.first_query + i);
+      operations_.rope(query.input, query.cos, query.sin, args_.head_dim, args_.rotary_dim, args_.scale,
+                       rows_);
+      operations_.round(rows_, queries_ + i * sizes_.depth, sizes_.depth);
+      maxima_[i] = -INFINITY;
+      sums_[i] = 0.0f;
+      first_keys_[i] = query.first_key;
+      end_keys_[i] = query.end_key;
+    }
+  }
+
+  void end_queries() {
+    for (std::size_t i = 0; i < item_.num_queries; ++i) {
+      float* const out = find_query(args_, item_.kv_head, item_.first_query + i).out;
+      const float* const sums = outs_ + i * sizes_.columns;
+      const float inverse = 1.0f / sums_[i];
+      // A zero is a positive one: how many blocks others of its tile see must not show in its sign.
+      for (std::size_t d = 0; d < args_.head_dim; ++d) out[d] = sums[d] * inverse + 0.0f;
+    }
+  }
+
+  // 16 rows of a cache from the key `start` on in float32, [16, depth]: the cache itself or a copy. Those
+  // before `begin` and from `end` on are zeros, whatever lies in the cache.
+  const float* sixteen_rows(const void* cache, std::size_t start, std::size_t begin, std::size_t end,
+                            bool are_raw) {
+    const std::size_t head_dim = args_.head_dim, depth = sizes_.depth;
+    begin = distance(start, begin, kRowsPerTile);
+    end = distance(start, end, kRowsPerTile);
+    const std::size_t offset = cache_offset(args_, item_.kv_head, start);
+    const auto* const stored = static_cast<const std::byte*>(cache) + offset;
+    const bool is_whole = begin == 0 && end == kRowsPerTile && head_dim == depth;
+    if (is_whole && !are_raw && args_.cache_type == CacheType::float32) {
+      return reinterpret_cast<const float*>(stored);
+    }
+    if (!is_whole) std::memset(rows_, 0, sizes_.rows * sizeof(float));
+    for (std::size_t i = begin; i < end; ++i) {
+      float* const row = rows_ + i * depth;
+      widen(stored + i * row_bytes_, row);
+      if (!are_raw) continue;
+      const std::size_t index = table_index(args_, start + i);
+      operations_.rope(row, args_.cos + index, args_.sin + index, head_dim, args_.rotary_dim, 1.0f, row);
+    }
+    return rows_;
+  }
+
+  // One row of a cache.
+  void widen(const std::byte* stored, float* row) {
+    switch (args_.cache_type) {
+      case CacheType::float32:
+        std::memcpy(row, stored, args_.head_dim * sizeof(float));
+        return;
+      case CacheType::float16:
+        operations_.widen(reinterpret_cast<const std::uint16_t*>(stored), row, args_.head_dim);
+        return;
+      case CacheType::int8:
+        float scale;
+        std::memcpy(&scale, stored + args_.head_dim, sizeof(scale));
+        operations_.dequantize(reinterpret_cast<const std::int8_t*>(stored), scale, row, args_.head_dim);
+    }
+  }
+
+  void pack_keys(std::size_t start) {
+    for (std::size_t key = 0; key < kKeysPerBlock; key += kRowsPerTile) {
+      const float* const rows =
+          sixteen_rows(args_.key_cache, start + key, first_key_, end_key_, args_.has_raw_keys);
+      operations_.pack_keys(rows, sizes_.depth, keys_ + key * sizes_.depth);
+    }
+  }
+
+  // The values of the keys in [begin, end), and zeros for the block's others. Whether all are finite.
+  bool pack_values(std::size_t start, std::size_t begin, std::size_t end) {
+    bool are_finite = true;
+    for (std::size_t key = 0; key < kKeysPerBlock; key += kRowsPerTile) {
+      const float* const rows = sixteen_rows(args_.value_cache, start + key, begin, end, false);
+      are_finite &= operations_.pack_values(rows, sizes_.depth, sizes_.columns, values_ + key * kRowsPerTile);
+    }
+    return are_finite;
+  }
+
+  // A block's part of Down tiles of queries from the row-th on.
+  template <std::size_t Down>
+  void attend_rows(std::size_t start, std::size_t row) {
+    const std::size_t num_rows = smaller(Down * kRowsPerTile, item_.num_queries - row);
+    std::size_t first[Down * kRowsPerTile], visible[Down * kRowsPerTile];
+    const std::size_t packed_first = distance(start, first_key_, kKeysPerBlock);
+    const std::size_t packed_end = distance(start, end_key_, kKeysPerBlock);
+    bool is_seen = false, see_all = true;
+    for (std::size_t i = 0; i < num_rows; ++i) {
+      first[i] = distance(start, first_keys_[row + i], kKeysPerBlock);
+      visible[i] = distance(start, end_keys_[row + i], kKeysPerBlock);
+      is_seen |= first[i] < visible[i];
+      see_all &= first[i] == packed_first && visible[i] == packed_end;
+    }
+    if (!is_seen) return;
+    float* const outs = outs_ + row * sizes_.columns;
+    score_block<Down>(tiles_, queries_ + row * sizes_.depth, keys_, sizes_.depth, scores_);
+    operations_.weigh({.scores = scores_,
+                       .weights = weights_,
+                       .outs = outs,
+                       .maxima = maxima_ + row,
+                       .sums = sums_ + row,
+                       .first = first,
+                       .visible = visible,
+                       .num_rows = num_rows,
+                       .columns = sizes_.columns});
+    if (are_finite_ || see_all) {
+      accumulate_block<Down>(tiles_, weights_, kKeysPerBlock, values_, outs, sizes_.columns, sizes_.columns);
+    } else {
+      accumulate_row_by_row(start, first, visible, num_rows, outs);
+    }
+  }
+
+  // Some value is not finite, and a weight of 0 does not keep it from a row that does not see it: so each row
+  // has the values packed that it sees.
+  void accumulate_row_by_row(std::size_t start, const std::size_t* first, const std::size_t* visible,
+                             std::size_t num_rows, float* outs) {
+    for (std::size_t i = 0; i < num_rows; ++i) {
+      if (first[i] >= visible[i]) continue;
+      if (i == 0 || first[i] != first[i - 1] || visible[i] != visible[i - 1]) {
+        pack_values(start, start + first[i], start + visible[i]);
+      }
+      accumulate_block<1>(tiles_, weights_ + i * kKeysPerBlock, 0, values_, outs + i * sizes_.columns, 0,
+                          sizes_.columns);
+    }
+    pack_values(start, first_key_, end_key_);
+  }
+
+  Tiles& tiles_;
+  const AttentionArgs& args_;
+  const AttendItem item_;
+  const TileOperations& operations_;
+  const TileSizes sizes_;
+  const std::size_t row_bytes_;  // of the caches
+  std::uint16_t *queries_, *keys_, *values_, *weights_;
+  float *outs_, *rows_, *scores_;
+  float maxima_[kQueriesPerTileItem], sums_[kQueriesPerTileItem];
+  std::size_t first_keys_[kQueriesPerTileItem], end_keys_[kQueriesPerTileItem];
+  std::size_t first_key_, end_key_;  // of the item
+  bool are_finite_;                  // the block's values
+};
+
+template <typename Tiles>
+void attend_by_tiles(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
+                     const TileOperations& operations) {
+  Tiles tiles;
+  tiles.configure(kRowsPerTile);
+  for (std::size_t index = begin; index < end; ++index) {
+    TileItem<Tiles>(tiles, args, attend_item(args, index), scratch, operations).attend();
+  }
+}
+
+}  // namespace
+}  // namespace chunkrt

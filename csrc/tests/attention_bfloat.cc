@@ -1,0 +1,35 @@
+#include "tests/attention_bfloat.h"
+
+#include "kernels/dispatch.h"
+#if defined(__linux__) && defined(__x86_64__)
+#include "tests/tile_traps.h"
+#endif
+
+namespace chunkrt::testing {
+namespace {
+
+#if defined(__linux__) && defined(__x86_64__)
+// The kernel as it is built, its tile instructions caught.
+void attend_by_trapped_tiles(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch) {
+  const TileTraps traps;
+  attend_f32_bf16_cache_amx_bf16(args, begin, end, scratch);
+}
+#endif
+
+}  // namespace
+
+void run_in_bfloat(Suite& suite, const std::string& name, void (*test)(const Kernels&)) {
+  const auto kernels = [](AttentionFunction* attend) {
+    return Kernels{append_cache_f32_reference, attend, AttentionMath::bfloat16};
+  };
+  suite.run_rows(attend_f32_bf16_cache, name, [&](AttentionFunction* attend) { test(kernels(attend)); });
+#if defined(__linux__) && defined(__x86_64__)
+  // Instructions of AVX2 are not caught.
+  if (is_supported(Isa::avx2) && !is_present(Isa::amx)) {
+    suite.run("attend_f32_bf16_cache_amx_bf16, tiles caught: " + name,
+              [&] { test(kernels(attend_by_trapped_tiles)); });
+  }
+#endif
+}
+
+}  // namespace chunkrt::testing

@@ -1,0 +1,223 @@
+// attention in bfloat16 against double precision, of operands as they come and as they are rounded; and its
+// promise that on one instruction set neither splits nor chunks change a bit.
+#include "tests/attention_bfloat.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "tests/attention_values.h"
+#include "tests/tests.h"
+
+namespace chunkrt::testing {
+namespace {
+
+constexpr double kUnit = 0x1p-24;       // half a unit in the last place of float32
+constexpr double kBfloatUnit = 0x1p-9;  // and of bfloat16
+constexpr float kLargeBfloat = 0x1.fep+127f;
+
+// To nearest even: a multiple of 2^(e - 7) in [2^e, 2^(e + 1)), of 2^-133 below 2^-126.
+double rounded_to_bfloat(double value) {
+  if (!std::isfinite(value)) return value;
+  const int exponent = value == 0.0 ? -126 : std::max(std::ilogb(value), -126);
+  const double rounded = std::ldexp(std::nearbyint(std::ldexp(value, 7 - exponent)), exponent - 7);
+  return std::fabs(rounded) > static_cast<double>(kLargeBfloat)
+             ? std::copysign(std::numeric_limits<double>::infinity(), value)
+             : rounded;
+}
+
+// A head's columns as attention.h ropes and scales them in float32, times `scale`.
+std::vector<double> roped_in_float(const Prompt& prompt, std::size_t row, const std::vector<double>& values,
+                                   float scale) {
+  const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + row;
+  std::vector<double> out(values.size());
+  for (std::size_t d = 0; d < values.size(); ++d)
+    out[d] = static_cast<double>(static_cast<float>(values[d]) * scale);
+  for (std::size_t i = 0; i < half; ++i) {
+    const float cos = prompt.cos[table_row * half + i], sin = prompt.sin[table_row * half + i];
+    const float first = static_cast<float>(values[i]), second = static_cast<float>(values[i + half]);
+    out[i] = static_cast<double>(std::fma(first, cos, -(second * sin)) * scale);
+    out[i + half] = static_cast<double>(std::fma(second, cos, first * sin) * scale);
+  }
+  return out;
+}
+
+std::vector<double> each_rounded(std::vector<double> values) {
+  std::transform(values.begin(), values.end(), values.begin(), rounded_to_bfloat);
+  return values;
+}
+
+// With rounded operands what is left are the sums' roundings in float32 and the weights' to bfloat16;
+// without, each operand is off by a bfloat16's unit as well.
+void check_output(const Prompt& prompt, const Result& result, bool are_rounded) {
+  const Shape& s = prompt.shape;
+  const auto operand = [&](const std::vector<double>& values) {
+    return are_rounded ? each_rounded(values) : values;
+  };
+  const double dims = static_cast<double>(s.head_dim);
+  for (std::size_t kv_head = 0; kv_head < s.num_kv_heads; ++kv_head) {
+    std::vector<std::vector<double>> keys, values;
+    for (std::size_t row = 0; row < s.length; ++row) {
+      std::vector<double> key = cached(result.keys, s, kv_head, row),
+                          value = cached(result.values, s, kv_head, row);
+      for (double& x : key) x = static_cast<double>(static_cast<float>(x));
+      for (double& x : value) x = static_cast<double>(static_cast<float>(x));
+      keys.push_back(operand(s.has_raw_keys ? roped_in_float(prompt, row, key, 1.0f) : key));
+      values.push_back(operand(value));
+    }
+    const std::size_t group = s.num_heads / s.num_kv_heads;
+    for (std::size_t index = 0; index < s.length * group; ++index) {
+      const std::size_t row = index / group, head = kv_head * group + index % group;
+      const std::size_t first_key = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
+      const double num_keys = static_cast<double>(row + 1 - first_key);
+      const std::vector<double> query =
+          operand(roped_in_float(prompt, row, head_of(prompt, row, head * s.head_dim), scale_of(s)));
+      std::vector<double> weights(row + 1);
+      double largest_sum = 0.0, max = -std::numeric_limits<double>::infinity();
+      for (std::size_t key = first_key; key <= row; ++key) {
+        double sum_of_magnitudes = 0.0;
+        for (std::size_t d = 0; d < s.head_dim; ++d) {
+          weights[key] += query[d] * keys[key][d];
+          sum_of_magnitudes += std::fabs(query[d] * keys[key][d]);
+        }
+        largest_sum = std::max(largest_sum, sum_of_magnitudes);
+        max = std::max(max, weights[key]);
+      }
+      double sum = 0.0;
+      for (std::size_t key = first_key; key <= row; ++key) sum += weights[key] = std::exp(weights[key] - max);
+      // Scores are off by at most this, weights relatively by twice that (one's own and the maximum's), the
+      // roundings of exp, of the rescaling of each block and of the sums, and once rounded by a unit, of
+      // which the same rounded weights make up the sum.
+      const double unit = are_rounded ? 0.0 : kBfloatUnit;
+      const double score_error = ((dims + 8.0) * kUnit + 2.0 * unit + unit * unit) * largest_sum;
+      const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit +
+                                    2.02 * kBfloatUnit + 1.02 * unit;
+      for (std::size_t d = 0; d < s.head_dim; ++d) {
+        double expected = 0.0, magnitude = 0.0, vanished = 0.0;
+        for (std::size_t key = first_key; key <= row; ++key) {
+          expected += weights[key] / sum * values[key][d];
+          magnitude += weights[key] / sum * std::fabs(values[key][d]);
+          vanished += std::exp(-static_cast<double>(kExpLimit)) * std::fabs(values[key][d]);
+        }
+        const double found = static_cast<double>(result.out[row * out_width(s) + head * s.head_dim + d]);
+        if (std::fabs(found - expected) <= relative_error * magnitude + vanished) continue;
+        throw Failure("row " + std::to_string(row) + ", head " + std::to_string(head) + ", dim " +
+                      std::to_string(d) + " is " + std::to_string(found) + ", expected " +
+                      std::to_string(expected) + " within " + std::to_string(relative_error * magnitude));
+      }
+    }
+  }
+}
+
+// Scores of some tens and hundreds too, of which a key's or a query's rounding shifts the weights by more
+// than the bound.
+void test_truth(const Kernels& kernels) {
+  for (const Shape& shape : kShapes) {
+    for (const float limit : {2.0f, 20.0f}) {
+      const Prompt prompt(shape, limit);
+      const Result result = attend_prompt(prompt, kernels);
+      try {
+        check_output(prompt, result, true);
+        if (limit == 2.0f) check_output(prompt, result, false);
+      } catch (const Failure& failure) {
+        throw Failure(describe(shape) + ", up to " + std::to_string(limit) + ": " + failure.what());
+      }
+    }
+  }
+}
+
+void check_same_output(const Result& found, const Result& expected, const std::string& what) {
+  check_same(found.out.data(), expected.out.data(), expected.out.size(), what);
+}
+
+void test_splits(const Kernels& kernels) {
+  for (const Shape& shape : kShapes) {
+    const Prompt prompt(shape);
+    const Result expected = attend_prompt(prompt, kernels);
+    for (const std::size_t chunk : {1u, 31u, 32u, 33u, 64u, 95u}) {
+      check_same_output(attend_prompt(prompt, kernels, {.chunk = chunk}), expected,
+                        describe(shape) + ", chunks of " + std::to_string(chunk));
+    }
+    check_same_output(attend_prompt(prompt, kernels, {.items_per_call = 1, .is_backwards = true}), expected,
+                      describe(shape) + ", item by item from the last");
+  }
+}
+
+// The first row sees its own value alone: every bfloat16, the midpoints between neighbours and what lies next
+// to these come out rounded.
+void test_rounding(const Kernels& kernels) {
+  std::vector<float> inputs;
+  for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
+    const std::uint32_t bits = upper << 16 | 0x8000u;
+    for (const std::uint32_t each : {bits - 0x8000u, bits - 1, bits, bits + 1}) {
+      const float value = std::bit_cast<float>(each);
+      const double size = std::fabs(rounded_to_bfloat(static_cast<double>(value)));
+      if (size >= 0x1p-126 && std::isfinite(size)) inputs.push_back(value);
+    }
+  }
+  const std::size_t head_dim = inputs.size();
+  Prompt prompt({1, 1, head_dim, 0, 1, CacheType::float32});
+  std::fill_n(prompt.qkv.data(), 2 * head_dim, 0.0f);
+  std::copy(inputs.begin(), inputs.end(), prompt.qkv.data() + 2 * head_dim);
+  const Result result = attend_prompt(prompt, kernels);
+  for (std::size_t i = 0; i < head_dim; ++i) {
+    const double expected = rounded_to_bfloat(static_cast<double>(inputs[i]));
+    check(static_cast<double>(result.out[i]) == expected, std::to_string(inputs[i]) + " became " +
+                                                              std::to_string(result.out[i]) + ", expected " +
+                                                              std::to_string(expected));
+  }
+}
+
+// A score is one product of a query and a key, 4 * k, the other score 0; of the values one is 1. So the
+// output tells to which bfloat16 k was rounded, in whichever place of a packed block its key and dimension
+// are.
+void test_rounded_keys(const Kernels& kernels) {
+  constexpr std::size_t kRows = 70, kDims = 80;
+  const Shape shape = {1, 1, kDims, 0, kRows, CacheType::float32};
+  for (std::size_t d = 0; d < kDims; ++d) {
+    const std::size_t other = (d * 37 + 1) % (kRows - 1), row = kRows - 1;
+    Prompt prompt(shape);
+    std::fill_n(prompt.qkv.data(), prompt.qkv.size(), 0.0f);
+    const float scale = scale_of(shape), key = 1.0f + static_cast<float>(2 * d + 1) * 0x1p-9f;
+    float* const query = prompt.qkv.data() + row * row_width(shape);
+    query[d] = 512.0f;
+    for (std::size_t each = 0; each < kRows; ++each) {
+      prompt.qkv[each * row_width(shape) + kDims + d] = each == other ? key : 1.0f;
+    }
+    prompt.qkv[other * row_width(shape) + 2 * kDims + d] = 1.0f;
+    const double rounded_query = rounded_to_bfloat(static_cast<double>(512.0f * scale));
+    const double difference = rounded_query * (rounded_to_bfloat(static_cast<double>(key)) - 1.0);
+    const double expected = 1.0 / (1.0 + static_cast<double>(kRows - 1) * std::exp(-difference));
+    const Result result = attend_prompt(prompt, kernels);
+    const double found = static_cast<double>(result.out[row * kDims + d]);
+    // Products are exact; e's argument rounds by 2^-24 of a score below 128, a weight to bfloat16.
+    check(std::fabs(found - expected) <= expected * (2.02 * kBfloatUnit + 256.0 * kUnit),
+          "dim " + std::to_string(d) + " of key " + std::to_string(other) + " gives " +
+              std::to_string(found) + ", expected " + std::to_string(expected));
+  }
+}
+
+// Weights below a bfloat16's smallest normal do not occur, as e(x) is 0 from e^-87 on; a value may be
+// smaller.
+void test_vanishing_values(const Kernels& kernels) {
+  const Shape shape = {1, 1, 16, 0, 66, CacheType::float32};
+  Prompt prompt(shape);
+  for (std::size_t row = 0; row < shape.length; ++row) {
+    std::fill_n(prompt.qkv.data() + row * row_width(shape) + 2 * shape.head_dim, shape.head_dim, -0x1p-140f);
+  }
+  const Result expected = attend_prompt(prompt, kernels);
+  for (const float x : expected.out) check(std::fabs(x) <= 0x1p-126f, "a vanishing value has grown");
+  check_same_output(attend_prompt(prompt, kernels, {.chunk = 1}), expected, "row by row");
+}
+
+}  // namespace
+
+void test_attention_in_bfloat(Suite& suite) {
+  run_in_bfloat(suite, "double precision", test_truth);
+  run_in_bfloat(suite, "bits of any chunks and of any split", test_splits);
+  run_in_bfloat(suite, "rounding of values", test_rounding);
+  run_in_bfloat(suite, "rounding and places of keys", test_rounded_keys);
+  run_in_bfloat(suite, "values that vanish", test_vanishing_values);
+}
+
+}  // namespace chunkrt::testing
