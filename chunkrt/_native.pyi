@@ -118,6 +118,7 @@ class ProgramBuilder:
         scale: float,
         window: int = 0,
         has_raw_keys: bool = False,
+        is_in_bfloat: bool = False,
     ) -> int: ...
     def short_conv(self, bcx: int, conv_weight: int, conv_bias: int | None, conv_state: int) -> int: ...
     def gated_delta_rule(

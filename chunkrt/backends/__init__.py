@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkrt.backends.base import Backend, Executable, Support
+from chunkrt.backends.base import AttentionMath, Backend, Executable, Support
 from chunkrt.errors import BackendUnavailableError, ChunkrtError, unknown_name
 from chunkrt.plugins import Plugin, PluginGroup
 
@@ -21,12 +21,13 @@ PLUGINS: PluginGroup[Callable[..., Backend]] = PluginGroup(
 _ATTRIBUTES = ("name", "concurrency", "cache_dtypes", "supports", "compile")
 
 
-def make_backend(name: str, *, threads: int) -> Backend:
+def make_backend(name: str, *, threads: int, attention_math: AttentionMath = "float32") -> Backend:
     """Make a backend.
 
     Args:
         name: "native", "onnxrt" or "reference", or a plug-in's.
         threads: the thread budget that its kernels share with the executor's workers.
+        attention_math: what "native" multiplies in; the others have float32 alone, and do not mind it.
 
     Raises:
         ConfigError: there is no backend of that name.
@@ -39,7 +40,7 @@ def make_backend(name: str, *, threads: int) -> Backend:
             raise BackendUnavailableError(
                 f"the native kernels are not built ({error}); run `pip install .` in the source folder"
             ) from error
-        return NativeBackend(threads)
+        return NativeBackend(threads, attention_math)
     if name == "onnxrt":
         from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
 

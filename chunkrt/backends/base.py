@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -18,6 +18,8 @@ from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 
 Array = NDArray[Any]
+AttentionMath = Literal["float32", "bfloat16"]
+"""What queries, keys, values and the softmax's weights are multiplied in."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "npu_strict",
         "ops",
     ),
-    "How it runs": ("threads", "affinity", "chunk_length", "policy", "chunks_in_flight", "batcher", "queue"),
+    "How it runs": (
+        "threads",
+        "affinity",
+        "chunk_length",
+        "attention_math",
+        "policy",
+        "chunks_in_flight",
+        "batcher",
+        "queue",
+    ),
     "Context and memory": (
         "context_length",
         "context_shift",

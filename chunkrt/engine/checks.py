@@ -19,15 +19,19 @@ def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
 
 
 def check_cache(options: EngineOptions, plan: Plan, dispatcher: Dispatcher, backend: Backend) -> None:
-    """Caches of int8 are laid out as the native attention has them. Raises ConfigError if another would run."""
-    if options.cache_dtype != "int8":
+    """Caches of int8, and bfloat16, are the native attention's alone. Raises ConfigError if another would run."""
+    if options.cache_dtype == "int8":
+        what, others = "caches of int8 are", "float32 or float16"
+    elif options.attention_math != "float32":
+        what, others = f"attention in {options.attention_math} is", "float32"
+    else:
         return
     for subgraph in (s for s in plan.subgraphs if s.state):
         for _, runner in dispatcher.runners(subgraph, backend.name):
             if runner.operator == "cached_attention" and runner.runs_on != "native":
                 raise ConfigError(
-                    f"caches of int8 are the native attention's alone, and {runner.runs_on} runs cached_attention "
-                    f"({runner.reason}); choose float32 or float16"
+                    f"{what} the native attention's alone, and {runner.runs_on} runs cached_attention "
+                    f"({runner.reason}); choose {others}"
                 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.engine.roles import open_backends
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
-from chunkrt.engine.session_file import Conversation, SessionFile
+from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
 from chunkrt.engine.stats import EngineStats
 from chunkrt.engine_directory.manifest import open_weights, read_manifest
 from chunkrt.engine_directory.verification import Verification
@@ -147,6 +146,7 @@ class Engine(ManyPrompts):
             "context length": self.context_length,
             "chunk length": self.chunk_length,
             "caches": self.cache_dtype,
+            "attention": self.options.attention_math,
             "executors": self._conductor.lanes.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
@@ -190,10 +190,9 @@ class Engine(ManyPrompts):
         """A file that holds, or is to hold, a session. Raises ConfigError with ranks."""
         if self._has_ranks:
             raise ConfigError("each rank holds a share of a session, which is not saved; load the model without ranks")
-        model = f"{self.manifest.checkpoint or self.manifest.model}; {sorted(asdict(self.scheme).items())}"
         return SessionFile(
             path,
-            model=hashlib.sha256(model.encode()).digest(),
+            model=model_digest(self.manifest, self.scheme, self.options.attention_math),
             vocab_size=self.plan.vocab_size,
             context_length=self.context_length,
             context_keep=self.options.context_keep,

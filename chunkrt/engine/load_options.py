@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
+from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.engine.options import DECLARED, AttentionOn, EngineOptions, KeptWeights, OnNpuFailure, Outputs
 from chunkrt.graph.placement import Placement
@@ -44,6 +45,7 @@ class LoadOptions(TypedDict, total=False):
     placement: Path | Placement | None
     npu_strict: bool
     attention: AttentionOn
+    attention_math: AttentionMath
     npu_window: str | int
     npu_graph: str
     weights: KeptWeights

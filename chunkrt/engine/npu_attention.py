@@ -36,7 +36,8 @@ def near_plans(
         placement: what it was placed by.
 
     Raises:
-        ConfigError: the NPU shall attend, and no attention of the plan can be static; or it shall, and caches are int8.
+        ConfigError: the NPU shall attend, and no attention of the plan can be static; or it shall, and caches are int8,
+            or attention is in bfloat16.
     """
     if options.attention == "cpu":
         return []
@@ -48,6 +49,11 @@ def near_plans(
         raise ConfigError("no attention of this model can be computed by the NPU; leave --attention npu away")
     if names and options.cache_dtype == "int8":
         raise ConfigError("the NPU attends to no caches of int8; choose float16, or attention 'cpu'")
+    if names and options.attention_math != "float32":
+        raise ConfigError(
+            f"attention_math {options.attention_math!r} is the CPU's, and the NPU is to attend; choose float32, or "
+            "attention 'cpu'"
+        )
     slots, fits = plan.slots(context_length, chunk_length), _fits(plan, options.graph_layers)
     found: list[NearPlan] = []
     for window in options.npu_windows if names else ():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from chunkrt.backends import BACKENDS, PLUGINS
+from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.backends.switches import Switches
@@ -210,6 +211,14 @@ class EngineOptions:
         choices=lambda: get_args(AttentionOn),
         noun="place of attention",
     )
+    attention_math: AttentionMath = declared_option(
+        "--attention-math",
+        "What attention on the CPU multiplies in; bfloat16, on native alone, is meant for processors with tiles of it "
+        "(AMX), and rounds more.",
+        default="float32",
+        choices=lambda: get_args(AttentionMath),
+        noun="arithmetic of attention",
+    )
     npu_window: str | int = declared_option(
         "--npu-window TOKENS[,TOKENS...]",
         "Tokens before a chunk that attention on the NPU sees: a graph each.",
@@ -276,6 +285,8 @@ class EngineOptions:
             raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
             raise ConfigError(f"npu {self.npu!r} has no caches of int8; choose float32 or float16, or another npu")
+        if self.attention_math == "bfloat16" and self.npu in BACKENDS and self.npu != "native":
+            raise ConfigError(f"npu {self.npu!r} has no attention in bfloat16; choose float32, or another npu")
 
         self._check_npu_only()
         if self.attention == "npu":

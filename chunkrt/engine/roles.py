@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from chunkrt.backends import BACKENDS, Backend, Support, make_backend, qnn
+from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.backends.qnn.support import npu_support
@@ -31,15 +32,16 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
 
     Raises:
         BackendUnavailableError: a backend that was asked for is not on this machine.
-        ConfigError: nobody knows which SoC this is; or the one that plays the CPU has no caches of that type.
+        ConfigError: nobody knows which SoC this is; or the one that plays the CPU has no caches of that type, or no
+            attention in that arithmetic.
     """
-    threads = options.num_threads
+    threads, math = options.num_threads, options.attention_math
     if options.npu in ("auto", "qnn", "off"):
-        cpu = make_backend("native", threads=threads)
+        cpu = make_backend("native", threads=threads, attention_math=math)
         npu = open_npu(manifest, folder, options) or cpu
     else:
-        npu = make_backend(options.npu, threads=threads)
-        cpu = npu if npu.concurrency is None else _beside_npu(manifest.scheme, threads)
+        npu = make_backend(options.npu, threads=threads, attention_math=math)
+        cpu = npu if npu.concurrency is None else _beside_npu(manifest.scheme, threads, math)
         if cpu.name != "native" and cpu is not npu:
             log.warning("%s plays the CPU: native has no linears under the scheme %s", cpu.name, manifest.scheme.name)
         _mind_settings(options)
@@ -47,6 +49,8 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
         raise ConfigError(
             f"{cpu.name} has no caches of {options.cache_dtype}; choose {' or '.join(cpu.cache_dtypes)}, or another npu"
         )
+    if math != "float32" and cpu.name != "native":
+        raise ConfigError(f"{cpu.name} has no attention in {math}; choose float32, or another npu")
     return npu, cpu
 
 
@@ -110,9 +114,9 @@ def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
                 dispatcher.check(section, name, supports)
 
 
-def _beside_npu(scheme: Scheme, threads: int) -> Backend:
+def _beside_npu(scheme: Scheme, threads: int, attention_math: AttentionMath = "float32") -> Backend:
     """Who plays the CPU beside a plug-in's NPU: native, or the next that has linears under the scheme."""
-    backends = (make_backend(name, threads=threads) for name in BACKENDS)
+    backends = (make_backend(name, threads=threads, attention_math=attention_math) for name in BACKENDS)
     return next(backend for backend in backends if not linear_refusal(backend.supports, scheme))
 
 

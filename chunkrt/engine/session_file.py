@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from chunkrt.backends.base import AttentionMath
+from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ModelError
+from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.state_file import Numbers, StateFile
 
@@ -31,11 +35,18 @@ class Conversation:
     follows_text: bool
 
 
+def model_digest(manifest: Manifest, scheme: Scheme, attention_math: AttentionMath) -> bytes:
+    """32 bytes that tell apart what computes a session's state."""
+    model = f"{manifest.checkpoint or manifest.model}; {sorted(asdict(scheme).items())}"
+    math = "" if attention_math == "float32" else f"; attention in {attention_math}"
+    return hashlib.sha256(f"{model}{math}".encode()).digest()
+
+
 class SessionFile(StateFile):
     """The file at a path.
 
     Args:
-        model: 32 bytes that tell models and schemes apart.
+        model: what `model_digest` gives.
         vocab_size, context_length, context_keep: of the engine.
         conversation: what is to be written; after `read`, what was.
     """
@@ -77,7 +88,10 @@ class SessionFile(StateFile):
         read, found = super().read(expect_all, (*numbers, *_NUMBERS), (*arrays, *_ARRAYS))
         tokens, dropped, logits, model = (read[name] for name in _ARRAYS)
         if (model != self._model).any():
-            raise ModelError(f"{self.path} is a session with another model or scheme; load that one")
+            raise ModelError(
+                f"{self.path} is a session with another model or scheme, or attention in another arithmetic; load that "
+                "one"
+            )
         if len(dropped) and found["context_keep"] != self._context_keep:
             raise ModelError(
                 f"{self.path} is of a context that was shifted with context_keep {found['context_keep']}, not "

@@ -292,6 +292,13 @@ def test_caches_of_int8_are_the_native_attentions_alone():
             run_model("llama_gqa", ops, cache_dtype="int8")
 
 
+def test_bfloat16_is_the_native_attentions_alone():
+    run_model("llama_gqa", "-rms_norm", attention_math="bfloat16")
+    for ops in ("none", "-cached_attention", "-rope"):
+        with pytest.raises(ConfigError, match=r"attention in bfloat16 is .* and reference runs cached_attention"):
+            run_model("llama_gqa", ops, attention_math="bfloat16")
+
+
 def test_several_threads_call_one_executable_in_sections(decoder, registry):
     backend, weights, plan = make_backend("native", threads=2), decoder.weights[DYNAMIC.name], decoder.plan
     subgraph = next(s for s in plan.static_subgraphs if len(s.nodes) > 8)

@@ -474,6 +474,7 @@ def test_no_cpu_keeps_weights_that_the_npu_has(load, monkeypatch):
         ({"attention": "npu", "npu": "native"}, "contradict"),
         ({"attention": "npu", "context_shift": True}, "attention 'cpu'"),
         ({"attention": "npu", "cache_dtype": "int8"}, "int8"),
+        ({"attention": "npu", "attention_math": "bfloat16"}, "the NPU is to attend"),
         ({"npu_window": 0}, "npu_window is 0"),
         ({"npu_window": "512,512"}, "npu_window"),
         ({"npu_window": "512;4"}, "npu_window"),

@@ -113,8 +113,9 @@ def test_another_process_goes_on_from_there(model: Path, filled: Path, truth: np
 
 
 def test_what_bits_depend_on_is_in_the_names(model: Path, filled: Path, truth: np.ndarray) -> None:
-    with load(model, prefix_cache=filled, cache_dtype="float32") as engine:
-        assert engine.session().prefill(TOKENS).num_cached == 0
+    for options in ({"cache_dtype": "float32"}, {"attention_math": "bfloat16"}):
+        with load(model, prefix_cache=filled, **options) as engine:
+            assert engine.session().prefill(TOKENS).num_cached == 0
     assert cached_tokens(model, filled, truth, context_length=1000, chunk_length=64) == 576
 
 

@@ -190,6 +190,11 @@ def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
         session.save(tmp_path / "said")
     with load("llama_rope_parameters") as engine, pytest.raises(ModelError, match="another model or scheme"):
         engine.load_session(tmp_path / "said")
+    with (
+        load("llama_rope_linear", attention_math="bfloat16") as engine,
+        pytest.raises(ModelError, match="attention in another arithmetic"),
+    ):
+        engine.load_session(tmp_path / "said")
 
 
 def test_a_damaged_file_leaves_the_session_as_it_was(tmp_path: Path) -> None:

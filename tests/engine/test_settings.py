@@ -114,6 +114,8 @@ def test_compile_lets_the_command_line_win(command, write, tmp_path: Path) -> No
         ('soc = "SM8651"', "SM8651"),
         ('cache_dtype = "float8"', "unknown type of the cache 'float8'"),
         ('cache_dtype = "int8"\nnpu = "reference"', "npu 'reference' has no caches of int8; choose float32 or float16"),
+        ('attention_math = "float16"', "unknown arithmetic of attention 'float16'"),
+        ('attention_math = "bfloat16"\nnpu = "onnxrt"', "npu 'onnxrt' has no attention in bfloat16; choose float32"),
         ('placement = "file.toml"', "placement is 'file.toml', expected a table, [placement]"),
         ('[placement]\nlm_head = "gpu"', "'lm_head' is placed on 'gpu', expected 'npu' or 'cpu'"),
         ('[placement]\nmodel.norm = "cpu"', "write the pattern in quotes"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
+from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.engine_directory.packing import pack
 from chunkrt.engine_directory.store import (
@@ -36,11 +37,13 @@ class Lowering:
         plan: Plan,
         scheme: Scheme,
         weights: WeightStore,
+        attention_math: AttentionMath = "float32",
     ) -> None:
         self.builder = ProgramBuilder(pool, max_rows)
         self.plan = plan
         self.scheme = scheme
         self.weights = weights
+        self.attention_math = attention_math
         self._outputs = subgraph.outputs
         self._values: dict[str, int] = {}
         for name in subgraph.inputs:
@@ -218,6 +221,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
         scale=_number(node.attributes["scale"]),
         window=window,
         has_raw_keys=node.op == "RawKeyAttention",
+        is_in_bfloat=lowering.attention_math == "bfloat16",
     )
     return [value]
 

@@ -135,11 +135,14 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
                          .num_kv_heads = num_kv_heads,
                          .head_dim = head_dim,
                          .rotary_dim = 2 * table_shape[1].size,
-                         .scale = shape.scale};
+                         .scale = shape.scale,
+                         .math = shape.math};
   };
-  builder.need_scratch(attention_scratch_floats(head_dim));
+  const bool is_in_bfloat = shape.math == AttentionMath::bfloat16;
+  builder.need_scratch(attention_scratch_floats(head_dim, shape.math));
   AttentionFunction* append = select_kernel(append_cache_f32).function;
-  AttentionFunction* attend = select_kernel(attend_f32_f32_cache).function;
+  AttentionFunction* attend =
+      select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache).function;
   const std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
   builder.add_row_step(Symbol::T, uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {

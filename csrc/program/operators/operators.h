@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <optional>
 
+#include "kernels/attention/attention.h"
 #include "program/builder.h"
 
 namespace chunkrt {
@@ -79,6 +80,7 @@ struct AttentionShape {
   float scale;
   std::size_t window = 0;     // 0: none
   bool has_raw_keys = false;  // the cache holds keys before rotary embedding
+  AttentionMath math = AttentionMath::float32;
 };
 
 // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and

@@ -1,0 +1,70 @@
+"""Attention in bfloat16: near float32's, and as independent of chunks, of company and of where a prompt is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
+
+import chunkrt
+from chunkrt.engine.engine import Engine
+
+CONTEXT = 128
+TOKENS = np.random.default_rng(0).integers(0, 128, 95).tolist()
+
+
+def load(name: str = "llama_gqa", **options: object) -> Engine:
+    defaults = {"npu": "native", "scheme": "w8a8-dynamic", "threads": 2, "prefix_cache": "off"}
+    return chunkrt.load(checkpoint(name), **{"attention_math": "bfloat16", **defaults, **options})
+
+
+def logits(tokens: list[int] = TOKENS, name: str = "llama_gqa", **options: object) -> np.ndarray:
+    with load(name, **options) as engine:
+        found = engine.session().prefill(tokens, logits="all").logits
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
+def test_chunks_and_threads_change_no_bit(cache_dtype: str) -> None:
+    whole = logits(chunk_length=CONTEXT, cache_dtype=cache_dtype)
+    for chunk_length in (1, 8, 32, 64):
+        found = logits(chunk_length=chunk_length, cache_dtype=cache_dtype, threads=chunk_length % 3 + 1)
+        np.testing.assert_array_equal(found, whole)
+
+
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "mistral_window_95", "qwen2", "lfm2"])
+def test_it_is_near_float32(name: str) -> None:
+    tokens = (input_ids(name) * 8)[:95]
+    exact, found = logits(tokens, name, attention_math="float32"), logits(tokens, name)
+    # Queries, keys, values and weights are each off by up to 2^-9, and the linears round what comes of it anew.
+    difference = np.sqrt(np.mean((found - exact) ** 2))
+    assert 0 < difference <= np.sqrt(np.mean(exact**2)) / 20
+
+
+def test_tokens_one_by_one_and_raw_keys_take_it_too() -> None:
+    whole = logits()
+    with load(context_shift=True) as engine:
+        np.testing.assert_array_equal(
+            engine.session().prefill(TOKENS, logits="all").logits, logits(context_shift=True, chunk_length=8)
+        )
+    with load() as engine:
+        session = engine.session()
+        rows = [session.prefill([token]).logits for token in TOKENS[:20]]
+    np.testing.assert_array_equal(np.stack([row.reshape(-1) for row in rows]), whole[:20])
+
+
+def test_prompts_that_share_chunks_have_the_bits_of_each_alone() -> None:
+    prompts = [TOKENS[i : i + 40 + i] for i in range(4)]
+    with load(chunk_length=32) as engine:
+        alone = [engine.session().prefill(prompt).logits for prompt in prompts]
+        together = [result.logits for result in engine.prefill_many(prompts)]
+    for found, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_engines_of_either_are_told_apart() -> None:
+    with load() as one, load(attention_math="float32") as other:
+        assert one.identity["attention"] == "bfloat16"
+        assert one.identity != other.identity
