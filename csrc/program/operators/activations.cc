@@ -4,7 +4,7 @@
 #include <map>
 #include <tuple>
 
-#include "kernels/dispatch.h"
+#include "kernels/gemm/parted.h"
 
 namespace chunkrt {
 namespace {
@@ -12,7 +12,14 @@ namespace {
 struct Activations {
   std::map<ValueId, Outliers> outliers;
   std::map<std::tuple<ValueId, std::size_t, std::optional<float>>, std::vector<Digit>> digits;
+  std::map<ValueId, ValueId> parted;  // by a digit's values
 };
+
+// How the implementation of gemm wants its rows, if not as they are.
+PartRowsFunction* part_rows_of([[maybe_unused]] const KernelRow<GemmFunction>& gemm) {
+  CHUNKRT_ON_X86(if (gemm.isa == Isa::avx2) return part_rows_avx2;)
+  return nullptr;
+}
 
 Shape with_width(Shape shape, std::size_t width) {
   shape.back() = fixed(width);
@@ -122,6 +129,37 @@ const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std:
   if (const auto found = made.find(key); found != made.end()) return found->second;
   return made[key] = step ? quantize_on_grid(builder, input, *step, num_digits)
                           : std::vector{quantize(builder, outliers_of(builder, input).rest)};
+}
+
+std::vector<ValueId> Digit::uses() const {
+  std::vector<ValueId> all = {values, scales, sums};
+  if (parted) all.push_back(*parted);
+  return all;
+}
+
+std::vector<Digit> parted_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
+                              std::vector<Digit> digits) {
+  PartRowsFunction* const part = part_rows_of(gemm);
+  if (part == nullptr) return digits;
+  auto& made = builder.notes<Activations>().parted;
+  for (Digit& digit : digits) {
+    if (const auto found = made.find(digit.values); found != made.end()) {
+      digit.parted = found->second;
+      continue;
+    }
+    const Shape& shape = builder.value(digit.values).shape;
+    const std::size_t groups = shape.back().size / kGemmDepthPerGroup;
+    const std::size_t per_row = shape.size() == 3 ? shape[1].size : 1;
+    const ValueId parted = builder.temporary(Dtype::int8, with_width(shape, parted_row_bytes(groups)));
+    builder.add_row_step(
+        rows, {digit.values, parted},
+        [=, values = digit.values](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+          part(frame.get<const std::int8_t>(values), groups, begin * per_row, end * per_row,
+               frame.get<std::int8_t>(parted));
+        });
+    digit.parted = made[digit.values] = parted;
+  }
+  return digits;
 }
 
 void require_step(float step, const std::string& what) {

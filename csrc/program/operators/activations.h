@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/dispatch.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/outliers/outliers.h"
 #include "program/builder.h"
@@ -14,11 +15,15 @@
 
 namespace chunkrt {
 
-// One digit of all rows: values int8 [rows, padded_depth], scales float32 [rows], sums int32 [rows].
+// One digit of all rows: values int8 [rows, padded_depth], scales float32 [rows], sums int32 [rows]; and the
+// values parted, int8 [rows, parted_row_bytes], where gemm reads them so.
 struct Digit {
   ValueId values;
   ValueId scales;
   ValueId sums;
+  std::optional<ValueId> parted = {};
+
+  std::vector<ValueId> uses() const;
 };
 
 // What is large in a value's rows, and the rest: see kernels/outliers/outliers.h.
@@ -42,6 +47,10 @@ const Outliers& outliers_of(ProgramBuilder& builder, ValueId input);
 // The int8 rows that stand for a value, the highest digit first; on the grid of a step if there is one.
 const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std::size_t num_digits,
                                     std::optional<float> step);
+
+// Digits with their rows parted, if that implementation of gemm reads them so.
+std::vector<Digit> parted_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
+                              std::vector<Digit> digits);
 
 void require_step(float step, const std::string& what);
 // What a linear of that name adds to its result [rows, columns].

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels/dispatch.h"
+#include "kernels/gemm/parted.h"
 #include "program/operators/activations.h"
 #include "program/operators/operators.h"
 #include "program/operators/panels.h"
@@ -170,45 +171,53 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
       Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
+  const Digit digit = parted_for(kernel, builder, routing.symbol, {left.digit}).front();
+  std::vector<ValueId> uses = digit.uses();
+  uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
+                           packed, scales, out});
   // A piece is some columns of all experts: it is as much work whatever the router picks.
-  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel),
-                   {left.digit.values, left.digit.scales, left.digit.sums, left.outliers.counts,
-                    left.outliers.channels, left.outliers.values, routing.begins, packed, scales, out},
-                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-                     const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
-                     for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
-                       const auto first = static_cast<std::size_t>(begins[expert]);
-                       const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
-                       if (num_rows == 0) continue;
-                       const std::int8_t* right = frame.get<const std::int8_t>(packed) +
-                                                  expert * blocks * groups * kGemmBytesPerGroup;
-                       const float* right_scales = frame.get<const float>(scales) + expert * columns;
-                       float* results = frame.get<float>(out) + first * columns;
-                       kernel.function({.left = frame.get<const std::int8_t>(left.digit.values) +
-                                                first * groups * kGemmDepthPerGroup,
-                                        .left_scales = frame.get<const float>(left.digit.scales) + first,
-                                        .left_sums = frame.get<const std::int32_t>(left.digit.sums) + first,
-                                        .right = right,
-                                        .right_scales = right_scales,
-                                        .bias = nullptr,
-                                        .residual = nullptr,
-                                        .out = results,
-                                        .rows = num_rows,
-                                        .columns = columns,
-                                        .groups = groups,
-                                        .residual_stride = columns,
-                                        .out_stride = columns},
-                                       begin, end);
-                       add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
-                                     .packed = right,
-                                     .scales = right_scales,
-                                     .out = results,
-                                     .rows = num_rows,
-                                     .columns = columns,
-                                     .groups = groups},
-                                    begin, end);
-                     }
-                   });
+  builder.add_loop(
+      [blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
+      [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+        const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
+        for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
+          const auto first = static_cast<std::size_t>(begins[expert]);
+          const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
+          if (num_rows == 0) continue;
+          const std::int8_t* right =
+              frame.get<const std::int8_t>(packed) + expert * blocks * groups * kGemmBytesPerGroup;
+          const float* right_scales = frame.get<const float>(scales) + expert * columns;
+          float* results = frame.get<float>(out) + first * columns;
+          const std::int8_t* parted = nullptr;
+          if (digit.parted) {
+            parted = frame.get<const std::int8_t>(*digit.parted) + first * parted_row_bytes(groups);
+          }
+          kernel.function(
+              {.left = frame.get<const std::int8_t>(digit.values) + first * groups * kGemmDepthPerGroup,
+               .left_scales = frame.get<const float>(digit.scales) + first,
+               .left_sums = frame.get<const std::int32_t>(digit.sums) + first,
+               .right = right,
+               .right_scales = right_scales,
+               .bias = nullptr,
+               .residual = nullptr,
+               .out = results,
+               .rows = num_rows,
+               .columns = columns,
+               .groups = groups,
+               .residual_stride = columns,
+               .out_stride = columns,
+               .parted = parted},
+              begin, end);
+          add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
+                        .packed = right,
+                        .scales = right_scales,
+                        .out = results,
+                        .rows = num_rows,
+                        .columns = columns,
+                        .groups = groups},
+                       begin, end);
+        }
+      });
   return out;
 }
 
