@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "kernels/dispatch.h"
+#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/parted.h"
 
 namespace chunkrt::roofline {
@@ -27,7 +28,7 @@ std::vector<float> floats(std::size_t count) {
 // What one thread computes with; threads share no cache line that they write.
 struct Operands {
   std::vector<float> input, weight, output, scales;
-  std::vector<std::int8_t> values, parted;
+  std::vector<std::int8_t> values, arranged;
   std::vector<std::int32_t> sums;
 };
 
@@ -87,14 +88,18 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
                   .output = std::vector<float>(rows * columns),
                   .scales = floats(rows),
                   .values = on_a_grid(rows * groups * kGemmDepthPerGroup),
-                  .parted = {},
+                  .arranged = {},
                   .sums = std::vector<std::int32_t>(rows)};
   for (std::size_t i = 0; i < one.values.size(); ++i) {
     one.sums[i / (groups * kGemmDepthPerGroup)] += one.values[i];
   }
   CHUNKRT_ON_X86(if (selected.isa == Isa::avx2) {
-    one.parted.resize(rows * parted_row_bytes(groups));
-    part_rows_avx2(one.values.data(), groups, 0, rows, one.parted.data());
+    one.arranged.resize(rows * parted_row_bytes(groups));
+    part_rows_avx2(one.values.data(), groups, 0, rows, one.arranged.data());
+  })
+  CHUNKRT_ON_ARM(if (selected.isa == Isa::neon_i8mm) {
+    one.arranged.resize(round_up(rows, 2) * paired_row_bytes(groups));
+    pair_rows_neon_i8mm(one.values.data(), groups, 0, rows, one.arranged.data());
   })
   const OperandsPerThread own = operands(num_threads, one);
   GemmFunction* kernel = selected.function;
@@ -120,7 +125,7 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
               .groups = groups,
               .residual_stride = 0,
               .out_stride = columns,
-              .parted = mine.parted.empty() ? nullptr : mine.parted.data()},
+              .arranged = mine.arranged.empty() ? nullptr : mine.arranged.data()},
              0, blocks);
       if (++weight == num_weights) weight = 0;
     }
@@ -145,7 +150,7 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
                              .output = std::vector<float>(rows * num_heads * head_dim),
                              .scales = {},
                              .values = {},
-                             .parted = {},
+                             .arranged = {},
                              .sums = {}});
   const auto caches = std::make_shared<std::vector<Caches>>(
       num_threads, Caches{std::vector(cache, kHalf), std::vector(cache, kHalf),
@@ -186,7 +191,7 @@ Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width) {
                                                        .output = std::vector<float>(rows * width),
                                                        .scales = {},
                                                        .values = {},
-                                                       .parted = {},
+                                                       .arranged = {},
                                                        .sums = {}});
   RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
@@ -208,7 +213,7 @@ Body quantize(std::size_t num_threads, std::size_t rows, std::size_t width) {
                              .output = {},
                              .scales = std::vector<float>(rows),
                              .values = std::vector<std::int8_t>(rows * padded_width),
-                             .parted = {},
+                             .arranged = {},
                              .sums = std::vector<std::int32_t>(rows)});
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
@@ -229,7 +234,7 @@ Body silu_mul(std::size_t num_threads, std::size_t rows, std::size_t width) {
                                                        .output = std::vector<float>(rows * width),
                                                        .scales = {},
                                                        .values = {},
-                                                       .parted = {},
+                                                       .arranged = {},
                                                        .sums = {}});
   BinaryFunction* kernel = select_kernel(silu_mul_f32_f32_f32).function;
   return [=](std::size_t thread, std::size_t calls) {

@@ -3,10 +3,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "kernels/dispatch.h"
+#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/parted.h"
 #include "tests/gemm_by_tiles.h"
 #include "tests/guarded_buffer.h"
@@ -20,10 +22,37 @@ struct Shape {
   std::size_t rows, depth, columns;
 };
 
-// Whether this processor has what parts rows.
-bool can_part() {
-  CHUNKRT_ON_X86(return is_supported(Isa::avx2);)
-  return false;
+// How one of the implementations wants its rows, if this processor has it; to the others it is nothing.
+std::optional<RowArrangement> arrangement() {
+  CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) return RowArrangement{part_rows_avx2, parted_row_bytes, 1};)
+  CHUNKRT_ON_ARM(
+      if (is_supported(Isa::neon_i8mm)) return RowArrangement{pair_rows_neon_i8mm, paired_row_bytes, 2};)
+  return {};
+}
+
+std::vector<std::int8_t> arranged(const std::int8_t* left, std::size_t rows, std::size_t groups) {
+  const std::optional<RowArrangement> how = arrangement();
+  if (!how) return {};
+  const std::size_t whole = (rows + how->rows_together - 1) / how->rows_together * how->rows_together;
+  std::vector<std::int8_t> out(whole * how->row_bytes(groups), 99);
+  how->arrange(left, groups, 0, rows, out.data());
+  return out;
+}
+
+// The arguments of the rows from `row` on.
+GemmArgs rows_from(GemmArgs args, std::size_t row) {
+  args.rows -= row;
+  args.left += row * args.groups * kGemmDepthPerGroup;
+  args.left_scales += row;
+  args.left_sums += row;
+  if (args.residual != nullptr) args.residual += row * args.residual_stride;
+  const std::optional<RowArrangement> how = arrangement();
+  if (!how || row % how->rows_together != 0) {
+    args.arranged = nullptr;
+  } else {
+    args.arranged += row * how->row_bytes(args.groups);
+  }
+  return args;
 }
 
 std::string describe(const Shape& shape) {
@@ -44,7 +73,6 @@ struct Problem {
         bias(Random(5).floats(shape.columns, 1.0f)),
         residual(Random(6).floats(shape.rows * (shape.columns + 1), 1.0f)),
         left_sums(shape.rows),
-        parted(shape.rows * parted_row_bytes(groups)),
         sums(shape.rows * shape.columns) {
     for (std::size_t m = 0; m < shape.rows; ++m) {
       for (std::size_t k = 0; k < shape.depth; ++k) {
@@ -58,7 +86,7 @@ struct Problem {
         packed_right[((block * groups + group) * 16 + n % 16) * 4 + k % 4] = right[k * shape.columns + n];
       }
     }
-    CHUNKRT_ON_X86(if (can_part()) part_rows_avx2(padded_left.data(), groups, 0, shape.rows, parted.data());)
+    arranged_left.emplace(arranged(padded_left.data(), shape.rows, groups));
     for (std::size_t m = 0; m < shape.rows; ++m) {
       for (std::size_t k = 0; k < shape.depth; ++k) {
         for (std::size_t n = 0; n < shape.columns; ++n) {
@@ -87,7 +115,7 @@ struct Problem {
             .groups = groups,
             .residual_stride = shape.columns + 1,
             .out_stride = shape.columns,
-            .parted = can_part() ? parted.data() : nullptr};
+            .arranged = arrangement() ? arranged_left->data() : nullptr};
   }
 
   std::vector<float> expected(bool has_bias, bool has_residual) const {
@@ -110,7 +138,7 @@ struct Problem {
   GuardedBuffer<std::int8_t> padded_left, packed_right;
   GuardedBuffer<float> left_scales, right_scales, bias, residual;
   GuardedBuffer<std::int32_t> left_sums;
-  GuardedBuffer<std::int8_t> parted;
+  std::optional<GuardedBuffer<std::int8_t>> arranged_left;
   std::vector<std::int64_t> sums;
 };
 
@@ -126,10 +154,10 @@ void check_problem(GemmFunction* function, const Problem& problem, bool has_bias
   check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", block by block");
 
   GemmArgs as_they_are = args;
-  as_they_are.parted = nullptr;
+  as_they_are.arranged = nullptr;
   std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
   function(as_they_are, 0, problem.blocks);
-  check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", not parted");
+  check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", not arranged");
 }
 
 // Rows, depths and columns at the edges of all kernels' tiles.
@@ -337,12 +365,7 @@ void test_splits(GemmFunction* function) {
     for (const std::size_t rows_at_once : {33u, 10u}) {
       const GuardedBuffer<float> out(std::vector<float>(kGuards + rows * columns, kCanary));
       for (std::size_t row = 0; row < rows; row += rows_at_once) {
-        GemmArgs args = problem.args(out.data() + kGuards + row * columns, true, true);
-        args.left += row * problem.groups * kGemmDepthPerGroup;
-        args.left_scales += row;
-        args.left_sums += row;
-        if (args.parted != nullptr) args.parted += row * parted_row_bytes(problem.groups);
-        args.residual += row * args.residual_stride;
+        GemmArgs args = rows_from(problem.args(out.data() + kGuards + row * columns, true, true), row);
         args.rows = std::min(rows_at_once, rows - row);
         function(args, begin, end);
       }
@@ -363,11 +386,7 @@ void test_rows_alone(GemmFunction* function) {
   const std::vector<float> expected = problem.expected(true, false);
   std::vector<float> out(expected.size());
   for (std::size_t row = 0; row < problem.shape.rows; ++row) {
-    GemmArgs args = problem.args(out.data() + row * problem.shape.columns, true, false);
-    args.left += row * problem.groups * kGemmDepthPerGroup;
-    args.left_scales += row;
-    args.left_sums += row;
-    if (args.parted != nullptr) args.parted += row * parted_row_bytes(problem.groups);
+    GemmArgs args = rows_from(problem.args(out.data() + row * problem.shape.columns, true, false), row);
     args.rows = 1;
     function(args, 0, problem.blocks);
   }
@@ -395,7 +414,7 @@ void test_gemm(Suite& suite) {
   run("the largest depth", test_largest_depth);
   run("any split, and nothing beside it", test_splits);
   run("rows alone", test_rows_alone);
-  if (can_part()) suite.run("gemm's rows parted with AVX2", test_parts);
+  CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) suite.run("gemm's rows parted with AVX2", test_parts);)
 }
 
 }  // namespace chunkrt::testing

@@ -9,6 +9,7 @@
 #include <bit>
 #include <cstring>
 
+#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/panel_avx2.h"
 #include "kernels/gemm/parted.h"
 #include "kernels/gemm/widened_avx2.h"
@@ -35,7 +36,7 @@ struct PartedRow {
 };
 
 PartedRow parted_row(const GemmArgs& args, std::size_t row) {
-  const std::int8_t* const begin = args.parted + row * parted_row_bytes(args.groups);
+  const std::int8_t* const begin = args.arranged + row * parted_row_bytes(args.groups);
   PartedRow out;
   std::memcpy(&out.num_excess, begin, sizeof(out.num_excess));
   out.values = begin + kPartedHeaderBytes;
@@ -237,9 +238,9 @@ bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std:
 }  // namespace
 
 void part_rows_avx2(const std::int8_t* values, std::size_t groups, std::size_t row_begin, std::size_t row_end,
-                    std::int8_t* parted) {
+                    std::int8_t* arranged) {
   for (std::size_t row = row_begin; row < row_end; ++row) {
-    part_row(values + row * groups * kGemmDepthPerGroup, groups, parted + row * parted_row_bytes(groups));
+    part_row(values + row * groups * kGemmDepthPerGroup, groups, arranged + row * parted_row_bytes(groups));
   }
 }
 
@@ -251,7 +252,7 @@ void gemm_f32_s8row_s8col_avx2(const GemmArgs& args, std::size_t block_begin, st
     const std::size_t end = smaller(block + kPanelBlocks, block_end);
     for (std::size_t row = 0; row < args.rows;) {
       std::size_t num_rows = smaller(kTileRows, args.rows - row);
-      if (args.parted == nullptr || !kComputeTile[num_rows - 1](args, row, block, end)) {
+      if (args.arranged == nullptr || !kComputeTile[num_rows - 1](args, row, block, end)) {
         num_rows = smaller(widened::kTileRows, args.rows - row);
         widened::multiply(args, row, num_rows, block, end - block);
       }

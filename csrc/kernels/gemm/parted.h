@@ -41,9 +41,4 @@ constexpr std::size_t parted_row_bytes(std::size_t groups) {
          (most_excess(groups) * sizeof(GemmExcess) + 31) / 32 * 32;
 }
 
-// Parts rows of `values`, int8 [rows, groups * 4], into `parted`, rows of parted_row_bytes(groups).
-using PartRowsFunction = void(const std::int8_t* values, std::size_t groups, std::size_t row_begin,
-                              std::size_t row_end, std::int8_t* parted);
-PartRowsFunction part_rows_avx2;
-
 }  // namespace chunkrt

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "kernels/gemm/parted.h"
+#include "program/sizes.h"
 
 namespace chunkrt {
 namespace {
@@ -12,14 +13,8 @@ namespace {
 struct Activations {
   std::map<ValueId, Outliers> outliers;
   std::map<std::tuple<ValueId, std::size_t, std::optional<float>>, std::vector<Digit>> digits;
-  std::map<ValueId, ValueId> parted;  // by a digit's values
+  std::map<ValueId, ValueId> arranged;  // by a digit's values
 };
-
-// How the implementation of gemm wants its rows, if not as they are.
-PartRowsFunction* part_rows_of([[maybe_unused]] const KernelRow<GemmFunction>& gemm) {
-  CHUNKRT_ON_X86(if (gemm.isa == Isa::avx2) return part_rows_avx2;)
-  return nullptr;
-}
 
 Shape with_width(Shape shape, std::size_t width) {
   shape.back() = fixed(width);
@@ -133,31 +128,44 @@ const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std:
 
 std::vector<ValueId> Digit::uses() const {
   std::vector<ValueId> all = {values, scales, sums};
-  if (parted) all.push_back(*parted);
+  if (arranged) all.push_back(*arranged);
   return all;
 }
 
-std::vector<Digit> parted_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
-                              std::vector<Digit> digits) {
-  PartRowsFunction* const part = part_rows_of(gemm);
-  if (part == nullptr) return digits;
-  auto& made = builder.notes<Activations>().parted;
+std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<GemmFunction>& gemm) {
+  CHUNKRT_ON_X86(if (gemm.isa == Isa::avx2) {
+    return RowArrangement{.arrange = part_rows_avx2, .row_bytes = parted_row_bytes, .rows_together = 1};
+  })
+  CHUNKRT_ON_ARM(if (gemm.isa == Isa::neon_i8mm) {
+    return RowArrangement{.arrange = pair_rows_neon_i8mm, .row_bytes = paired_row_bytes, .rows_together = 2};
+  })
+  return {};
+}
+
+std::vector<Digit> arranged_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
+                                std::vector<Digit> digits) {
+  const std::optional<RowArrangement> arrangement = row_arrangement(gemm);
+  if (!arrangement) return digits;
+  auto& made = builder.notes<Activations>().arranged;
   for (Digit& digit : digits) {
     if (const auto found = made.find(digit.values); found != made.end()) {
-      digit.parted = found->second;
+      digit.arranged = found->second;
       continue;
     }
-    const Shape& shape = builder.value(digit.values).shape;
+    const Shape shape = builder.value(digit.values).shape;
     const std::size_t groups = shape.back().size / kGemmDepthPerGroup;
     const std::size_t per_row = shape.size() == 3 ? shape[1].size : 1;
-    const ValueId parted = builder.temporary(Dtype::int8, with_width(shape, parted_row_bytes(groups)));
+    // Whole pairs, if rows come in pairs.
+    const std::size_t most_rows = round_up(builder.max_rows() * per_row, arrangement->rows_together);
+    const ValueId arranged =
+        builder.temporary(Dtype::int8, {fixed(most_rows), fixed(arrangement->row_bytes(groups))});
     builder.add_row_step(
-        rows, {digit.values, parted},
+        rows, {digit.values, arranged},
         [=, values = digit.values](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-          part(frame.get<const std::int8_t>(values), groups, begin * per_row, end * per_row,
-               frame.get<std::int8_t>(parted));
+          arrangement->arrange(frame.get<const std::int8_t>(values), groups, begin * per_row, end * per_row,
+                               frame.get<std::int8_t>(arranged));
         });
-    digit.parted = made[digit.values] = parted;
+    digit.arranged = made[digit.values] = arranged;
   }
   return digits;
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/dispatch.h"
+#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/outliers/outliers.h"
 #include "program/builder.h"
@@ -16,12 +17,12 @@
 namespace chunkrt {
 
 // One digit of all rows: values int8 [rows, padded_depth], scales float32 [rows], sums int32 [rows]; and the
-// values parted, int8 [rows, parted_row_bytes], where gemm reads them so.
+// values arranged for gemm, int8 [rows, row_bytes], where its implementation reads them so.
 struct Digit {
   ValueId values;
   ValueId scales;
   ValueId sums;
-  std::optional<ValueId> parted = {};
+  std::optional<ValueId> arranged = {};
 
   std::vector<ValueId> uses() const;
 };
@@ -48,9 +49,11 @@ const Outliers& outliers_of(ProgramBuilder& builder, ValueId input);
 const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std::size_t num_digits,
                                     std::optional<float> step);
 
-// Digits with their rows parted, if that implementation of gemm reads them so.
-std::vector<Digit> parted_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
-                              std::vector<Digit> digits);
+// How that implementation of gemm wants its rows, if not as they are.
+std::optional<RowArrangement> row_arrangement(const KernelRow<GemmFunction>& gemm);
+// Digits with their rows arranged so.
+std::vector<Digit> arranged_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
+                                std::vector<Digit> digits);
 
 void require_step(float step, const std::string& what);
 // What a linear of that name adds to its result [rows, columns].

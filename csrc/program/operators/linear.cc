@@ -82,7 +82,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   }
 
   const std::vector<Digit> digits =
-      parted_for(kernel, builder, symbol, digits_of(builder, input, num_digits, input_step));
+      arranged_for(kernel, builder, symbol, digits_of(builder, input, num_digits, input_step));
   // On a grid the digits' sums are joined before they are scaled, so that the scales cannot round them apart.
   const ValueId column_scales = input_step ? builder.floats(std::vector<float>(columns, 1.0f)) : scales;
   const ValueId out = builder.float_rows(symbol, columns);

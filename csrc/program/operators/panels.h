@@ -28,8 +28,8 @@ void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args 
     args.left = frame.get<const std::int8_t>(digit.values);
     args.left_scales = frame.get<const float>(digit.scales);
     args.left_sums = frame.get<const std::int32_t>(digit.sums);
-    if constexpr (requires { args.parted; }) {
-      args.parted = digit.parted ? frame.get<const std::int8_t>(*digit.parted) : nullptr;
+    if constexpr (requires { args.arranged; }) {
+      args.arranged = digit.arranged ? frame.get<const std::int8_t>(*digit.arranged) : nullptr;
     }
     kernel(args, begin, end);
     args.bias = nullptr;

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "kernels/dispatch.h"
-#include "kernels/gemm/parted.h"
 #include "program/operators/activations.h"
 #include "program/operators/operators.h"
 #include "program/operators/panels.h"
@@ -171,7 +170,8 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
       Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
-  const Digit digit = parted_for(kernel, builder, routing.symbol, {left.digit}).front();
+  const std::optional<RowArrangement> arrangement = row_arrangement(kernel);
+  const Digit digit = arranged_for(kernel, builder, routing.symbol, {left.digit}).front();
   std::vector<ValueId> uses = digit.uses();
   uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
                            packed, scales, out});
@@ -188,9 +188,9 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
               frame.get<const std::int8_t>(packed) + expert * blocks * groups * kGemmBytesPerGroup;
           const float* right_scales = frame.get<const float>(scales) + expert * columns;
           float* results = frame.get<float>(out) + first * columns;
-          const std::int8_t* parted = nullptr;
-          if (digit.parted) {
-            parted = frame.get<const std::int8_t>(*digit.parted) + first * parted_row_bytes(groups);
+          const std::int8_t* arranged = nullptr;
+          if (arrangement && first % arrangement->rows_together == 0) {
+            arranged = frame.get<const std::int8_t>(*digit.arranged) + first * arrangement->row_bytes(groups);
           }
           kernel.function(
               {.left = frame.get<const std::int8_t>(digit.values) + first * groups * kGemmDepthPerGroup,
@@ -206,7 +206,7 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
                .groups = groups,
                .residual_stride = columns,
                .out_stride = columns,
-               .parted = parted},
+               .arranged = arranged},
               begin, end);
           add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
                         .packed = right,

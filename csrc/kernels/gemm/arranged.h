@@ -1,0 +1,29 @@
+// Rows of `left` as the implementation of gemm for one instruction set likes to read them: arranged once,
+// read for all columns.
+//
+// AVX2: each row parted, see parted.h.
+//
+// NEON with i8mm: two rows as one of pairs, 8 k of the first and then 8 k of the second, which smmla takes
+// for its 2 x 2 tiles; the depth is padded with zeros to whole pairs. Beside an odd last row is anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace chunkrt {
+
+// Arranges rows [row_begin, row_end) of `values`, int8 [rows, groups * 4], in `arranged`.
+using ArrangeRowsFunction = void(const std::int8_t* values, std::size_t groups, std::size_t row_begin,
+                                 std::size_t row_end, std::int8_t* arranged);
+
+ArrangeRowsFunction part_rows_avx2, pair_rows_neon_i8mm;
+
+struct RowArrangement {
+  ArrangeRowsFunction* arrange;
+  std::size_t (*row_bytes)(std::size_t groups);  // rows follow each other
+  std::size_t rows_together;                     // the first of a call of gemm is the first of so many
+};
+
+constexpr std::size_t paired_row_bytes(std::size_t groups) { return (groups + 1) / 2 * 8; }
+
+}  // namespace chunkrt
