@@ -19,6 +19,8 @@ import chunkrt
 from chunkrt.backends.base import Array, Executable
 from chunkrt.engine.engine import Engine, default_cache_dtype
 from chunkrt.engine_directory.figures import weight_bytes
+from chunkrt.graph.merging import merged_on_cpu
+from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.run import Run
@@ -97,50 +99,57 @@ class _Timed:
 
 
 class Overhead:
-    """What the executor adds to the programs that it runs, on one thread.
+    """What the executors of prompts and of single tokens add to the programs that they run, on one thread.
 
     Args:
         engine: on the native backend, with one thread.
     """
 
     def __init__(self, engine: Engine) -> None:
-        backend, plan = engine.cpu_backend, engine.plan
         self._engine = engine
-        self._timed = {
-            s.name: _Timed(backend.compile(s, plan, engine.chunk_length, engine.scheme, engine.weights))
-            for s in plan.subgraphs
-        }
-        self._executor = Executor(
-            plan,
-            self._timed,
-            chunk_length=engine.chunk_length,
-            processors=processors_for(backend.concurrency, 1),
-            policy=find_policy(engine.options.policy),
-        )
-        self._state = State(plan, engine.context_length, default_cache_dtype(engine.scheme, backend))
+        self._timed: list[_Timed] = []
+        self._prompts = self._executor(engine.plan, engine.chunk_length)
+        self._tokens = self._executor(merged_on_cpu(engine.plan), 1)
+        self._state = State(engine.plan, engine.context_length, default_cache_dtype(engine.scheme, engine.cpu_backend))
         self.samples: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
         """For each round: seconds, and of them the share outside of tasks, and outside of programs."""
 
     def measure(self, *, counts: bool) -> None:
         """One round."""
         tokens = _tokens(self._engine, OVERHEAD_TOKENS)
-        for name, prompts in (("prefill", [tokens]), ("decode", [[t] for t in tokens[:DECODED_TOKENS]])):
-            self._state.rewind(0)
-            if name == "decode":
-                self._executor.run(Run(np.array(tokens[:DECODE_POSITION], np.int64), self._state))
-            sample = self._run(prompts)
-            if counts:
-                self.samples[name].append(sample)
+        self._state.rewind(0)
+        prefill = self._run(self._prompts, [tokens])
+        self._state.rewind(0)
+        self._run(self._prompts, [tokens[:DECODE_POSITION]])
+        decode = self._run(self._tokens, [[token] for token in tokens[:DECODED_TOKENS]])
+        if counts:
+            self.samples["prefill"].append(prefill)
+            self.samples["decode"].append(decode)
 
-    def _run(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        for timed in self._timed.values():
+    def _executor(self, plan: Plan, chunk_length: int) -> Executor:
+        engine, backend = self._engine, self._engine.cpu_backend
+        timed = {
+            s.name: _Timed(backend.compile(s, plan, chunk_length, engine.scheme, engine.weights))
+            for s in plan.subgraphs
+        }
+        self._timed += timed.values()
+        return Executor(
+            plan,
+            timed,
+            chunk_length=chunk_length,
+            processors=processors_for(backend.concurrency, 1),
+            policy=find_policy(engine.options.policy),
+        )
+
+    def _run(self, executor: Executor, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        for timed in self._timed:
             timed.ns = 0
         wall_ns = task_ns = 0
         for prompt in prompts:
-            record = self._executor.run(Run(np.array(prompt, np.int64), self._state)).record
+            record = executor.run(Run(np.array(prompt, np.int64), self._state)).record
             wall_ns += record.end_ns - record.start_ns
             task_ns += sum(event.end_ns - event.start_ns for event in record.events)
-        program_ns = sum(timed.ns for timed in self._timed.values())
+        program_ns = sum(timed.ns for timed in self._timed)
         return {
             "seconds": wall_ns / 1e9,
             "outside_tasks": 1 - task_ns / wall_ns,
