@@ -25,6 +25,9 @@ constexpr std::size_t kTileRows = 8;
 // A few rows, which wait for memory, read lines of weights whole.
 constexpr std::size_t vectors_at_once(std::size_t rows) { return rows <= 3 ? kVectors : 1; }
 
+// Blocks of columns that a single row, which waits for memory alone, is multiplied by at once.
+constexpr std::size_t kRowBlocks = 6;
+
 constexpr int kLargestSum = 128;
 constexpr std::int8_t kKeptOfPair = 64;
 constexpr std::size_t kGroupsPerVector = sizeof(__m256i) / kGemmDepthPerGroup;
@@ -204,6 +207,70 @@ void accumulate_excess(const PartedRow& row, const std::int8_t* right, __m256i (
   }
 }
 
+// As accumulate, of one row and blocks that are `stride` bytes apart. Weights that are used once are waited
+// for, and blocks that are read side by side are as many streams for the prefetchers.
+template <std::size_t Blocks>
+[[gnu::noinline]] void accumulate_row(const std::int8_t* left, const std::int8_t* right, std::size_t stride,
+                                      std::size_t groups, __m256i (&total)[Blocks][kVectors]) {
+  __m256i sums[Blocks][kVectors];
+#pragma GCC unroll 6
+  for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
+    for (std::size_t v = 0; v < kVectors; ++v) sums[b][v] = total[b][v];
+  }
+  for (; groups >= 2; groups -= 2) {
+    const __m256i quad = quad_at(left), next_quad = quad_at(left + kGemmDepthPerGroup);
+#pragma GCC unroll 6
+    for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
+      for (std::size_t v = 0; v < kVectors; ++v) {
+        const std::int8_t* const first = right + b * stride + v * sizeof(__m256i);
+        const __m256i pairs =
+            _mm256_add_epi16(_mm256_maddubs_epi16(unsigned_weights(first), quad),
+                             _mm256_maddubs_epi16(unsigned_weights(first + kGemmBytesPerGroup), next_quad));
+        sums[b][v] = add_pairs(sums[b][v], pairs);
+      }
+    }
+    left += 2 * kGemmDepthPerGroup;
+    right += 2 * kGemmBytesPerGroup;
+  }
+  if (groups > 0) {
+#pragma GCC unroll 6
+    for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
+      for (std::size_t v = 0; v < kVectors; ++v) {
+        const std::int8_t* const last = right + b * stride + v * sizeof(__m256i);
+        sums[b][v] = add_products(sums[b][v], unsigned_weights(last), quad_at(left));
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
+    for (std::size_t v = 0; v < kVectors; ++v) total[b][v] = sums[b][v];
+  }
+}
+
+// Computes one parted row of Blocks blocks.
+template <std::size_t Blocks>
+void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, std::size_t block) {
+  const std::size_t stride = args.groups * kGemmBytesPerGroup;
+  const std::int8_t* const right = args.right + block * stride;
+  const __m256i offset = _mm256_set1_epi32(-128 * args.left_sums[row]);
+  __m256i sums[Blocks][kVectors];
+  for (std::size_t b = 0; b < Blocks; ++b) {
+    for (__m256i& of : sums[b]) of = offset;
+  }
+  accumulate_row(parts.values, right, stride, args.groups, sums);
+  for (std::size_t b = 0; b < Blocks; ++b) {
+    accumulate_excess(parts, right + b * stride, sums[b]);
+    for (std::size_t v = 0; v < kVectors; ++v) {
+      store_columns(args, row, (block + b) * kGemmColumnsPerBlock + v * kVectorColumns,
+                    _mm256_cvtepi32_ps(sums[b][v]), args.right_scales);
+    }
+  }
+}
+
 // Computes Rows rows of blocks, unless one of them is not parted: then it returns false.
 template <std::size_t Rows>
 bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std::size_t end) {
@@ -213,6 +280,10 @@ bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std:
     parts[m] = parted_row(args, row + m);
     if (parts[m].num_excess == kNotParted) return false;
     rows[m] = parts[m].values;
+  }
+  if constexpr (Rows == 1) {
+    for (; block + kRowBlocks <= end; block += kRowBlocks)
+      compute_row<kRowBlocks>(args, row, parts[0], block);
   }
   constexpr std::size_t kAtOnce = vectors_at_once(Rows);
   for (std::size_t vector = block * kVectors; vector < end * kVectors; vector += kAtOnce) {
