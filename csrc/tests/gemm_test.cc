@@ -290,7 +290,7 @@ void test_edges_of_fours(GemmFunction* function) {
 }
 
 // What fits and the excess make up the row again; each is within the bounds that parted.h gives.
-void test_parts() {
+[[maybe_unused]] void test_parts() {
   for (const std::size_t groups : {1u, 2u, 7u, 8u, 9u, 16u, 144u, 145u}) {
     for (const int spread : {1, 2, 4, 16}) {
       const std::size_t depth = groups * kGemmDepthPerGroup, rows = 40;

@@ -13,7 +13,7 @@ namespace {
 struct Activations {
   std::map<ValueId, Outliers> outliers;
   std::map<std::tuple<ValueId, std::size_t, std::optional<float>>, std::vector<Digit>> digits;
-  std::map<ValueId, ValueId> arranged;  // by a digit's values
+  std::map<std::pair<ValueId, ArrangeRowsFunction*>, ValueId> arranged;  // by a digit's values
 };
 
 Shape with_width(Shape shape, std::size_t width) {
@@ -132,23 +132,30 @@ std::vector<ValueId> Digit::uses() const {
   return all;
 }
 
-std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<GemmFunction>& gemm) {
-  CHUNKRT_ON_X86(if (gemm.isa == Isa::avx2) {
+std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<GemmFunction>& kernel) {
+  CHUNKRT_ON_X86(if (kernel.isa == Isa::avx2) {
     return RowArrangement{.arrange = part_rows_avx2, .row_bytes = parted_row_bytes, .rows_together = 1};
   })
-  CHUNKRT_ON_ARM(if (gemm.isa == Isa::neon_i8mm) {
+  CHUNKRT_ON_ARM(if (kernel.isa == Isa::neon_i8mm) {
     return RowArrangement{.arrange = pair_rows_neon_i8mm, .row_bytes = paired_row_bytes, .rows_together = 2};
   })
   return {};
 }
 
-std::vector<Digit> arranged_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
-                                std::vector<Digit> digits) {
-  const std::optional<RowArrangement> arrangement = row_arrangement(gemm);
+std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<BlockGemmFunction>& kernel) {
+  CHUNKRT_ON_ARM(if (kernel.isa == Isa::neon_i8mm) {
+    return RowArrangement{
+        .arrange = pair_block_rows_neon_i8mm, .row_bytes = paired_block_row_bytes, .rows_together = 2};
+  })
+  return {};
+}
+
+std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangement, ProgramBuilder& builder,
+                                   Symbol rows, std::vector<Digit> digits) {
   if (!arrangement) return digits;
   auto& made = builder.notes<Activations>().arranged;
   for (Digit& digit : digits) {
-    if (const auto found = made.find(digit.values); found != made.end()) {
+    if (const auto found = made.find({digit.values, arrangement->arrange}); found != made.end()) {
       digit.arranged = found->second;
       continue;
     }
@@ -165,7 +172,7 @@ std::vector<Digit> arranged_for(const KernelRow<GemmFunction>& gemm, ProgramBuil
           arrangement->arrange(frame.get<const std::int8_t>(values), groups, begin * per_row, end * per_row,
                                frame.get<std::int8_t>(arranged));
         });
-    digit.arranged = made[digit.values] = arranged;
+    digit.arranged = made[{digit.values, arrangement->arrange}] = arranged;
   }
   return digits;
 }

@@ -49,11 +49,12 @@ const Outliers& outliers_of(ProgramBuilder& builder, ValueId input);
 const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std::size_t num_digits,
                                     std::optional<float> step);
 
-// How that implementation of gemm wants its rows, if not as they are.
-std::optional<RowArrangement> row_arrangement(const KernelRow<GemmFunction>& gemm);
+// How that implementation of gemm or block_gemm wants its rows, if not as they are.
+std::optional<RowArrangement> row_arrangement(const KernelRow<GemmFunction>& kernel);
+std::optional<RowArrangement> row_arrangement(const KernelRow<BlockGemmFunction>& kernel);
 // Digits with their rows arranged so.
-std::vector<Digit> arranged_for(const KernelRow<GemmFunction>& gemm, ProgramBuilder& builder, Symbol rows,
-                                std::vector<Digit> digits);
+std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangement, ProgramBuilder& builder,
+                                   Symbol rows, std::vector<Digit> digits);
 
 void require_step(float step, const std::string& what);
 // What a linear of that name adds to its result [rows, columns].

@@ -1,6 +1,9 @@
 // block_linear: activations to int8 rows, as linear makes them, and their product with a weight in 4-bit
 // blocks.
+#include <algorithm>
+#include <iterator>
 #include <map>
+#include <utility>
 
 #include "kernels/dispatch.h"
 #include "program/operators/activations.h"
@@ -58,13 +61,14 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   const Outliers outliers = outliers_of(builder, input);
   std::vector<Digit> digits = digits_of(builder, input, 1, {});
   digits.front().sums = block_sums_of(builder, symbol, digits.front());
+  const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
+  digits = arranged_digits(row_arrangement(kernel), builder, symbol, std::move(digits));
   const ValueId out = builder.float_rows(symbol, columns);
   std::vector<ValueId> uses = {packed,          block_scales,      out,
                                outliers.counts, outliers.channels, outliers.values};
-  for (const Digit& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
+  for (const Digit& digit : digits) std::ranges::copy(digit.uses(), std::back_inserter(uses));
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
-  const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
   AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block).function;
   builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {

@@ -81,8 +81,8 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
     require(!bias && !residual, "linear: on a grid the bias and the residual are added afterwards; use add");
   }
 
-  const std::vector<Digit> digits =
-      arranged_for(kernel, builder, symbol, digits_of(builder, input, num_digits, input_step));
+  const std::vector<Digit> digits = arranged_digits(row_arrangement(kernel), builder, symbol,
+                                                    digits_of(builder, input, num_digits, input_step));
   // On a grid the digits' sums are joined before they are scaled, so that the scales cannot round them apart.
   const ValueId column_scales = input_step ? builder.floats(std::vector<float>(columns, 1.0f)) : scales;
   const ValueId out = builder.float_rows(symbol, columns);

@@ -171,7 +171,7 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
   const std::optional<RowArrangement> arrangement = row_arrangement(kernel);
-  const Digit digit = arranged_for(kernel, builder, routing.symbol, {left.digit}).front();
+  const Digit digit = arranged_digits(arrangement, builder, routing.symbol, {left.digit}).front();
   std::vector<ValueId> uses = digit.uses();
   uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
                            packed, scales, out});
