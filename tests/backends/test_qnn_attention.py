@@ -440,7 +440,6 @@ def test_the_cpu_takes_over_with_the_same_state(load, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("name", "how", "num_seeds"),
     [
-        ("llama_gqa", {"npu_window": "32,64", "decode_on": "npu"}, 1),
         ("mistral_window_5", {"npu_window": 64}, 1),
         *(
             pytest.param(*case, 3, marks=pytest.mark.exhaustive)
