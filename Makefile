@@ -10,6 +10,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+unexport PYTHONDONTWRITEBYTECODE # what tests import, and processes that they start, is compiled once
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS)
 PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
