@@ -1,4 +1,4 @@
-"""A model on this machine: how long prefills take, what the executor adds to the programs, start and peak memory."""
+"""A model on this machine: how long prefills take, start and peak memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter, perf_counter_ns
+from time import perf_counter
 from typing import Any
 
 import click
@@ -16,20 +16,12 @@ import numpy as np
 from roofline_work import Work, work_of
 
 import chunkrt
-from chunkrt.backends.base import Array, Executable
 from chunkrt.engine.engine import Engine, default_cache_dtype
 from chunkrt.engine_directory.figures import weight_bytes
-from chunkrt.graph.merging import merged_on_cpu
-from chunkrt.graph.plan import Plan
-from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
-from chunkrt.runtime.tasks import processors_for
 from chunkrt.simulate.work import cut
 
 PROMPT = "The capital of France is"
-OVERHEAD_TOKENS, DECODED_TOKENS, DECODE_POSITION = 512, 16, 128
 MEMORY_TOKENS = 512
 
 
@@ -82,79 +74,6 @@ class Prefills:
     def close(self) -> None:
         """Release the engines."""
         self._stack.close()
-
-
-class _Timed:
-    """An executable that adds up how long it runs."""
-
-    def __init__(self, executable: Executable) -> None:
-        self.fixed_length = executable.fixed_length
-        self.ns = 0
-        self._run = executable.run
-
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        start = perf_counter_ns()
-        self._run(inputs, outputs)
-        self.ns += perf_counter_ns() - start
-
-
-class Overhead:
-    """What the executors of prompts and of single tokens add to the programs that they run, on one thread.
-
-    Args:
-        engine: on the native backend, with one thread.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._timed: list[_Timed] = []
-        self._prompts = self._executor(engine.plan, engine.chunk_length)
-        self._tokens = self._executor(merged_on_cpu(engine.plan), 1)
-        self._state = State(engine.plan, engine.context_length, default_cache_dtype(engine.scheme, engine.cpu_backend))
-        self.samples: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
-        """For each round: seconds, and of them the share outside of tasks, and outside of programs."""
-
-    def measure(self, *, counts: bool) -> None:
-        """One round."""
-        tokens = _tokens(self._engine, OVERHEAD_TOKENS)
-        self._state.rewind(0)
-        prefill = self._run(self._prompts, [tokens])
-        self._state.rewind(0)
-        self._run(self._prompts, [tokens[:DECODE_POSITION]])
-        decode = self._run(self._tokens, [[token] for token in tokens[:DECODED_TOKENS]])
-        if counts:
-            self.samples["prefill"].append(prefill)
-            self.samples["decode"].append(decode)
-
-    def _executor(self, plan: Plan, chunk_length: int) -> Executor:
-        engine, backend = self._engine, self._engine.cpu_backend
-        timed = {
-            s.name: _Timed(backend.compile(s, plan, chunk_length, engine.scheme, engine.weights))
-            for s in plan.subgraphs
-        }
-        self._timed += timed.values()
-        return Executor(
-            plan,
-            timed,
-            chunk_length=chunk_length,
-            processors=processors_for(backend.concurrency, 1),
-            policy=find_policy(engine.options.policy),
-        )
-
-    def _run(self, executor: Executor, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        for timed in self._timed:
-            timed.ns = 0
-        wall_ns = task_ns = 0
-        for prompt in prompts:
-            record = executor.run(Run(np.array(prompt, np.int64), self._state)).record
-            wall_ns += record.end_ns - record.start_ns
-            task_ns += sum(event.end_ns - event.start_ns for event in record.events)
-        program_ns = sum(timed.ns for timed in self._timed)
-        return {
-            "seconds": wall_ns / 1e9,
-            "outside_tasks": 1 - task_ns / wall_ns,
-            "outside_programs": 1 - program_ns / wall_ns,
-        }
 
 
 def start_command(model: str, threads: int, options: Mapping[str, Any]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from chunkrt._native import Program, ThreadPool
+from chunkrt._native import Program, ProgramBuilder, StepTimes, ThreadPool
 from chunkrt.backends.base import Array, Executable, SegmentOperands, Support
 from chunkrt.backends.native.cpu import selected_kernels
 from chunkrt.backends.native.fusion import fuse
@@ -25,6 +25,7 @@ class NativeBackend:
     Args:
         threads: how many threads may compute at once, over all executables of this backend. Results do not
             depend on it.
+        times: what the programs add the times of their steps to; without it they are not timed.
 
     Raises:
         ConfigError: `threads` is less than 1, or CHUNKRT_FORCE_ISA names kernels that cannot run here.
@@ -34,11 +35,12 @@ class NativeBackend:
     concurrency: int | None = None
     cache_dtypes: tuple[str, ...] = ("float16", "float32", "int8")
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, times: StepTimes | None = None) -> None:
         if threads < 1:
             raise ConfigError(f"the native backend needs at least 1 thread, got {threads}")
         selected_kernels()  # a forced instruction set that cannot run is an error here, not of some node later
         self._pool = ThreadPool(threads)
+        self._times = times
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known and every linear has int8 weights."""
@@ -58,7 +60,8 @@ class NativeBackend:
             PartitionError: see `supports`, or operands of a shape or type that an operator does not take.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
-        lowering = Lowering(self._pool, chunk_length, subgraph, plan, scheme, weights)
+        builder = ProgramBuilder(self._pool, chunk_length, self._times)
+        lowering = Lowering(builder, subgraph, plan, scheme, weights)
         for node in fuse(subgraph, plan, scheme):
             try:
                 lowering.lower(node)

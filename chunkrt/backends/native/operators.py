@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkrt._native import Program, ProgramBuilder, ThreadPool
+from chunkrt._native import Program, ProgramBuilder
 from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.engine_directory.packing import pack
 from chunkrt.engine_directory.store import (
@@ -30,14 +30,13 @@ class Lowering:
 
     def __init__(
         self,
-        pool: ThreadPool,
-        max_rows: int,
+        builder: ProgramBuilder,
         subgraph: Subgraph,
         plan: Plan,
         scheme: Scheme,
         weights: WeightStore,
     ) -> None:
-        self.builder = ProgramBuilder(pool, max_rows)
+        self.builder = builder
         self.plan = plan
         self.scheme = scheme
         self.weights = weights

@@ -30,7 +30,8 @@ Digit quantize(ProgramBuilder& builder, ValueId input) {
   const Digit out = digit_for(builder, builder.value(input).shape);
   const std::size_t width = builder.width_of(input);
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
-  builder.add_row_step(builder.rows_of(input, "linear's input"), {input, out.values, out.scales, out.sums},
+  builder.add_row_step(builder.rows_of(input, "linear's input"), "quantize",
+                       {input, out.values, out.scales, out.sums},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          kernel({.input = frame.get<const float>(input),
                                  .values = frame.get<std::int8_t>(out.values),
@@ -54,7 +55,7 @@ std::vector<Digit> quantize_on_grid(ProgramBuilder& builder, ValueId input, floa
   }
   const std::size_t width = builder.width_of(input);
   GridQuantizeFunction* kernel = select_kernel(quantize_s8grid_f32).function;
-  builder.add_row_step(builder.rows_of(input, "linear's input"), uses,
+  builder.add_row_step(builder.rows_of(input, "linear's input"), "quantize", uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          const auto target = [&frame](const Digit& digit) {
                            return GridDigit{.values = frame.get<std::int8_t>(digit.values),
@@ -104,7 +105,7 @@ const Outliers& outliers_of(ProgramBuilder& builder, ValueId input) {
   const std::size_t width = builder.width_of(input);
   const Outliers out = outliers_for(builder, builder.value(input).shape);
   TakeOutliersFunction* kernel = select_kernel(take_outliers_f32_f32).function;
-  builder.add_row_step(symbol, {input, out.rest, out.counts, out.channels, out.values},
+  builder.add_row_step(symbol, "take_outliers", {input, out.rest, out.counts, out.channels, out.values},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          kernel({.input = frame.get<const float>(input),
                                  .rest = frame.get<float>(out.rest),
@@ -167,7 +168,7 @@ std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangem
     const ValueId arranged =
         builder.temporary(Dtype::int8, {fixed(most_rows), fixed(arrangement->row_bytes(groups))});
     builder.add_row_step(
-        rows, {digit.values, arranged},
+        rows, "arrange_rows", {digit.values, arranged},
         [=, values = digit.values](const Frame& frame, std::size_t begin, std::size_t end, float*) {
           arrangement->arrange(frame.get<const std::int8_t>(values), groups, begin * per_row, end * per_row,
                                frame.get<std::int8_t>(arranged));

@@ -24,7 +24,7 @@ ValueId block_sums_of(ProgramBuilder& builder, Symbol rows, const Digit& digit) 
   const std::size_t depth_blocks = builder.width_of(digit.values) / kBlockDepth;
   const ValueId sums = builder.temporary(Dtype::int32, {rows_dimension(rows), fixed(depth_blocks)});
   builder.add_row_step(
-      rows, {digit.values, sums},
+      rows, "sum_blocks", {digit.values, sums},
       [=, values = digit.values](const Frame& frame, std::size_t begin, std::size_t end, float*) {
         const std::int8_t* source = frame.get<const std::int8_t>(values) + begin * depth_blocks * kBlockDepth;
         std::int32_t* target = frame.get<std::int32_t>(sums) + begin * depth_blocks;
@@ -70,7 +70,8 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
   AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block).function;
-  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
+  const std::size_t multiplying = builder.part("block_linear"), adding = builder.part("add_outliers");
+  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "block_linear", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                      const BlockGemmArgs args = {
                          .left = nullptr,
@@ -87,6 +88,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
                          .residual_stride = columns,
                          .out_stride = columns};
                      const auto add = [&](std::size_t block, std::size_t block_end) {
+                       frame.lap(multiplying);
                        add_outliers({.outliers = outliers.in(frame),
                                      .right = args.right,
                                      .right_scales = args.right_scales,
@@ -95,6 +97,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
                                      .columns = columns,
                                      .depth_blocks = depth_blocks},
                                     block, block_end);
+                       frame.lap(adding);
                      };
                      multiply_panels(kernel, args, frame, digits, begin, end, add);
                    });

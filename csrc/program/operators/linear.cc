@@ -98,7 +98,8 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   if (multipliers) uses.push_back(*multipliers);
   UnpackFunction* unpack = select_kernel(unpack_s8col_u4block).function;
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
-  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
+  const std::size_t multiplying = builder.part("linear"), adding = builder.part("add_outliers");
+  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "linear", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      const GemmArgs args = {
                          .left = nullptr,
@@ -125,6 +126,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
                      }
                      const auto add = [&](std::size_t block, std::size_t block_end) {
                        if (!outliers) return;
+                       frame.lap(multiplying);
                        add_outliers({.outliers = outliers->in(frame),
                                      .packed = args.right,
                                      .scales = args.right_scales,
@@ -133,6 +135,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
                                      .columns = columns,
                                      .groups = groups},
                                     block, block_end);
+                       frame.lap(adding);
                      };
                      multiply_panels(kernel, args, frame, digits, begin, end, add);
                    });
