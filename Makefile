@@ -10,6 +10,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+unexport PYTHONDONTWRITEBYTECODE # what tests import, and processes that they start, is compiled once
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS)
 PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
@@ -21,20 +22,22 @@ LOCATE = $(shell $(CXX) -print-file-name=$(1))
 SANITIZED = PYTHONPATH=build/asan/package ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
   LD_PRELOAD="$(call LOCATE,libasan.so) $(call LOCATE,libstdc++.so)" $(BIN)/python -P
 MINUTES ?= 60
+TESTS ?=
 
 PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md LICENSE) \
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
 CPP_SOURCES := $(shell find csrc bench/roofline -name '*.cc' -o -name '*.h')
 
-# Installs a list of requirements out of pyproject.toml, in $(BIN): a Python expression on all that it holds.
+# Installs a list of requirements out of pyproject.toml, in $(BIN): a Python expression on all that it holds; and
+# options of pip.
 define install_requirements
 $(BIN)/python -c 'import tomllib; root = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' \
-  | $(PIP) install --requirement /dev/stdin
+  | $(PIP) install $(2) --requirement /dev/stdin
 endef
 
-# Installs extras out of pyproject.toml, in $(BIN).
+# Installs extras out of pyproject.toml, in $(BIN). Of their many modules Python compiles those that it imports.
 define install_extras
-$(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
+$(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]],--no-compile)
 endef
 
 .PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
@@ -47,21 +50,21 @@ run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded
 	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
 
 test: ## run the C++ tests, and the Python tests on the package as it is installed
-	@$(MAKE) --no-print-directory -j2 test-cpp $(VENV)/.test # one compiles, the other downloads
-	@$(MAKE) --no-print-directory tests-ready
+	@$(MAKE) --no-print-directory -j2 test-cpp tests-ready # one compiles, the other downloads
 	$(PYTEST) -rs -m "not exhaustive"
 
 test-cpp: $(VENV)/.wheel ## run the C++ tests
 	$(CMAKE) --build $(NATIVE_BUILD) --target chunkrt_tests --parallel $(JOBS)
 	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir $(NATIVE_BUILD) --parallel $(JOBS) --output-on-failure
 
-test-exhaustive: tests-ready $(VENV)/.exhaustive ## run every case of what `test` takes samples of
-	$(PYTEST) -rs -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive
+test-exhaustive: ## run every case of what `test` takes samples of, or those in TESTS="tests/quant tests/onnx"
+	@$(MAKE) --no-print-directory -j2 tests-ready
+	@$(MAKE) --no-print-directory $(VENV)/.exhaustive
+	$(PYTEST) -rs -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive $(TESTS)
 
 test-all: test test-exhaustive ## run all tests of this processor
 
-tests-ready:
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.wheel $(VENV)/.test # one compiles, the other downloads
+tests-ready: $(VENV)/.wheel $(VENV)/.test
 	@$(MAKE) --no-print-directory $(VENV)/.package
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model will be skipped" >&2
 

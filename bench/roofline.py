@@ -18,13 +18,15 @@ from typing import Any
 
 import click
 from roofline_machine import USUAL_CACHES, Machine, Probe, build_probe, caches, ring_bytes_for
-from roofline_prefill import Overhead, Prefills, start_command, start_fresh
+from roofline_parts import Parts, draw_parts, part_rows
+from roofline_prefill import Prefills, start_command, start_fresh
 from roofline_tables import markdown
 from roofline_work import Bounds, Peaks, Spread
 
 from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.engine.options import available_cores
-from chunkrt.errors import ChunkrtError
+from chunkrt.errors import ChunkrtError, ConfigError
+from chunkrt.pictures import check_picture
 from chunkrt.quant.scheme import SCHEMES
 
 
@@ -36,6 +38,7 @@ from chunkrt.quant.scheme import SCHEMES
 @click.option("--scheme", type=click.Choice([n for n, s in SCHEMES.items() if s.weight_bits]), help="Of MODEL.")
 @click.option("--chunk", type=click.IntRange(1), help="Tokens of a chunk.")
 @click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here too.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw where MODEL's time goes: .svg or .png.")
 def roofline(
     model: str | None,
     threads: int,
@@ -44,12 +47,20 @@ def roofline(
     scheme: str | None,
     chunk: int | None,
     path: Path | None,
+    picture: Path | None,
 ) -> None:
     """Measure this machine, chunkrt's kernels on it, and prefills of MODEL, if one is given."""
     if threads > available_cores():
         raise click.BadParameter(f"{threads} threads, but there are {available_cores()} cores", param_hint="--threads")
     if path is not None and not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}", param_hint="--json")
+    if picture is not None:
+        if model is None:
+            raise click.BadParameter("there is nothing to draw without a MODEL", param_hint="--plot")
+        try:
+            check_picture(picture)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), param_hint="--plot") from error
     thread_counts = sorted({1, threads})
     options = {"npu": "native", "scheme": scheme, "chunk_length": chunk}
     given = {name: value for name, value in options.items() if value is not None}
@@ -88,6 +99,12 @@ def roofline(
     click.echo("\n".join(markdown(report)))
     if path is not None:
         _write(path, json.dumps(report, indent=1) + "\n")
+    if picture is not None:
+        model_name, scheme_name = (report["model"][key] for key in ("name", "scheme"))
+        try:
+            draw_parts(report["parts"], f"{model_name}, {scheme_name}: {report['machine']['processor']}", picture)
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from error
 
 
 def _lengths(text: str) -> list[int]:
@@ -98,17 +115,18 @@ def _lengths(text: str) -> list[int]:
 
 
 def _model(prefills: Prefills, machine: Machine, rounds: int) -> dict[str, Any]:
-    overhead = Overhead(prefills.engine)
+    parts = Parts(prefills.engine, machine.thread_counts)
     model, options, threads = prefills.model, prefills.options, machine.thread_counts[-1]
     commands, starts = [], []
     for number in range(rounds + 1):  # the first round warms up
         prefills.measure(counts=number > 0)
-        overhead.measure(counts=number > 0)
+        parts.measure(counts=number > 0)
         command, start = start_command(model, threads, options), start_fresh(model, threads, options)
         if number:
             commands.append(command)
             starts.append(start)
     scheme, chunk_length = prefills.engine.scheme.name, prefills.engine.chunk_length
+    bars = [_bar(parts, machine, test, count) for test, count in sorted(parts.samples)]
     prefills.close()
     return {
         "model": {"name": Path(model).name, "scheme": scheme, "chunk": chunk_length, "start_threads": threads},
@@ -117,10 +135,7 @@ def _model(prefills: Prefills, machine: Machine, rounds: int) -> dict[str, Any]:
             for tokens in prefills.lengths
             for count in machine.thread_counts
         ],
-        "executor": {
-            name: {key: Spread.of([s[key] for s in samples])._asdict() for key in samples[0]}
-            for name, samples in overhead.samples.items()
-        },
+        "parts": bars,
         "start": {
             "process_to_first_token_s": Spread.of(commands)._asdict(),
             "load_to_first_token_s": Spread.of([s["load_to_first_token_s"] for s in starts])._asdict(),
@@ -132,12 +147,10 @@ def _model(prefills: Prefills, machine: Machine, rounds: int) -> dict[str, Any]:
 def _prefill_row(prefills: Prefills, machine: Machine, tokens: int, threads: int) -> dict[str, Any]:
     work, seconds = prefills.works[tokens], Spread.of(prefills.samples[tokens, threads])
     row = {"tokens": tokens, "threads": threads, "seconds": seconds._asdict(), "work": vars(work)}
-    integer = machine.peak(machine.selected["gemm"], "int8", threads)
-    floating = machine.peak(machine.selected["attention"], "float32", threads)
-    if integer is None or floating is None:
+    peaks = _peaks(machine, threads)
+    if peaks is None:
         return row | {"bounds": None}
-    memory = machine.bandwidth("memory", threads)
-    bounds = Bounds.of(work, Peaks(integer_macs=integer, float_macs=floating, memory_bytes=memory))
+    bounds = Bounds.of(work, peaks)
     shares = {
         "arithmetic_s": bounds.arithmetic_s,
         "nearer": bounds.nearer,
@@ -145,6 +158,22 @@ def _prefill_row(prefills: Prefills, machine: Machine, tokens: int, threads: int
         "share_of_memory": bounds.memory_s / seconds.median,
     }
     return row | {"bounds": vars(bounds) | shares}
+
+
+def _bar(parts: Parts, machine: Machine, test: str, threads: int) -> dict[str, Any]:
+    peaks = _peaks(machine, threads)
+    bounds = parts.bounds(test, peaks) if peaks else {}
+    rows = part_rows(parts.samples[test, threads])
+    return {"test": test, "threads": threads, "parts": [row | {"bound_s": bounds.get(row["part"])} for row in rows]}
+
+
+def _peaks(machine: Machine, threads: int) -> Peaks | None:
+    """Of the instruction sets that chunkrt selects; None if one has no loop that measures it."""
+    integer = machine.peak(machine.selected["gemm"], "int8", threads)
+    floating = machine.peak(machine.selected["attention"], "float32", threads)
+    if integer is None or floating is None:
+        return None
+    return Peaks(integer_macs=integer, float_macs=floating, memory_bytes=machine.bandwidth("memory", threads))
 
 
 def _write(path: Path, text: str) -> None:

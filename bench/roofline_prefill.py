@@ -1,4 +1,4 @@
-"""A model on this machine: how long prefills take, what the executor adds to the programs, start and peak memory."""
+"""A model on this machine: how long prefills take, start and peak memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter, perf_counter_ns
+from time import perf_counter
 from typing import Any
 
 import click
@@ -16,18 +16,12 @@ import numpy as np
 from roofline_work import Work, work_of
 
 import chunkrt
-from chunkrt.backends.base import Array, Executable
 from chunkrt.engine.engine import Engine, default_cache_dtype
 from chunkrt.engine_directory.figures import weight_bytes
-from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
-from chunkrt.runtime.tasks import processors_for
 from chunkrt.simulate.work import cut
 
 PROMPT = "The capital of France is"
-OVERHEAD_TOKENS, DECODED_TOKENS, DECODE_POSITION = 512, 16, 128
 MEMORY_TOKENS = 512
 
 
@@ -80,72 +74,6 @@ class Prefills:
     def close(self) -> None:
         """Release the engines."""
         self._stack.close()
-
-
-class _Timed:
-    """An executable that adds up how long it runs."""
-
-    def __init__(self, executable: Executable) -> None:
-        self.fixed_length = executable.fixed_length
-        self.ns = 0
-        self._run = executable.run
-
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        start = perf_counter_ns()
-        self._run(inputs, outputs)
-        self.ns += perf_counter_ns() - start
-
-
-class Overhead:
-    """What the executor adds to the programs that it runs, on one thread.
-
-    Args:
-        engine: on the native backend, with one thread.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        backend, plan = engine.cpu_backend, engine.plan
-        self._engine = engine
-        self._timed = {
-            s.name: _Timed(backend.compile(s, plan, engine.chunk_length, engine.scheme, engine.weights))
-            for s in plan.subgraphs
-        }
-        self._executor = Executor(
-            plan,
-            self._timed,
-            chunk_length=engine.chunk_length,
-            processors=processors_for(backend.concurrency, 1),
-            policy=find_policy(engine.options.policy),
-        )
-        self._state = State(plan, engine.context_length, default_cache_dtype(engine.scheme, backend))
-        self.samples: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
-        """For each round: seconds, and of them the share outside of tasks, and outside of programs."""
-
-    def measure(self, *, counts: bool) -> None:
-        """One round."""
-        tokens = _tokens(self._engine, OVERHEAD_TOKENS)
-        for name, prompts in (("prefill", [tokens]), ("decode", [[t] for t in tokens[:DECODED_TOKENS]])):
-            self._state.rewind(0)
-            if name == "decode":
-                self._executor.run(Run(np.array(tokens[:DECODE_POSITION], np.int64), self._state))
-            sample = self._run(prompts)
-            if counts:
-                self.samples[name].append(sample)
-
-    def _run(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        for timed in self._timed.values():
-            timed.ns = 0
-        wall_ns = task_ns = 0
-        for prompt in prompts:
-            record = self._executor.run(Run(np.array(prompt, np.int64), self._state)).record
-            wall_ns += record.end_ns - record.start_ns
-            task_ns += sum(event.end_ns - event.start_ns for event in record.events)
-        program_ns = sum(timed.ns for timed in self._timed.values())
-        return {
-            "seconds": wall_ns / 1e9,
-            "outside_tasks": 1 - task_ns / wall_ns,
-            "outside_programs": 1 - program_ns / wall_ns,
-        }
 
 
 def start_command(model: str, threads: int, options: Mapping[str, Any]) -> float:

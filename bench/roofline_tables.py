@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-OUTSIDE = ("outside_tasks", "outside_programs")
-
 
 def markdown(report: dict[str, Any]) -> Iterator[str]:
     """The lines of a report; `report` is what --json writes."""
@@ -38,6 +36,20 @@ def markdown(report: dict[str, Any]) -> Iterator[str]:
         yield from _model_markdown(report)
 
 
+def parts_markdown(bars: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The lines of one table: parts by test and number of threads; `bars` is the report's "parts"."""
+    yield "Where the time goes, by steps of the native programs: ms of each thread (medians), shares of the sum,"
+    yield "and at best, the longer of arithmetic and memory at their peaks."
+    yield ""
+    found = [{row["part"]: row for row in bar["parts"]} for bar in bars]
+    names = dict.fromkeys(row["part"] for bar in bars for row in bar["parts"])
+    heads = [f"{bar['test']}, {bar['threads']} thread{'s' if bar['threads'] > 1 else ''}" for bar in bars]
+    yield from _table(
+        ["part", *(head for bar in heads for head in (bar, "share", "at best"))],
+        [[name, *(cell for of_bar in found for cell in _part_cells(of_bar.get(name)))] for name in names],
+    )
+
+
 def _kernel_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
     first = rows[0]
     cells = [f"{first['kernel']} ({first['isa']})", f"{first['case']}, from {first['reads_from']}", first["unit"]]
@@ -48,7 +60,7 @@ def _kernel_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _model_markdown(report: dict[str, Any]) -> Iterator[str]:
-    model, executor, start, memory = (report[key] for key in ("model", "executor", "start", "memory"))
+    model, start, memory = (report[key] for key in ("model", "start", "memory"))
     yield f"{model['name']}, native, {model['scheme']}, chunks of {model['chunk']}. In GMAC: linears, what the integer"
     yield "units do for them (16-bit grids count twice), and attention. Bounds in ms: arithmetic (linears and attention"
     yield "at their peaks) and memory (every chunk reads its weights once)."
@@ -72,17 +84,7 @@ def _model_markdown(report: dict[str, Any]) -> Iterator[str]:
         ],
         rows,
     )
-    yield from _table(
-        ["on 1 thread", "ms", "outside of tasks", "outside of programs"],
-        [
-            [
-                name,
-                _spread({key: 1e3 * value for key, value in sample["seconds"].items()}),
-                *(_spread({k: 100 * v for k, v in sample[key].items()}) + " %" for key in OUTSIDE),
-            ]
-            for name, sample in executor.items()
-        ],
-    )
+    yield from parts_markdown(report["parts"])
     milliseconds = {name: _spread({key: 1e3 * value for key, value in times.items()}) for name, times in start.items()}
     yield from _table(
         [f"warm start, {model['start_threads']} threads", "ms to the first token"],
@@ -103,6 +105,17 @@ def _model_markdown(report: dict[str, Any]) -> Iterator[str]:
             ["peak over weights and cache", f"{peak / stored:.2f} times" if peak else "-"],
         ],
     )
+
+
+def _part_cells(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["-"] * 3
+    bound = row["bound_s"]
+    return [_ms(row["seconds"]["median"]), f"{row['share']:.1%}", "-" if bound is None else _ms(bound)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.{1 if seconds >= 0.01 else 2 if seconds >= 0.001 else 3}f}"
 
 
 def _best_mixes(peaks: Sequence[dict[str, Any]], threads: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performan
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -14,7 +14,7 @@ from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.plan import ATTENTION_OPS, EXPERTS_OP, Plan, linear_nodes, resolve
-from chunkrt.quant.scheme import Scheme
+from chunkrt.quant.scheme import Scheme, Storage
 from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.work import Chunk
 
@@ -51,7 +51,13 @@ class Work:
     weight_bytes: int
 
 
-def work_of(plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Iterable[Task]) -> Work:
+def work_of(
+    plan: Plan,
+    scheme: Scheme,
+    chunks: Sequence[Chunk],
+    tasks: Iterable[Task],
+    storages: Collection[Storage] = ("int8", "int4", "blocks"),
+) -> Work:
     """The work of a run.
 
     Args:
@@ -59,6 +65,7 @@ def work_of(plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Iterable
         scheme: with integer weights.
         chunks: of the run.
         tasks: those that ran: chunks whose logits nobody wants skip the last subgraphs.
+        storages: of the linears that count.
 
     Raises:
         ConfigError: an operator of the plan is not counted here.
@@ -69,6 +76,8 @@ def work_of(plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Iterable
         subgraph, chunk = plan.subgraphs[task.subgraph], chunks[task.chunk]
         for node in subgraph.nodes:
             if node.op == "MatMul" and (weight := node.inputs[1]) in linears:
+                if scheme.storage_of(weight) not in storages:
+                    continue
                 depth, columns = resolve(plan.tensors[weight].shape, {})
                 macs = chunk.rows(subgraph) * depth * columns
                 linear_macs += macs
@@ -118,6 +127,22 @@ class Bounds:
     def nearer(self) -> str:
         """The bound that a measured time is nearer to: the larger."""
         return "arithmetic" if self.arithmetic_s >= self.memory_s else "memory"
+
+
+def step_bounds(
+    plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Sequence[Task], peaks: Peaks
+) -> dict[str, float]:
+    """Least seconds of what has a peak, by the native steps' names. Arguments and errors are those of `work_of`."""
+
+    def bounds(*storages: Storage) -> Bounds:
+        return Bounds.of(work_of(plan, scheme, chunks, tasks, storages), peaks)
+
+    blocks, others = bounds("blocks"), bounds("int8", "int4")
+    return {
+        "linear": max(others.integer_s, others.memory_s),
+        "block_linear": max(blocks.integer_s, blocks.memory_s),
+        "attention": others.attention_s,
+    }
 
 
 def attainable(peak: float, bandwidth: float, work: float, num_bytes: float) -> float:

@@ -20,6 +20,17 @@ class ThreadPool:
     @property
     def budget(self) -> int: ...
 
+class StepTimes:
+    """How long the steps of programs took that were built with it, over all their runs and threads."""
+
+    def __init__(self) -> None: ...
+    def take(self) -> tuple[int, dict[str, int]]:
+        """Nanoseconds since the last call: how long callers were in programs, and by name, over all threads.
+
+        "between_steps" is what callers spent in programs beside steps: they open loops, and wait for a turn and for
+        other threads. Runs that failed are not counted.
+        """
+
 class Program:
     def run(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> None:
         """Compute the outputs without the GIL. Inputs, states included, and outputs stand in declared order.
@@ -48,9 +59,12 @@ class Program:
     def arena_bytes(self) -> int: ...
     @property
     def num_loops(self) -> int: ...
+    @property
+    def step_names(self) -> list[list[str]]:
+        """Of each loop the names of its steps."""
 
 class ProgramBuilder:
-    def __init__(self, pool: ThreadPool, max_rows: int) -> None: ...
+    def __init__(self, pool: ThreadPool, max_rows: int, times: StepTimes | None = None) -> None: ...
     def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> int: ...
     def state(self, name: str, shape: Sequence[int | str]) -> int: ...
     def constant(self, array: NDArray[Any]) -> int: ...

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache, cached_property
+from importlib import metadata
+from importlib.metadata import EntryPoint, EntryPoints
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -170,6 +171,16 @@ def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
                 files = sorted(Path(folder).rglob("*.py"))
                 found += [(str(path), "", path.stat().st_mtime_ns) for path in files]
     return found
+
+
+@cache
+def _all_installed() -> EntryPoints:
+    return metadata.entry_points()
+
+
+def entry_points(*, group: str) -> EntryPoints:
+    """Those of a group. All are read at once, the first time: it takes a look into every distribution."""
+    return _all_installed().select(group=group)
 
 
 def _installed(group: str) -> Sequence[EntryPoint]:

@@ -198,7 +198,8 @@ ThreadPool::Team::~Team() {
 
 void ThreadPool::Team::parallel_for(std::size_t count, std::size_t piece, const Body& body) {
   if (count == 0) return;
-  if (pool_.num_callers_.load(std::memory_order_relaxed) == pool_.budget()) return body(0, count, 0);
+  const bool has_helpers = pool_.num_callers_.load(std::memory_order_relaxed) < pool_.budget();
+  if (!has_helpers || count <= piece) return body(0, count, 0);
   loop_->open(count, piece, body);
   pool_.num_opened_.fetch_add(1, std::memory_order_release);
   pool_.num_opened_.notify_all();

@@ -75,8 +75,8 @@ class ThreadPool::Team {
   Team& operator=(const Team&) = delete;
 
   // Runs body over pieces of at most `piece` (1 or more) items that together make [0, count), and returns
-  // when all are done. Neighbouring pieces go to one thread as far as possible. After an exception the rest
-  // is skipped, and the first one is thrown.
+  // when all are done. Neighbouring pieces go to one thread as far as possible, and a single piece is the
+  // caller's. After an exception the rest is skipped, and the first one is thrown.
   void parallel_for(std::size_t count, std::size_t piece, const Body& body);
 
  private:

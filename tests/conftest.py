@@ -1,5 +1,6 @@
 """What all tests share: a cache of their own, never the user's; and the command line, called in this process."""
 
+import gc
 import io
 import os
 import signal
@@ -24,6 +25,7 @@ settings.load_profile("any machine")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of a test with `sampled` the cases that are not in the sample are exhaustive: `make test` leaves them out."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
     num_cases = Counter()
     for item in items:
         if mark := item.get_closest_marker("sampled"):
@@ -35,6 +37,18 @@ def pytest_collection_modifyitems(items):
             if num_cases[item.function] % every:
                 item.add_marker("exhaustive")
             num_cases[item.function] += 1
+
+
+def pytest_collection():
+    """What is imported and collected stays: looking through it again and again finds no garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """From here on only what tests make is looked through, by Python and by tests that ask for it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,5 @@
 """What tests have several ranks do: `mpiexec -n 2 python rank_program.py WHAT ARGUMENTS`."""
 
-import asyncio
 import json
 import os
 import signal
@@ -11,8 +10,6 @@ from threading import Event, Timer
 
 import numpy as np
 import psutil
-from interleavings import CONTEXT, check_interleaving
-from interrupt_at import RANKS, InterruptAt
 
 import chunkrt
 from chunkrt.cli import main
@@ -93,6 +90,9 @@ def at_once(model):
 
 def shared(model, num_interleavings):
     """Sessions in threads and in tasks share chunks; raises if one gets other bits than alone. Prints how many did."""
+    import asyncio  # here, for every rank of every launch would import them
+
+    from interleavings import CONTEXT, check_interleaving
 
     async def use(engine, prompt):
         async with await engine.asession() as session:
@@ -181,6 +181,8 @@ def failing(model):
 
 def interrupts(model, first, step):
     """Ctrl-C at every `step`-th place of a session's calls; prints how many, and how many wrong answers followed."""
+    from interrupt_at import RANKS, InterruptAt
+
     expected, num_interrupts, num_wrong = {}, 0, 0
     with chunkrt.load(model, **FLOAT) as engine:
         for act in (lambda session: session.prefill(PROMPT[9:]), lambda session: greedy(session, 2)):

@@ -45,6 +45,7 @@ def test_there_are_ten_steps():
     assert [int(number) for number, _, _ in STEPS if number] == list(range(1, 11))
 
 
+@pytest.mark.first
 def test_the_steps_work(typed, tmp_path):
     for _, slow, lines in STEPS:
         if lines and not slow:

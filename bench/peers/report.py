@@ -61,6 +61,13 @@ def to_markdown(report: Report) -> str:
             rate = _spread_text(report.results.spread(test, name), 4)
             ratios = [_spread_text(spread(report.results.ratios(test, of, name)), 3) for of in report.baselines]
             lines.append(_row([test, name, rate, *ratios]))
+    shares = {name: report.results.shares(name) for name in report.about}
+    if loaded := list(next(iter(shares.values()), {})):
+        lines += ["", "What is left of a rate beside busy processes:", "", _row(["contender", *loaded])]
+        lines += [_row(["---", *["---:"] * len(loaded)])]
+        lines += [
+            _row([name, *(_spread_text(spread(found[test]), 2) for test in loaded)]) for name, found in shares.items()
+        ]
     lines += ["", _row(["contender", "versions", "settings", "same next token as the first"]), _row(["---"] * 4)]
     for name, about in report.about.items():
         versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,24 +28,41 @@ class Asked(Protocol):
 
 @dataclass(frozen=True)
 class Test:
-    """`pp512` prefills 512 tokens, `tg64` decodes 64 one by one."""
+    """`pp512` prefills 512 tokens, `tg64` decodes 64 one by one; `pp512+2` does so beside two other processes that
+    are busy all the time."""
 
     __test__ = False  # no test of pytest's
 
     do: str
     count: int
+    num_busy: int = 0
 
     @staticmethod
     def parse(text: str) -> Test:
         """Read a name such as "pp512". Raises ValueError for anything else."""
         kinds = {"pp": "prefill", "tg": "decode"}
-        count = int(text[2:]) if text[2:].isascii() and text[2:].isdigit() else 0
-        if text[:2] not in kinds or not count:
-            raise ValueError(f"the test is {text!r}, expected pp or tg and a number of tokens, as in pp512")
-        return Test(kinds[text[:2]], count)
+        found = re.fullmatch(r"(pp|tg)([0-9]{1,9})(?:\+([0-9]{1,3}))?", text)
+        if not found or not int(found[2]):
+            raise ValueError(
+                f"the test is {text!r}, expected pp or tg and a number of tokens, as in pp512, or pp512+2 beside two "
+                "busy processes"
+            )
+        return Test(kinds[found[1]], int(found[2]), int(found[3] or 0))
 
     def __str__(self) -> str:
-        return f"{'pp' if self.do == 'prefill' else 'tg'}{self.count}"
+        busy = f"+{self.num_busy}" if self.num_busy else ""
+        return f"{'pp' if self.do == 'prefill' else 'tg'}{self.count}{busy}"
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """While the other processes are busy."""
+        others = [subprocess.Popen([sys.executable, "-Sc", "while True: pass"]) for _ in range(self.num_busy)]
+        try:
+            yield
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
 
 @dataclass
@@ -58,6 +79,16 @@ class Results:
     def samples(self, test: str, name: str) -> list[float]:
         """The samples there are."""
         return [rate for rate in self.rates[test][name] if rate is not None]
+
+    def shares(self, name: str) -> dict[str, list[float]]:
+        """By test beside busy processes: what is left of the rate of the same test without, round by round."""
+        found = {}
+        for test, rates in self.rates.items():
+            alone = self.rates.get(test.partition("+")[0])
+            if "+" in test and alone:
+                both = zip(rates[name], alone[name], strict=True)
+                found[test] = [rate / of for rate, of in both if rate is not None and of is not None]
+        return found
 
     def ratios(self, test: str, name: str, other: str) -> list[float]:
         """One contender's rate over another's, round by round."""
@@ -96,7 +127,8 @@ def measure(
                 rate = None
                 if name not in results.failures[str(test)]:
                     try:
-                        rate = test.count / contender.ask(test.do, tokens)["seconds"]
+                        with test.beside():
+                            rate = test.count / contender.ask(test.do, tokens)["seconds"]
                     except ContenderError as error:
                         results.failures[str(test)][name] = str(error)
                     pause(PAUSE_S)

@@ -1,9 +1,13 @@
 #include "kernels.h"
 
+#include <algorithm>
 #include <memory>
+#include <random>
 #include <stdexcept>
 
 #include "kernels/dispatch.h"
+#include "kernels/gemm/arranged.h"
+#include "kernels/gemm/parted.h"
 
 namespace chunkrt::roofline {
 namespace {
@@ -24,7 +28,7 @@ std::vector<float> floats(std::size_t count) {
 // What one thread computes with; threads share no cache line that they write.
 struct Operands {
   std::vector<float> input, weight, output, scales;
-  std::vector<std::int8_t> values;
+  std::vector<std::int8_t> values, arranged;
   std::vector<std::int32_t> sums;
 };
 
@@ -32,6 +36,15 @@ using OperandsPerThread = std::shared_ptr<std::vector<Operands>>;
 
 OperandsPerThread operands(std::size_t num_threads, const Operands& one) {
   return std::make_shared<std::vector<Operands>>(num_threads, one);
+}
+
+// Values as rows of activations have them on an int8 grid: near 0, and now and then at its ends.
+std::vector<std::int8_t> on_a_grid(std::size_t count) {
+  std::mt19937 bits(1);
+  std::normal_distribution<float> values(0.0f, 24.0f);
+  std::vector<std::int8_t> out(count);
+  for (std::int8_t& value : out) value = static_cast<std::int8_t>(std::clamp(values(bits), -127.0f, 127.0f));
+  return out;
 }
 
 std::size_t round_up(std::size_t value, std::size_t multiple) {
@@ -69,15 +82,27 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
   const std::size_t weight_bytes = blocks * groups * kGemmBytesPerGroup;
   const std::size_t num_weights = is_streamed ? ring.num_bytes / weight_bytes : 1;
   require(weight_bytes <= ring.num_bytes, "gemm: a weight larger than the ring");
-  const OperandsPerThread own = operands(
-      num_threads,
-      {.input = {},
-       .weight = floats(columns),
-       .output = std::vector<float>(rows * columns),
-       .scales = floats(rows),
-       .values = std::vector<std::int8_t>(rows * groups * kGemmDepthPerGroup, 77),
-       .sums = std::vector<std::int32_t>(rows, static_cast<std::int32_t>(77 * groups * kGemmDepthPerGroup))});
-  GemmFunction* kernel = select_kernel(gemm_f32_s8row_s8col).function;
+  const KernelRow<GemmFunction>& selected = select_kernel(gemm_f32_s8row_s8col);
+  Operands one = {.input = {},
+                  .weight = floats(columns),
+                  .output = std::vector<float>(rows * columns),
+                  .scales = floats(rows),
+                  .values = on_a_grid(rows * groups * kGemmDepthPerGroup),
+                  .arranged = {},
+                  .sums = std::vector<std::int32_t>(rows)};
+  for (std::size_t i = 0; i < one.values.size(); ++i) {
+    one.sums[i / (groups * kGemmDepthPerGroup)] += one.values[i];
+  }
+  CHUNKRT_ON_X86(if (selected.isa == Isa::avx2) {
+    one.arranged.resize(rows * parted_row_bytes(groups));
+    part_rows_avx2(one.values.data(), groups, 0, rows, one.arranged.data());
+  })
+  CHUNKRT_ON_ARM(if (selected.isa == Isa::neon_i8mm) {
+    one.arranged.resize(round_up(rows, 2) * paired_row_bytes(groups));
+    pair_rows_neon_i8mm(one.values.data(), groups, 0, rows, one.arranged.data());
+  })
+  const OperandsPerThread own = operands(num_threads, one);
+  GemmFunction* kernel = selected.function;
   // Where each thread stands in the ring; they start far from each other.
   const auto next = std::make_shared<std::vector<std::size_t>>();
   for (std::size_t thread = 0; thread < num_threads; ++thread) {
@@ -99,7 +124,8 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
               .columns = columns,
               .groups = groups,
               .residual_stride = 0,
-              .out_stride = columns},
+              .out_stride = columns,
+              .arranged = mine.arranged.empty() ? nullptr : mine.arranged.data()},
              0, blocks);
       if (++weight == num_weights) weight = 0;
     }
@@ -124,6 +150,7 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
                              .output = std::vector<float>(rows * num_heads * head_dim),
                              .scales = {},
                              .values = {},
+                             .arranged = {},
                              .sums = {}});
   const auto caches = std::make_shared<std::vector<Caches>>(
       num_threads, Caches{std::vector(cache, kHalf), std::vector(cache, kHalf),
@@ -164,6 +191,7 @@ Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width) {
                                                        .output = std::vector<float>(rows * width),
                                                        .scales = {},
                                                        .values = {},
+                                                       .arranged = {},
                                                        .sums = {}});
   RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
@@ -185,6 +213,7 @@ Body quantize(std::size_t num_threads, std::size_t rows, std::size_t width) {
                              .output = {},
                              .scales = std::vector<float>(rows),
                              .values = std::vector<std::int8_t>(rows * padded_width),
+                             .arranged = {},
                              .sums = std::vector<std::int32_t>(rows)});
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
@@ -205,6 +234,7 @@ Body silu_mul(std::size_t num_threads, std::size_t rows, std::size_t width) {
                                                        .output = std::vector<float>(rows * width),
                                                        .scales = {},
                                                        .values = {},
+                                                       .arranged = {},
                                                        .sums = {}});
   BinaryFunction* kernel = select_kernel(silu_mul_f32_f32_f32).function;
   return [=](std::size_t thread, std::size_t calls) {

@@ -18,6 +18,21 @@ void u8s8(std::size_t rounds) {
                       });
 }
 
+// Two of these added before they are widened, which is what gemm does.
+template <std::size_t Sums, bool Loads>
+void u8s8_by_twos(std::size_t rounds) {
+  __m256i ones = _mm256_set1_epi16(1), other = _mm256_set1_epi8(0x21);
+  hide(ones);
+  hide(other);
+  repeat<Sums, Loads>(rounds, _mm256_set1_epi8(0x35), _mm256_set1_epi8(0x1a),
+                      [ones, other](__m256i sum, __m256i left, __m256i right) mutable {
+                        hide(other);
+                        const __m256i fours = _mm256_add_epi16(_mm256_maddubs_epi16(left, right),
+                                                               _mm256_maddubs_epi16(other, right));
+                        return _mm256_add_epi32(sum, _mm256_madd_epi16(fours, ones));
+                      });
+}
+
 template <std::size_t Sums, bool Loads>
 void s16(std::size_t rounds) {
   repeat<Sums, Loads>(rounds, _mm256_set1_epi8(0x35), _mm256_set1_epi8(0x5a),
@@ -56,6 +71,7 @@ void read(const char* data, std::size_t bytes) {
 }
 
 constexpr const char* kU8S8 = "vpmaddubsw + vpmaddwd + vpaddd, 256 bits";
+constexpr const char* kTwos = "vpmaddubsw twice + vpaddw + vpmaddwd + vpaddd, 256 bits";
 constexpr const char* kS16 = "vpmaddwd + vpaddd, 256 bits";
 constexpr const char* kU4S8 = "vpmaddubsw + vpaddw, 256 bits";
 constexpr const char* kFma = "vfmadd, 256 bits";
@@ -64,6 +80,8 @@ constexpr Peak kPeaks[] = {
     {"int8", kU8S8, "8 sums, registers", 8 * 32, u8s8<8, false>},
     {"int8", kU8S8, "12 sums, registers", 12 * 32, u8s8<12, false>},
     {"int8", kU8S8, "12 sums, memory", 12 * 32, u8s8<12, true>},
+    {"int8", kTwos, "8 sums, registers", 8 * 64, u8s8_by_twos<8, false>},
+    {"int8", kTwos, "8 sums, memory", 8 * 64, u8s8_by_twos<8, true>},
     {"int8", kS16, "8 sums, registers", 8 * 16, s16<8, false>},
     {"int8", kS16, "12 sums, registers", 12 * 16, s16<12, false>},
     {"int8", kS16, "12 sums, memory", 12 * 16, s16<12, true>},

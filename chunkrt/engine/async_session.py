@@ -11,7 +11,7 @@ from chunkrt.engine.driving import OneUser, drive_async, in_thread
 from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.prefill_result import PrefillResult
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
-from chunkrt.engine.scoring import Score, TokenLogProbabilities, tell_of_tokens
+from chunkrt.engine.scoring import Score, TokenLogProbabilities, Told, tell_of_tokens
 from chunkrt.engine.sequence import Steps, TokenSequence
 from chunkrt.engine.session_engine import SessionEngine
 from chunkrt.files import Progress
@@ -49,9 +49,7 @@ class AsyncSession(ABC):
         with self._one_user(), self._telling(progress, prompt):
             return await drive_async(self._extension(prompt, logits, follows_text), self._engine.arun)
 
-    async def atell(
-        self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()
-    ) -> list[TokenLogProbabilities]:
+    async def atell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()) -> Told:
         """As `aprefill` of the tokens of a text, in a session that holds no other; what the model says of each from
         the second on.
 
@@ -135,9 +133,7 @@ class AsyncSession(ABC):
     def _copy(self) -> Session:
         """A session of its own that has seen the same tokens."""
 
-    def _told(
-        self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]
-    ) -> Steps[list[TokenLogProbabilities]]:
+    def _told(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]) -> Steps[Told]:
         self._check_open()
         self._sequence.cancel.clear()
         tokens, chunk_length = self._encode(prompt), self._engine.chunk_length

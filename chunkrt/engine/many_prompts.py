@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -25,6 +26,28 @@ Result = TypeVar("Result")
 
 LEAST_AWAITED = 32
 """Tokens with which two contexts begin: for fewer, the second does not wait for the first to be in the prefix cache."""
+
+
+class Beginnings:
+    """With what contexts began that were run, in steps of LEAST_AWAITED tokens."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def add(self, context: Sequence[int]) -> None:
+        self._known.update(self._keys(context))
+
+    def num_known(self, context: Sequence[int]) -> int:
+        """With how many tokens one of them began, too."""
+        keys = self._keys(context)
+        return LEAST_AWAITED * sum(1 for _ in takewhile(self._known.__contains__, keys))
+
+    def _keys(self, context: Sequence[int]) -> Iterator[int]:
+        """Of the context's first step, its first two, and so on. Equal ones of others cost a wait, or one too few."""
+        key = 0
+        for start in range(0, len(context) - LEAST_AWAITED + 1, LEAST_AWAITED):
+            key = hash((key, *context[start : start + LEAST_AWAITED]))
+            yield key
 
 
 class ManyPrompts(ABC):
@@ -167,23 +190,28 @@ class ManyPrompts(ABC):
         left = [iter(group) for group in groups]
         beginning: set[int] = set()
         """Groups whose context is on its way."""
+        ran = Beginnings()
 
         def scoring(session: Session, index: int) -> Part[Score]:
             for pair in groups[index]:
                 yield session.scoring(*tokens[pair])
 
         def may_begin(index: int) -> bool:
-            """Not beside one that begins alike: once that has come through, the prefix cache has what they share."""
-            least = max(len(contexts[index]) // 2, LEAST_AWAITED)
+            """Not beside one that begins alike: once that has come through, the prefix cache has what they share. It
+            is not waited for what the cache has already."""
+            context = contexts[index]
+            least = max(len(context) // 2, ran.num_known(context) + LEAST_AWAITED)
             if self.prefix_cache is not None and any(
-                num_shared(contexts[index], contexts[other]) >= least for other in beginning - {index}
+                num_shared(context, contexts[other]) >= least for other in beginning - {index}
             ):
                 return False
             beginning.add(index)
             return True
 
         for index, score in self._drive_many(len(groups), scoring, max_sessions, may_begin):
-            beginning.discard(index)
+            if index in beginning:
+                beginning.discard(index)
+                ran.add(contexts[index])
             yield next(left[index]), score
 
     def embed(

@@ -109,7 +109,7 @@ def tell_of_tokens(
     *,
     chunk_length: int,
     before: Sequence[TokenLogProbabilities] = (),
-) -> Steps[list[TokenLogProbabilities]]:
+) -> Steps[Told]:
     """Run tokens, and tell of each from the second on, and of the `number` that were likeliest in its place.
 
     Args:
@@ -138,7 +138,7 @@ def tell_of_tokens(
         told.extend(likeliest(row, token, number) for row, token in zip(logits, following, strict=False))
 
     yield from _run_in_pieces(sequence, tokens, chunk_length, take)
-    return told
+    return Told(of_tokens=told, num_cached=start)
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -166,11 +166,12 @@ def _run_in_pieces(
 
 
 def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> Steps[None]:
-    """Bring a sequence to where it has seen exactly these tokens."""
-    shared = num_shared(tokens, sequence.tokens)
-    sequence.rewind(shared)
-    if shared < len(tokens):
-        yield from sequence.extend(tokens[shared:], "none")
+    """Bring a sequence to where it and its state have seen exactly these tokens."""
+    sequence.rewind(num_shared(tokens, sequence.tokens))
+    start = sequence.state.position  # rings and recurrent state go back further
+    if start < len(tokens):
+        sequence.rewind(start)
+        yield from sequence.extend(tokens[start:], "none")
 
 
 def piece_lengths(num_tokens: int, vocab_size: int, chunk_length: int) -> list[int]:
@@ -244,6 +245,14 @@ class TokenLogProbabilities:
 
     own: float
     top: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Of a text: `of_tokens` from the second on, and how many tokens from the first on had been run before."""
+
+    of_tokens: Sequence[TokenLogProbabilities]
+    num_cached: int
 
 
 def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilities:

@@ -149,7 +149,7 @@ class Plan:
         """Those that depend on the chunk length alone."""
         return tuple(s for s in self.subgraphs if s.is_static)
 
-    @property
+    @cached_property
     def state_tensors(self) -> tuple[Tensor, ...]:
         """Every cache tensor, in the order of the subgraphs that own them."""
         return tuple(self.tensors[name] for s in self.subgraphs for name in s.state)

@@ -102,7 +102,7 @@ class State:
     @property
     def position_bytes(self) -> int:
         """Bytes that grow with every position: those of the caches."""
-        return sum(array.nbytes for array in self._tensors.caches.values()) // self.capacity
+        return self._tensors.position_bytes
 
     def begin(self, num_tokens: int) -> None:
         """Keep what a run of so many tokens will overwrite, until `advance` or `roll_back`; the executor calls it."""

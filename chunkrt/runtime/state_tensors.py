@@ -69,6 +69,8 @@ class StateTensors:
         self.caches, self.rings, self.recurrent = kinds["P"], kinds["W"], kinds[""]
         by_name = self.caches | self.rings | self.recurrent
         self.by_name: Mapping[str, Array] = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
+        self.position_bytes = sum(array.nbytes for array in self.caches.values()) // capacity
+        """Bytes that grow with every position: those of the caches."""
         self.ring_slots = slots["W"]
         self.window = plan.window
 

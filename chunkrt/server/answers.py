@@ -11,7 +11,7 @@ from typing import Any
 
 from chunkrt.engine.generation import Constraint, Piece
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.scoring import TokenLogProbabilities, by_beginning, num_shared
+from chunkrt.engine.scoring import TokenLogProbabilities, by_beginning
 from chunkrt.engine.session import Session
 from chunkrt.server.admission import Turn
 from chunkrt.server.errors import RequestError
@@ -194,10 +194,10 @@ async def _tell(
     async with service.admission.places(1, turn), await service.engine.asession() as session:
         told: Sequence[TokenLogProbabilities] = ()
         for index, prompt in prompts.items():
-            num_cached = max(num_shared(session.tokens, prompt) - 1, 0)
-            told = await session.atell(prompt, wanted.likeliest, told)
-            _count(service, prompt, num_cached)
-            tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told))
+            found = await session.atell(prompt, wanted.likeliest, told)
+            told = found.of_tokens
+            _count(service, prompt, found.num_cached)
+            tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=found.num_cached, log_probabilities=told))
 
 
 async def _prefill(
@@ -214,13 +214,15 @@ async def _prefill(
         if num_tokens:
             loop.call_soon_threadsafe(tell, PromptProgress(num_done=num_done, num_tokens=num_tokens))
 
+    told: Sequence[TokenLogProbabilities] = ()
     if wanted.echo and wanted.likeliest is not None:
-        told, num_cached = await session.atell(prompt, wanted.likeliest), 0
+        found = await session.atell(prompt, wanted.likeliest)
+        told, num_cached = found.of_tokens, found.num_cached
     else:
         result = await session.aprefill(
             prompt, progress=progress if wanted.progress else None, follows_text=wanted.follows_text
         )
-        told, num_cached = [], result.num_cached
+        num_cached = result.num_cached
     _count(service, prompt, num_cached)
     return Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told)
 

@@ -4,6 +4,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <variant>
 
 #include "bindings/parts.h"
@@ -85,6 +86,13 @@ void run_segments(Program& program, const std::vector<py::array>& inputs,
   program.run_segments(input_views, output_views, segment_views);
 }
 
+std::pair<std::int64_t, std::map<std::string, std::int64_t>> take_times(StepTimes& times) {
+  const StepTimes::Sums sums = times.take();
+  std::map<std::string, std::int64_t> parts;
+  for (const auto& [name, time] : sums.parts) parts[name] = time.count();
+  return {sums.callers.count(), parts};
+}
+
 ValueId add_input(ProgramBuilder& builder, std::string name, const std::string& dtype,
                   const PythonShape& shape) {
   return builder.input(std::move(name), dtype_named(dtype), shape_of(shape));
@@ -119,15 +127,21 @@ void bind_program(py::module_& module) {
       .def(py::init(&make_pool), "budget"_a)
       .def_property_readonly("budget", &ThreadPool::budget);
 
+  py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes", "How long steps of programs took.")
+      .def(py::init<>())
+      .def("take", take_times);
+
   py::class_<Program>(module, "Program", "A compiled subgraph.")
       .def("run", run, "inputs"_a.noconvert(), "outputs"_a.noconvert())
       .def("run_segments", run_segments, "inputs"_a.noconvert(), "outputs"_a.noconvert(),
            "segments"_a.noconvert())
       .def_property_readonly("arena_bytes", &Program::arena_bytes)
-      .def_property_readonly("num_loops", &Program::num_loops);
+      .def_property_readonly("num_loops", &Program::num_loops)
+      .def_property_readonly("step_names", &Program::step_names);
 
   py::class_<ProgramBuilder>(module, "ProgramBuilder", "Puts a program together, operator by operator.")
-      .def(py::init<std::shared_ptr<ThreadPool>, std::size_t>(), "pool"_a, "max_rows"_a)
+      .def(py::init<std::shared_ptr<ThreadPool>, std::size_t, std::shared_ptr<StepTimes>>(), "pool"_a,
+           "max_rows"_a, "times"_a = py::none())
       .def("input", add_input, "name"_a, "dtype"_a, "shape"_a)
       .def("state", add_state, "name"_a, "shape"_a)
       .def("constant", add_constant, "array"_a.noconvert())

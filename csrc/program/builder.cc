@@ -28,8 +28,9 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-ProgramBuilder::ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows)
-    : pool_(std::move(pool)) {
+ProgramBuilder::ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows,
+                               std::shared_ptr<StepTimes> times)
+    : pool_(std::move(pool)), times_(std::move(times)) {
   require(max_rows >= 1, "a program needs room for at least 1 row, got max_rows 0");
   definition_.max_rows = max_rows;
 }
@@ -79,7 +80,7 @@ void ProgramBuilder::output(std::string name, ValueId id) {
 std::unique_ptr<Program> ProgramBuilder::build() {
   require(!definition_.outputs.empty(), "the program has no output");
   is_built_ = true;
-  return std::make_unique<Program>(std::move(definition_), pool_);
+  return std::make_unique<Program>(std::move(definition_), pool_, times_);
 }
 
 const Value& ProgramBuilder::value(ValueId id) const {
@@ -159,12 +160,22 @@ bool ProgramBuilder::is_segmented(const std::vector<ValueId>& uses) const {
   return true;
 }
 
+std::size_t ProgramBuilder::part(const std::string& name) {
+  require(!name.empty(), "a step has a name");
+  std::vector<std::string>& parts = definition_.parts;
+  const auto found = std::ranges::find(parts, name);
+  const auto place = static_cast<std::size_t>(found - parts.begin());
+  if (found == parts.end()) parts.push_back(name);
+  return place;
+}
+
 void ProgramBuilder::add_check(const std::vector<ValueId>& uses, std::function<void(const Frame&)> look) {
   definition_.checks.push_back({.look = std::move(look), .uses = uses, .is_segmented = is_segmented(uses)});
 }
 
-Step ProgramBuilder::make_step(const std::vector<ValueId>& uses, Compute compute) const {
-  return {.compute = std::move(compute), .uses = uses, .is_segmented = is_segmented(uses)};
+Step ProgramBuilder::make_step(const std::string& name, const std::vector<ValueId>& uses, Compute compute) {
+  return {
+      .part = part(name), .compute = std::move(compute), .uses = uses, .is_segmented = is_segmented(uses)};
 }
 
 void ProgramBuilder::append(Step step) {
@@ -177,8 +188,9 @@ void ProgramBuilder::append(Step step) {
   definition_.loops.back().steps.push_back(std::move(step));
 }
 
-void ProgramBuilder::add_row_step(Symbol rows, const std::vector<ValueId>& uses, Compute compute) {
-  Step step = make_step(uses, std::move(compute));
+void ProgramBuilder::add_row_step(Symbol rows, const std::string& name, const std::vector<ValueId>& uses,
+                                  Compute compute) {
+  Step step = make_step(name, uses, std::move(compute));
   require(rows == Symbol::T || !step.is_segmented, "segments have rows T of their own, not R");
   if (definition_.loops.empty() || definition_.loops.back().rows != rows) {
     const auto num_rows = [rows](const Frame& frame) { return frame.size_of(rows); };
@@ -188,8 +200,8 @@ void ProgramBuilder::add_row_step(Symbol rows, const std::vector<ValueId>& uses,
 }
 
 void ProgramBuilder::add_loop(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
-                              const std::vector<ValueId>& uses, Compute compute) {
-  Step step = make_step(uses, std::move(compute));
+                              const std::string& name, const std::vector<ValueId>& uses, Compute compute) {
+  Step step = make_step(name, uses, std::move(compute));
   definition_.loops.push_back(
       {.num_items = std::move(num_items), .piece_multiple = piece_multiple, .rows = {}, .steps = {}});
   append(std::move(step));

@@ -21,8 +21,10 @@ void require(bool condition, const std::string& message);
 // Every function throws std::invalid_argument for what does not fit.
 class ProgramBuilder {
  public:
-  // `max_rows`: the most rows that T and R may count in a run, at least 1.
-  ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows);
+  // `max_rows`: the most rows that T and R may count in a run, at least 1. `times`: what the program's runs
+  // add the times of their steps to; without it they are not timed.
+  ProgramBuilder(std::shared_ptr<ThreadPool> pool, std::size_t max_rows,
+                 std::shared_ptr<StepTimes> times = nullptr);
 
   ValueId input(std::string name, Dtype dtype, Shape shape);
   // An input that is updated in place, float32. A cache of attention may in each run be float16 as well, or
@@ -55,16 +57,20 @@ class ProgramBuilder {
   // The floats of scratch that each thread has for a step, at least.
   void need_scratch(std::size_t floats);
 
+  // What time counts as, by its name. A step's counts as its own name; one that does several kinds of work
+  // tells them apart by Frame::lap.
+  std::size_t part(const std::string& name);
+
   // `uses` are all values that is read or written. If one of them is a segment's own, the frame is that of a
   // segment: all others must be constants or have rows T, so that it has rows of its own in each.
 
   // What every run checks before anything is written.
   void add_check(const std::vector<ValueId>& uses, std::function<void(const Frame&)> look);
   // Appends a step over rows to the last loop if that is over the same rows, else to a new one.
-  void add_row_step(Symbol rows, const std::vector<ValueId>& uses, Compute compute);
+  void add_row_step(Symbol rows, const std::string& name, const std::vector<ValueId>& uses, Compute compute);
   // Appends a loop of one step; `num_items` sees the same frame as that.
   void add_loop(std::function<std::size_t(const Frame&)> num_items, std::size_t piece_multiple,
-                const std::vector<ValueId>& uses, Compute compute);
+                const std::string& name, const std::vector<ValueId>& uses, Compute compute);
 
   // What operators of a kind note of this program, so that it is computed once: there is one object of each
   // type, made when it is first asked for.
@@ -79,10 +85,11 @@ class ProgramBuilder {
   ValueId add_value(Value value);
   ValueId add_input(Value value);
   bool is_segmented(const std::vector<ValueId>& uses) const;
-  Step make_step(const std::vector<ValueId>& uses, Compute compute) const;
+  Step make_step(const std::string& name, const std::vector<ValueId>& uses, Compute compute);
   void append(Step step);  // to the last loop
 
   std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<StepTimes> times_;
   ProgramDefinition definition_;
   std::map<std::type_index, std::shared_ptr<void>> notes_;
   bool is_built_ = false;

@@ -13,8 +13,9 @@ constexpr std::size_t kAlignment = MemoryPool::kAlignment;
 
 }  // namespace
 
-Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool)
-    : definition_(std::move(definition)), pool_(std::move(pool)) {
+Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool,
+                 std::shared_ptr<StepTimes> times)
+    : definition_(std::move(definition)), pool_(std::move(pool)), times_(std::move(times)) {
   row_local_bytes_ = lay_out_rows();
   scratch_bytes_ = round_up(checked_multiply(definition_.scratch_floats, sizeof(float)), kAlignment);
   lay_out_arena();

@@ -118,6 +118,7 @@ struct Program::Chunk {
 struct Program::Member {
   std::byte* row_locals;
   float* scratch;
+  Stopwatch* watch;
   std::vector<void*> data;
   std::vector<void*> segment_data;
   std::vector<Dtype> segment_dtypes;
@@ -150,12 +151,14 @@ void Program::run_segments(std::span<const TensorView> inputs, std::span<const T
 
 void Program::execute(std::span<const TensorView* const> inputs, std::span<const TensorView> outputs,
                       std::span<const SegmentInputs> segments) {
+  std::vector<Stopwatch> watches;  // of every member
+  if (times_) watches.assign(pool_->budget(), Stopwatch(definition_.parts.size()));
   ThreadPool::Team team(*pool_);  // who waits for a turn holds no memory
   const MemoryPool::Block memory = pool_->memory().borrow(run_bytes_);
   Chunk chunk = make_chunk(memory.get());
   bind_chunk(inputs, outputs, chunk);
   bind_segments(segments, chunk);
-  std::vector<Member> members = make_members(chunk);
+  std::vector<Member> members = make_members(chunk, watches);
   check(chunk, members[0]);
 
   const std::size_t num_pieces = pool_->budget() * kPiecesPerThread;
@@ -168,6 +171,18 @@ void Program::execute(std::span<const TensorView* const> inputs, std::span<const
     const std::size_t fair_share = std::max<std::size_t>(ceil_divide(num_items, num_pieces), 1);
     team.parallel_for(num_items, round_up(fair_share, loop.piece_multiple), std::cref(body));
   }
+  if (!times_) return;
+  watches[0].lap(kBetweenSteps);
+  times_->add(definition_.parts, watches);
+}
+
+std::vector<std::vector<std::string>> Program::step_names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const Loop& loop : definition_.loops) {
+    names.emplace_back();
+    for (const Step& step : loop.steps) names.back().push_back(definition_.parts[step.part]);
+  }
+  return names;
 }
 
 Program::Chunk Program::make_chunk(std::byte* memory) const {
@@ -298,12 +313,13 @@ void Program::check_states_apart(std::span<const SegmentInputs> segments) const 
   }
 }
 
-std::vector<Program::Member> Program::make_members(const Chunk& chunk) const {
+std::vector<Program::Member> Program::make_members(const Chunk& chunk, std::span<Stopwatch> watches) const {
   std::vector<Member> members;
   members.reserve(pool_->budget());
   for (std::size_t i = 0; i < pool_->budget(); ++i) {
     members.push_back({.row_locals = chunk.row_locals + i * row_local_bytes_,
                        .scratch = reinterpret_cast<float*>(chunk.scratch + i * scratch_bytes_),
+                       .watch = watches.empty() ? nullptr : &watches[i],
                        .data = chunk.data,
                        .segment_data = {},
                        .segment_dtypes = {}});
@@ -318,7 +334,9 @@ std::vector<Program::Member> Program::make_members(const Chunk& chunk) const {
 Frame Program::enter(const Chunk& chunk, std::size_t index, const std::vector<ValueId>& uses,
                      Member& member) const {
   const Segment& segment = chunk.segments[index];
-  if (chunk.has_one_segment()) return {.data = member.data, .dtypes = chunk.dtypes, .sizes = segment.sizes};
+  if (chunk.has_one_segment()) {
+    return {.data = member.data, .dtypes = chunk.dtypes, .sizes = segment.sizes, .watch = member.watch};
+  }
   for (const ValueId id : uses) {
     const Value& value = definition_.values[id];
     if (value.segment_place) {
@@ -330,7 +348,10 @@ Frame Program::enter(const Chunk& chunk, std::size_t index, const std::vector<Va
       member.segment_data[id] = reinterpret_cast<void*>(first);
     }
   }
-  return {.data = member.segment_data, .dtypes = member.segment_dtypes, .sizes = segment.sizes};
+  return {.data = member.segment_data,
+          .dtypes = member.segment_dtypes,
+          .sizes = segment.sizes,
+          .watch = member.watch};
 }
 
 void Program::check(const Chunk& chunk, Member& member) const {
@@ -363,8 +384,10 @@ void Program::compute(std::size_t loop_index, std::size_t begin, std::size_t end
                       Member& member) const {
   const Loop& loop = definition_.loops[loop_index];
   const std::vector<std::size_t>& first_items = chunk.first_items;
-  const Frame whole = {.data = member.data, .dtypes = chunk.dtypes, .sizes = chunk.sizes};
+  const Frame whole = {
+      .data = member.data, .dtypes = chunk.dtypes, .sizes = chunk.sizes, .watch = member.watch};
   const std::size_t at_once = loop.steps.size() > 1 ? kRowsAtOnce : end - begin;
+  whole.lap(kBetweenSteps);
   for (; begin < end; begin += at_once) {
     // Where row 0 would be, if there were room for it.
     for (const RowLocal& local : row_locals_[loop_index]) {
@@ -376,6 +399,7 @@ void Program::compute(std::size_t loop_index, std::size_t begin, std::size_t end
     for (const Step& step : loop.steps) {
       if (!step.is_segmented || chunk.has_one_segment()) {
         step.compute(whole, begin, last, member.scratch);
+        whole.lap(step.part);
         continue;
       }
       const auto after = std::ranges::upper_bound(first_items, begin);
@@ -385,6 +409,7 @@ void Program::compute(std::size_t loop_index, std::size_t begin, std::size_t end
         step.compute(enter(chunk, index, step.uses, member), std::max(begin, first) - first,
                      std::min(last, first_items[index + 1]) - first, member.scratch);
       }
+      whole.lap(step.part);
     }
   }
 }

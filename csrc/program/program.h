@@ -16,8 +16,10 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
+#include "program/step_times.h"
 #include "program/value.h"
 #include "thread_pool.h"
 
@@ -28,6 +30,7 @@ struct Frame {
   std::span<void* const> data;    // by ValueId
   std::span<const Dtype> dtypes;  // by ValueId; a cache's is the caller's choice
   Sizes sizes{};
+  Stopwatch* watch = nullptr;  // the thread's, if the run is timed
 
   std::size_t size_of(Symbol symbol) const { return sizes[static_cast<std::size_t>(symbol)].value_or(0); }
 
@@ -35,12 +38,18 @@ struct Frame {
   T* get(ValueId value) const {
     return static_cast<T*>(data[value]);
   }
+
+  // What a step has done since its begin, or its last lap, was of that part: see ProgramBuilder::part.
+  void lap(std::size_t part) const {
+    if (watch) watch->lap(part);
+  }
 };
 
 // Computes the items [begin, end) of its loop. `scratch` is the thread's own.
 using Compute = std::function<void(const Frame& frame, std::size_t begin, std::size_t end, float* scratch)>;
 
 struct Step {
+  std::size_t part;  // what its time counts as
   Compute compute;
   std::vector<ValueId> uses;  // all values that it reads or writes
   bool is_segmented;          // its frame is a segment's, and its items are numbered within that
@@ -69,8 +78,9 @@ struct ProgramDefinition {
   std::vector<ValueId> outputs;
   std::vector<Loop> loops;
   std::vector<Check> checks;
-  std::size_t max_rows = 0;        // the most that T and R may be
-  std::size_t scratch_floats = 0;  // a thread's
+  std::vector<std::string> parts = {"between_steps"};  // names, by part
+  std::size_t max_rows = 0;                            // the most that T and R may be
+  std::size_t scratch_floats = 0;                      // a thread's
 };
 
 // What a run takes of one segment.
@@ -81,7 +91,8 @@ struct SegmentViews {
 
 class Program {
  public:
-  Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool);
+  // `times`: what runs add to, if they are timed.
+  Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool, std::shared_ptr<StepTimes> times);
   ~Program();
 
   // Computes the outputs; states are updated in place. May be called from several threads at once.
@@ -97,6 +108,8 @@ class Program {
   // Bytes of the temporaries that loops share; scratch and each thread's rows in work come on top.
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::size_t num_loops() const { return definition_.loops.size(); }
+  // Of each loop the names of its steps.
+  std::vector<std::vector<std::string>> step_names() const;
 
  private:
   struct SegmentInputs;
@@ -124,7 +137,7 @@ class Program {
                   Chunk& chunk) const;
   void bind_segments(std::span<const SegmentInputs> segments, Chunk& chunk) const;
   void check_states_apart(std::span<const SegmentInputs> segments) const;
-  std::vector<Member> make_members(const Chunk& chunk) const;
+  std::vector<Member> make_members(const Chunk& chunk, std::span<Stopwatch> watches) const;
   Frame enter(const Chunk& chunk, std::size_t index, const std::vector<ValueId>& uses, Member& member) const;
   void check(const Chunk& chunk, Member& member) const;
   std::size_t number_items(const Loop& loop, Chunk& chunk, Member& member) const;
@@ -133,6 +146,7 @@ class Program {
 
   ProgramDefinition definition_;
   std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<StepTimes> times_;
   std::size_t arena_bytes_ = 0;
   std::vector<std::vector<RowLocal>> row_locals_;  // by loop
   std::size_t row_local_bytes_ = 0;                // a thread's

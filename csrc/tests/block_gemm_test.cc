@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/dispatch.h"
+#include "kernels/gemm/arranged.h"
 #include "tests/guarded_buffer.h"
 #include "tests/half.h"
 #include "tests/random.h"
@@ -140,15 +141,28 @@ struct Problem {
   GuardedBuffer<std::int32_t> left_sums;
 };
 
+// Calls an implementation with rows arranged as one of them reads them.
+void run(BlockGemmFunction* function, BlockGemmArgs args, std::size_t begin, std::size_t end) {
+  std::vector<std::int8_t> arranged;
+  CHUNKRT_ON_ARM(if (is_supported(Isa::neon_i8mm)) {
+    const std::size_t groups = args.depth_blocks * 8;
+    arranged.resize((args.rows + 1) / 2 * 2 * paired_block_row_bytes(groups), 99);
+    pair_block_rows_neon_i8mm(args.left, groups, 0, args.rows, arranged.data());
+  })
+  const GuardedBuffer<std::int8_t> guarded(arranged);
+  args.arranged = guarded.data();
+  function(args, begin, end);
+}
+
 void check_problem(BlockGemmFunction* function, const Problem& problem, bool has_bias, bool has_residual) {
   const std::vector<float> expected = problem.expected(has_bias, has_residual);
   GuardedBuffer<float> out(expected.size());
   const BlockGemmArgs args = problem.args(out.data(), has_bias, has_residual);
-  function(args, 0, problem.blocks);
+  run(function, args, 0, problem.blocks);
   check_same(out.data(), expected.data(), expected.size(), describe(problem.shape));
 
   std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
-  for (std::size_t block = problem.blocks; block-- > 0;) function(args, block, block + 1);
+  for (std::size_t block = problem.blocks; block-- > 0;) run(function, args, block, block + 1);
   check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", block by block");
 }
 
@@ -181,7 +195,7 @@ void test_residual_in_place(BlockGemmFunction* function) {
     BlockGemmArgs args = problem.args(out.data(), true, false);
     args.residual = out.data();
     args.out_stride = args.residual_stride;
-    function(args, 0, problem.blocks);
+    run(function, args, 0, problem.blocks);
     for (std::size_t row = 0; row < rows; ++row) {
       const std::string what = describe(problem.shape) + ", row " + std::to_string(row);
       const std::size_t end = row * args.out_stride + args.columns;
@@ -250,7 +264,7 @@ void test_splits(BlockGemmFunction* function) {
         args.left_sums += row * problem.shape.depth_blocks;
         args.residual += row * args.residual_stride;
         args.rows = std::min(rows_at_once, rows - row);
-        function(args, begin, end);
+        run(function, args, begin, end);
       }
       for (std::size_t i = 0; i < out.size(); ++i) {
         const std::size_t column = (i - kGuards) % columns;
@@ -274,7 +288,7 @@ void test_rows_alone(BlockGemmFunction* function) {
     args.left_scales += row;
     args.left_sums += row * problem.shape.depth_blocks;
     args.rows = 1;
-    function(args, 0, problem.blocks);
+    run(function, args, 0, problem.blocks);
   }
   check_same(out.data(), expected.data(), expected.size(), "row by row");
 }

@@ -1,11 +1,15 @@
 // gemm against the exact int64 sum and the epilogue as gemm.h writes it, in guarded memory.
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "kernels/dispatch.h"
+#include "kernels/gemm/arranged.h"
+#include "kernels/gemm/parted.h"
 #include "tests/gemm_by_tiles.h"
 #include "tests/guarded_buffer.h"
 #include "tests/random.h"
@@ -17,6 +21,39 @@ namespace {
 struct Shape {
   std::size_t rows, depth, columns;
 };
+
+// How one of the implementations wants its rows, if this processor has it; to the others it is nothing.
+std::optional<RowArrangement> arrangement() {
+  CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) return RowArrangement{part_rows_avx2, parted_row_bytes, 1};)
+  CHUNKRT_ON_ARM(
+      if (is_supported(Isa::neon_i8mm)) return RowArrangement{pair_rows_neon_i8mm, paired_row_bytes, 2};)
+  return {};
+}
+
+std::vector<std::int8_t> arranged(const std::int8_t* left, std::size_t rows, std::size_t groups) {
+  const std::optional<RowArrangement> how = arrangement();
+  if (!how) return {};
+  const std::size_t whole = (rows + how->rows_together - 1) / how->rows_together * how->rows_together;
+  std::vector<std::int8_t> out(whole * how->row_bytes(groups), 99);
+  how->arrange(left, groups, 0, rows, out.data());
+  return out;
+}
+
+// The arguments of the rows from `row` on.
+GemmArgs rows_from(GemmArgs args, std::size_t row) {
+  args.rows -= row;
+  args.left += row * args.groups * kGemmDepthPerGroup;
+  args.left_scales += row;
+  args.left_sums += row;
+  if (args.residual != nullptr) args.residual += row * args.residual_stride;
+  const std::optional<RowArrangement> how = arrangement();
+  if (!how || row % how->rows_together != 0) {
+    args.arranged = nullptr;
+  } else {
+    args.arranged += row * how->row_bytes(args.groups);
+  }
+  return args;
+}
 
 std::string describe(const Shape& shape) {
   return std::to_string(shape.rows) + " x " + std::to_string(shape.depth) + " x " +
@@ -49,6 +86,7 @@ struct Problem {
         packed_right[((block * groups + group) * 16 + n % 16) * 4 + k % 4] = right[k * shape.columns + n];
       }
     }
+    arranged_left.emplace(arranged(padded_left.data(), shape.rows, groups));
     for (std::size_t m = 0; m < shape.rows; ++m) {
       for (std::size_t k = 0; k < shape.depth; ++k) {
         for (std::size_t n = 0; n < shape.columns; ++n) {
@@ -76,7 +114,8 @@ struct Problem {
             .columns = shape.columns,
             .groups = groups,
             .residual_stride = shape.columns + 1,
-            .out_stride = shape.columns};
+            .out_stride = shape.columns,
+            .arranged = arrangement() ? arranged_left->data() : nullptr};
   }
 
   std::vector<float> expected(bool has_bias, bool has_residual) const {
@@ -99,6 +138,7 @@ struct Problem {
   GuardedBuffer<std::int8_t> padded_left, packed_right;
   GuardedBuffer<float> left_scales, right_scales, bias, residual;
   GuardedBuffer<std::int32_t> left_sums;
+  std::optional<GuardedBuffer<std::int8_t>> arranged_left;
   std::vector<std::int64_t> sums;
 };
 
@@ -112,6 +152,12 @@ void check_problem(GemmFunction* function, const Problem& problem, bool has_bias
   std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
   for (std::size_t block = problem.blocks; block-- > 0;) function(args, block, block + 1);
   check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", block by block");
+
+  GemmArgs as_they_are = args;
+  as_they_are.arranged = nullptr;
+  std::fill_n(out.data(), out.size(), std::numeric_limits<float>::quiet_NaN());
+  function(as_they_are, 0, problem.blocks);
+  check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", not arranged");
 }
 
 // Rows, depths and columns at the edges of all kernels' tiles.
@@ -217,6 +263,83 @@ void test_rare_extremes(GemmFunction* function) {
   }
 }
 
+// Fours that add up to the most that fits in int16 or one beyond, of one sign or of both, in every place, and
+// weights of one end: an element that was added too early would wrap or saturate.
+void test_edges_of_fours(GemmFunction* function) {
+  const std::vector<std::vector<int>> fours = {
+      {32, 32, 32, 32},   {33, 32, 32, 32},       {127, 1, 0, 0},   {127, 2, 0, 0},
+      {64, 64, 0, 0},     {64, 65, 0, 0},         {0, 0, 127, 127}, {127, 127, 127, 127},
+      {127, 1, -127, -1}, {127, 2, -127, -2},     {-128, 0, 0, 0},  {-128, -1, 0, 0},
+      {-128, -128, 0, 0}, {-128, 127, -128, 127}, {96, 0, 96, 0},   {-32, -32, -32, -33}};
+  for (const std::size_t groups : {1u, 2u, 3u, 8u, 9u, 24u}) {
+    const Shape shape = {fours.size(), groups * kGemmDepthPerGroup, 33};
+    for (std::size_t place = 0; place < groups * kGemmDepthPerGroup; ++place) {
+      std::vector<std::int8_t> left(shape.rows * shape.depth), right(shape.depth * shape.columns);
+      for (std::size_t m = 0; m < shape.rows; ++m) {
+        // From `place` on: k, k + 1, k + 4, k + 5 where all are there.
+        for (std::size_t i = 0; i < 4; ++i) {
+          const std::size_t k = place / 2 * 2 + i % 2 + i / 2 * kGemmDepthPerGroup;
+          if (k < shape.depth)
+            left[m * shape.depth + k] = static_cast<std::int8_t>(fours[m][(i + place) % 4]);
+        }
+      }
+      for (std::size_t i = 0; i < right.size(); ++i) right[i] = i % shape.columns % 2 == 0 ? 127 : -128;
+      check_problem(function, Problem(shape, std::move(left), std::move(right)), false, false);
+    }
+  }
+}
+
+// What fits and the excess make up the row again; each is within the bounds that parted.h gives.
+[[maybe_unused]] void test_parts() {
+  for (const std::size_t groups : {1u, 2u, 7u, 8u, 9u, 16u, 144u, 145u}) {
+    for (const int spread : {1, 2, 4, 16}) {
+      const std::size_t depth = groups * kGemmDepthPerGroup, rows = 40;
+      GuardedBuffer<std::int8_t> values(rows * depth), parted(rows * parted_row_bytes(groups));
+      const std::vector<std::int8_t> drawn = Random(12).int8s(values.size());
+      for (std::size_t i = 0; i < drawn.size(); ++i) {
+        values[i] = static_cast<std::int8_t>(i % 29 == 0 ? drawn[i] : drawn[i] / spread);
+      }
+      CHUNKRT_ON_X86(part_rows_avx2(values.data(), groups, 0, rows, parted.data());)
+      for (std::size_t m = 0; m < rows; ++m) {
+        const std::int8_t* const row = parted.data() + m * parted_row_bytes(groups);
+        const std::int8_t* const fits = row + kPartedHeaderBytes;
+        const std::string what = std::to_string(groups) + " groups, row " + std::to_string(m);
+        std::int32_t num_excess;
+        std::memcpy(&num_excess, row, sizeof(num_excess));
+        check(num_excess != kNotParted || spread < 16, what + " is not parted");
+        if (num_excess == kNotParted) continue;
+        std::vector<int> sum(fits, fits + parted_values_bytes(groups));
+        for (std::size_t k = 0; k < sum.size(); k += 8) {
+          for (const std::size_t first : {k, k + 2}) {
+            int above = 0, below = 0;
+            for (const std::size_t each : {first, first + 1, first + 4, first + 5}) {
+              (sum[each] > 0 ? above : below) += sum[each];
+            }
+            check(above <= 128 && below >= -128, what + ": a four does not fit");
+          }
+        }
+        for (std::int32_t i = 0; i < num_excess; ++i) {
+          GemmExcess excess;
+          std::memcpy(&excess,
+                      fits + parted_values_bytes(groups) + static_cast<std::size_t>(i) * sizeof(excess),
+                      sizeof(excess));
+          std::int8_t quad[kGemmDepthPerGroup];
+          std::memcpy(quad, &excess.quad, sizeof(quad));
+          for (const std::size_t k : {0u, 2u}) {
+            check(std::abs(quad[k] + quad[k + 1]) <= 128, what + ": an excess does not fit");
+          }
+          for (std::size_t k = 0; k < kGemmDepthPerGroup; ++k) {
+            sum.at(static_cast<std::size_t>(excess.group) * kGemmDepthPerGroup + k) += quad[k];
+          }
+        }
+        for (std::size_t k = 0; k < sum.size(); ++k) {
+          check(sum[k] == (k < depth ? values[m * depth + k] : 0), what + ", k = " + std::to_string(k));
+        }
+      }
+    }
+  }
+}
+
 void test_largest_depth(GemmFunction* function) {
   const Shape shape = {2, kGemmMaxDepth, 17};
   for (const auto& [left, right] : {std::pair{-128, -128}, std::pair{-128, 127}, std::pair{127, 127}}) {
@@ -242,11 +365,7 @@ void test_splits(GemmFunction* function) {
     for (const std::size_t rows_at_once : {33u, 10u}) {
       const GuardedBuffer<float> out(std::vector<float>(kGuards + rows * columns, kCanary));
       for (std::size_t row = 0; row < rows; row += rows_at_once) {
-        GemmArgs args = problem.args(out.data() + kGuards + row * columns, true, true);
-        args.left += row * problem.groups * kGemmDepthPerGroup;
-        args.left_scales += row;
-        args.left_sums += row;
-        args.residual += row * args.residual_stride;
+        GemmArgs args = rows_from(problem.args(out.data() + kGuards + row * columns, true, true), row);
         args.rows = std::min(rows_at_once, rows - row);
         function(args, begin, end);
       }
@@ -267,10 +386,7 @@ void test_rows_alone(GemmFunction* function) {
   const std::vector<float> expected = problem.expected(true, false);
   std::vector<float> out(expected.size());
   for (std::size_t row = 0; row < problem.shape.rows; ++row) {
-    GemmArgs args = problem.args(out.data() + row * problem.shape.columns, true, false);
-    args.left += row * problem.groups * kGemmDepthPerGroup;
-    args.left_scales += row;
-    args.left_sums += row;
+    GemmArgs args = rows_from(problem.args(out.data() + row * problem.shape.columns, true, false), row);
     args.rows = 1;
     function(args, 0, problem.blocks);
   }
@@ -294,9 +410,11 @@ void test_gemm(Suite& suite) {
   run("ends of int8", test_extremes);
   run("ends of int8 mixed", test_mixed_extremes);
   run("few large neighbours", test_rare_extremes);
+  run("edges of fours", test_edges_of_fours);
   run("the largest depth", test_largest_depth);
   run("any split, and nothing beside it", test_splits);
   run("rows alone", test_rows_alone);
+  CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) suite.run("gemm's rows parted with AVX2", test_parts);)
 }
 
 }  // namespace chunkrt::testing

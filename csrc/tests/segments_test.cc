@@ -39,7 +39,7 @@ ValueId packed(ProgramBuilder& builder, std::vector<std::size_t> shape, std::uin
 // memory for the rows in work alone.
 ValueId marked(ProgramBuilder& builder, ValueId input, ValueId position) {
   const ValueId out = builder.float_rows(Symbol::T, kWidth);
-  builder.add_row_step(Symbol::T, {input, position, out},
+  builder.add_row_step(Symbol::T, "marked", {input, position, out},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          const auto first = static_cast<float>(*frame.get<const std::int64_t>(position));
                          for (std::size_t i = begin * kWidth; i < end * kWidth; ++i) {
@@ -408,11 +408,14 @@ void test_builder() {
        {Shape{fixed(8)}, Shape{fixed(8), kRows}, Shape{{Symbol::R}, fixed(8)}, Shape{kRows, kRows}}) {
     const ValueId value = builder.temporary(Dtype::float32, shape);
     check_refused<std::invalid_argument>(
-        [&] { builder.add_loop(one, 1, {position, value}, nothing); },
+        [&] { builder.add_loop(one, 1, "nothing", {position, value}, nothing); },
         "a segment at a time has no rows of " + describe(Dtype::float32, shape));
   }
-  check_refused<std::invalid_argument>([&] { builder.add_row_step(Symbol::R, {position}, nothing); },
-                                       "segments have rows T of their own, not R");
+  check_refused<std::invalid_argument>(
+      [&] { builder.add_row_step(Symbol::R, "nothing", {position}, nothing); },
+      "segments have rows T of their own, not R");
+  check_refused<std::invalid_argument>([&] { builder.add_row_step(Symbol::T, "", {position}, nothing); },
+                                       "a step has a name");
 }
 
 }  // namespace

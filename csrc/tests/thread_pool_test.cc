@@ -48,6 +48,25 @@ void test_loops() {
   }
 }
 
+// A loop of one piece is the caller's: another thread would have to be told of it, and fetch what it works
+// on.
+void test_one_piece() {
+  const std::thread::id caller = std::this_thread::get_id();
+  for (const std::size_t budget : kBudgets) {
+    ThreadPool pool(budget);
+    ThreadPool::Team team(pool);
+    for (const std::size_t count : {1u, 2u, 9u}) {
+      std::size_t num_calls = 0;
+      team.parallel_for(count, 9, [&](std::size_t begin, std::size_t end, std::size_t member) {
+        check(std::this_thread::get_id() == caller, "another thread took the only piece");
+        check(begin == 0 && end == count && member == 0, "the only piece is not the whole loop");
+        ++num_calls;
+      });
+      check(num_calls == 1, "the only piece ran not once");
+    }
+  }
+}
+
 // A loop of few pieces, then one of many: helpers that are late for one come upon the next.
 void test_loops_in_a_row() {
   constexpr std::size_t kNumRounds = 20000, kCount = 24;
@@ -147,6 +166,7 @@ void test_failure() {
 
 void test_thread_pool(Suite& suite) {
   suite.run("thread pool: loops and what they hand on", test_loops);
+  suite.run("thread pool: one piece", test_one_piece);
   suite.run("thread pool: loops in a row", test_loops_in_a_row);
   suite.run("thread pool: callers together", test_callers_together);
   suite.run("thread pool: the budget is used", test_budget_is_used);

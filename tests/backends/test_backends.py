@@ -561,9 +561,14 @@ def test_what_an_executable_may_be_conforms(backend):
     check_backend(backend)
 
 
-@pytest.mark.parametrize("backend", CONFORM, ids=lambda backend: type(backend).__name__)
-def test_under_few_schemes_it_conforms_too(few_schemes, backend):
-    check_backend(backend)
+class PacksAndKeeps(RunsSegments, KeepsTheState):
+    """Segment by segment, and with a state of its own."""
+
+
+@pytest.mark.parametrize("wrapper", [PacksAndKeeps, FixedLength])
+def test_under_few_schemes_it_conforms_too(few_schemes, wrapper):
+    name, concurrency = ("npu", 1) if wrapper is FixedLength else ("odd", None)
+    check_backend(type(wrapper.__name__, (OddBackend,), {"wrapper": wrapper, "name": name, "concurrency": concurrency})())
 
 
 class StaticOnly(OddBackend):

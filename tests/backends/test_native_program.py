@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter_ns
 
 import numpy as np
 import pytest
 
-from chunkrt._native import Program, ProgramBuilder, ThreadPool
+from chunkrt._native import Program, ProgramBuilder, StepTimes, ThreadPool
 from chunkrt.engine_directory.packing import pack
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 40, 56, 4, 2, 8, 64
@@ -16,10 +17,10 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 MAX_ROWS = 33
 
 
-def decoder_layer(threads: int) -> Program:
+def decoder_layer(threads: int, times: StepTimes | None = None) -> Program:
     """Every operator once or more: a small decoder with random weights, always the same."""
     rng = np.random.default_rng(0)
-    builder = ProgramBuilder(ThreadPool(threads), MAX_ROWS)
+    builder = ProgramBuilder(ThreadPool(threads), MAX_ROWS, times)
 
     def constant(*shape: int) -> int:
         return builder.constant(rng.standard_normal(shape, np.float32))
@@ -115,6 +116,68 @@ def test_row_wise_operators_share_a_loop() -> None:
     value = builder.input("x", "float32", ["T", 16])
     builder.output("y", builder.mul(builder.sigmoid(value), builder.add(value, value)))
     assert builder.build().num_loops == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_times_of_steps_add_up_to_the_runs_and_change_no_bit(threads: int) -> None:
+    times = StepTimes()
+    timed = decoder_layer(threads, times)
+    assert times.take() == (0, {})
+    start = perf_counter_ns()
+    found = run(timed, 33)
+    wall = perf_counter_ns() - start
+    callers, steps = times.take()
+    assert 0 < callers <= wall
+    assert callers <= sum(steps.values()) <= threads * wall
+    assert threads > 1 or callers == sum(steps.values())
+    named = {name for loop in timed.step_names for name in loop}
+    assert steps.keys() <= {*named, "between_steps", "add_outliers"}
+    assert {"linear", "add_outliers", "attention", "rms_norm", "quantize", "silu_mul"} <= steps.keys()
+    assert found.tobytes() == run(decoder_layer(threads), 33).tobytes()
+
+
+def test_steps_go_by_the_names_of_what_they_do() -> None:
+    builder = ProgramBuilder(ThreadPool(1), 4)
+
+    def floats(*shape: int) -> int:
+        return builder.constant(np.ones(shape, np.float32))
+
+    def bytes_of(kind: type[np.generic], *shape: int) -> int:
+        return builder.constant(np.zeros(shape, kind))
+
+    x = builder.input("x", "float32", ["T", 32])
+    weight = bytes_of(np.int8, 2, 8, 16, 4)
+    blocks = bytes_of(np.uint8, 2, 1, 4, 16, 4), bytes_of(np.float16, 2, 1, 2, 16)
+    convolution = floats(32, 1, 3), None, builder.state("taps", [32, 2])
+    experts = [bytes_of(np.int8, 3, 4, 8, 16, 4), floats(3, 64), bytes_of(np.int8, 3, 2, 8, 16, 4), floats(3, 32)]
+    wide = builder.float_linear(x, floats(32, 96))
+    made = [
+        *(getattr(builder, name)(x) for name in ("sigmoid", "gelu", "softplus", "tanh", "silu_mul", "gelu_mul")),
+        builder.head_norm(x, floats(2, 8), 1e-5),
+        builder.round_to_grid(x, floats(1), 7),
+        builder.block_linear(x, *blocks, 32),
+        builder.linear(x, weight, floats(32), input_step=1.0, num_digits=2),
+        builder.shadow_linear(x, weight, floats(32), 1.0, builder.constant(np.zeros(1, np.int32))),
+        builder.short_conv(wide, *convolution),
+        builder.routed_experts(x, builder.columns(x, 0, 3), *experts, top_k=2, norm_topk_prob=True),
+    ]
+    for place, value in enumerate(made):
+        builder.output(str(place), value)
+    names = [name for loop in builder.build().step_names for name in loop]
+    unique = [name for name in dict.fromkeys(names) if name != "arrange_rows"]  # only some processors' kernels need it
+    assert unique == [
+        *("float_linear", "sigmoid", "gelu", "softplus", "tanh", "silu_mul", "gelu_mul", "head_norm", "round_to_grid"),
+        *("take_outliers", "quantize", "sum_blocks", "block_linear", "linear", "mul", "find_outliers", "shadow_linear"),
+        *("causal_convolution", "columns", "route", "routed_experts", "add_experts"),
+    ]
+
+
+def test_a_run_that_fails_has_no_times() -> None:
+    times = StepTimes()
+    program = decoder_layer(1, times)
+    with pytest.raises(IndexError):
+        run(program, 33, position=CONTEXT)
+    assert times.take() == (0, {})
 
 
 @pytest.mark.parametrize(("rows", "width"), [(2**61, 8), (2**44, 8), (2**64 - 1, 1), (1, 2**62)])

@@ -301,6 +301,12 @@ def tokens_of(num_tokens, seed=0):
     return np.random.default_rng(seed).integers(0, VOCABULARY, num_tokens)
 
 
+FEW_OR_MANY = pytest.mark.parametrize(
+    ("num_tokens", "num_decoded"), [(80, 2), pytest.param(100, 4, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+)
+"""Of a prompt, and single ones after it."""
+
+
 def tell(engine, num_tokens=80, num_decoded=2):
     """Logits of a prompt, longer than most windows, and of some single tokens after it."""
     session, tokens = engine.session(), tokens_of(num_tokens + num_decoded)
@@ -313,9 +319,9 @@ def with_attention_on_the_cpu(load):
     """A function of a checkpoint's name: what `tell` gives where attention stays on the CPU."""
 
     @functools.cache
-    def told(name):
+    def told(name, *numbers):
         with load(name) as engine:
-            return tell(engine)
+            return tell(engine, *numbers)
 
     return told
 
@@ -324,7 +330,8 @@ def num_on_npu(executor):
     return sum(subgraph.device == "npu" for subgraph in executor.plan.subgraphs)
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=9, num_tokens=[80])
+@FEW_OR_MANY
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     "how",
@@ -335,11 +342,11 @@ def num_on_npu(executor):
         {"npu_window": 48, "npu_graph": "layers=1", "decode_on": "npu"},
     ],
 )
-def test_every_family_attends_on_the_npu(load, with_attention_on_the_cpu, name, how):
+def test_every_family_attends_on_the_npu(load, with_attention_on_the_cpu, name, how, num_tokens, num_decoded):
     with load(name, attention="npu", **how) as engine:
-        found = tell(engine)
+        found = tell(engine, num_tokens, num_decoded)
         np.testing.assert_array_equal(tell(engine, 33, 0), found[:33])
-    assert relative_error(found, with_attention_on_the_cpu(name)) < LOGIT_TOLERANCE
+    assert relative_error(found, with_attention_on_the_cpu(name, num_tokens, num_decoded)) < LOGIT_TOLERANCE
 
 
 def test_a_whole_decoder_is_one_graph(load):
@@ -355,22 +362,30 @@ def test_a_whole_decoder_is_one_graph(load):
         assert num_on_npu(engine._conductor.lanes.prompts) == num_layers > 1
 
 
-def test_where_a_prompt_is_parted_changes_no_bit(load):
+@pytest.mark.parametrize(
+    ("num_tokens", "window"), [(60, 32), pytest.param(100, 48, marks=pytest.mark.exhaustive)], ids=["short", "long"]
+)
+def test_where_a_prompt_is_parted_changes_no_bit(load, num_tokens, window):
     """At borders of chunks, whatever lies between: nothing, or a window's end."""
-    with load("llama_gqa", attention="npu", npu_window=32) as engine:
-        tokens = tokens_of(60)
+    with load("llama_gqa", attention="npu", npu_window=window) as engine:
+        tokens = tokens_of(num_tokens)
         whole = engine.session().prefill(tokens, logits="all").logits
-        for border in (16, 32, 48):
+        for border in (16, window, window + 16):
             session = engine.session()
             first, rest = (session.prefill(part, logits="all").logits for part in np.split(tokens, [border]))
             np.testing.assert_array_equal(np.concatenate([first, rest]), whole)
 
 
-def test_a_hit_of_the_prefix_cache_gives_the_bits_of_a_prefill_from_nothing(load):
-    options = {"attention": "npu", "npu_window": 32}
-    tokens = tokens_of(60)
+@pytest.mark.parametrize(
+    ("window", "lengths"),
+    [(32, (15, 33, 59)), pytest.param(48, (15, 33, 50, 90, 99), marks=pytest.mark.exhaustive)],
+    ids=["short", "long"],
+)
+def test_a_hit_of_the_prefix_cache_gives_the_bits_of_a_prefill_from_nothing(load, window, lengths):
+    options = {"attention": "npu", "npu_window": window}
+    tokens = tokens_of(max(lengths) + 1)
     with load("llama_gqa", **options) as engine:
-        expected = {n: engine.session().prefill(np.append(tokens[:n], 7)).logits for n in (15, 33, 59)}
+        expected = {n: engine.session().prefill(np.append(tokens[:n], 7)).logits for n in lengths}
     with load("llama_gqa", **options, prefix_cache="memory") as engine:
         engine.session().prefill(tokens)
         for length, logits in expected.items():
@@ -425,7 +440,6 @@ def test_the_cpu_takes_over_with_the_same_state(load, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("name", "how", "num_seeds"),
     [
-        ("llama_gqa", {"npu_window": "32,64", "decode_on": "npu"}, 1),
         ("mistral_window_5", {"npu_window": 64}, 1),
         *(
             pytest.param(*case, 3, marks=pytest.mark.exhaustive)

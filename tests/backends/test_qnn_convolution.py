@@ -182,16 +182,17 @@ def graphs(executor):
     ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_biased"])
 @pytest.mark.parametrize(
     "how",
     [
         ON_NPU,
-        ON_NPU | {"decode_on": "npu"},
         ON_NPU | {"cache_dtype": "int8"},
+        ON_NPU | {"decode_on": "npu"},
         {"placement": {"model.layers.0.conv": "npu"}, "npu_strict": True},
-        {"attention": "npu", "npu_window": 32},
         {"attention": "npu", "npu_window": "32,64,4096", "weights": "npu-only"},
+        {"attention": "npu", "npu_window": 32},
         {"attention": "npu", "npu_window": 48, "npu_graph": "layers=1", "decode_on": "npu"},
     ],
 )
@@ -298,14 +299,16 @@ def test_the_cpu_takes_over_from_the_chunk_that_failed(load, monkeypatch, caplog
     assert relative_error(found, expected) < LOGIT_TOLERANCE
 
 
+@pytest.mark.sampled(every=2, num_seeds=[1])
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "how", [ON_NPU, ON_NPU | {"decode_on": "npu"}, {"attention": "npu", "npu_window": "32,64", "decode_on": "npu"}]
 )
-def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, how):
+def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, how, num_seeds):
     from interleavings import check_interleaving
 
     with load(**how) as engine:
-        for seed in range(2):
+        for seed in range(num_seeds):
             check_interleaving(engine, seed, tokens_of(128), most=4, longest=50)
 
 

@@ -103,11 +103,12 @@ def engine(model):
         yield engine
 
 
-def test_graphs_are_compiled_once_whatever_the_prompts(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("most_tokens", [65, pytest.param(512, marks=pytest.mark.exhaustive)])
+def test_graphs_are_compiled_once_whatever_the_prompts(model, tmp_path, monkeypatch, most_tokens):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     with load(model) as first:
         assert len(first.plan.static_subgraphs) == NUM_GRAPHS
-        for num_tokens in (1, 33, 65):
+        for num_tokens in (1, 33, most_tokens):
             session = first.session()
             session.prefill(prompt(num_tokens))
             assert session.position == num_tokens

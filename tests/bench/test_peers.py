@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from bench_modules import BENCH, peers
 from click.testing import CliRunner
@@ -66,12 +67,29 @@ def test_who_fails_is_named_and_not_asked_again_in_that_test():
     assert sum(name == "theirs" and len(tokens) == 8 for name, _, tokens in asked) == 1
 
 
-@pytest.mark.parametrize("text", ["pp512", "tg64", "pp1"])
+def test_what_is_left_beside_busy_processes_is_told_by_test_and_none_outlives_its_sample():
+    """A contender counts the processes that are there while it is asked."""
+    seen = []
+
+    class Counting(Fake):
+        def ask(self, do, tokens):
+            seen.append(len(psutil.Process().children()))
+            return super().ask(do, tokens)
+
+    before = len(psutil.Process().children())
+    contenders = {"ours": Counting("ours", [], [1.0, 1.0, 1.0, 2.0, 1.0, 4.0])}
+    results, _ = measured(contenders, ["pp8", "pp8+2"])
+    assert [number - before for number in seen] == [0, 2] * 3
+    assert len(psutil.Process().children()) == before
+    assert results.shares("ours") == {"pp8+2": [0.5, 0.25]}
+
+
+@pytest.mark.parametrize("text", ["pp512", "tg64", "pp1", "pp512+2", "tg32+1"])
 def test_names_of_tests(text):
     assert str(peers("rounds").Test.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "pp", "pp0", "pp-4", "xx5", "pp1.5", "pp²"])
+@pytest.mark.parametrize("text", ["", "pp", "pp0", "pp-4", "xx5", "pp1.5", "pp²", "pp8+", "pp8+x"])
 def test_names_that_are_no_tests(text):
     with pytest.raises(ValueError, match="expected pp or tg and a number"):
         peers("rounds").Test.parse(text)

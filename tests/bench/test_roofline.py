@@ -19,9 +19,10 @@ from chunkrt.simulate.work import cut
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from roofline_machine import PEAK_ASKS, READ_PIECE_BYTES, Machine
+from roofline_parts import IDLE, PYTHON, Parts, Timed, draw_parts, part_rows
 from roofline_prefill import start_command
-from roofline_tables import markdown
-from roofline_work import Bounds, Peaks, Spread, Work, attainable, work_of
+from roofline_tables import markdown, parts_markdown
+from roofline_work import Bounds, Peaks, Spread, Work, attainable, step_bounds, work_of
 
 ONE_DIGIT, TWO_DIGITS = SCHEMES["w8a8-dynamic"], SCHEMES["w8a16"]
 QKV, O_PROJ, GATE_UP, DOWN, HEAD = 64 * 128, 64 * 64, 64 * 192, 96 * 64, 64 * 100
@@ -97,6 +98,54 @@ def test_the_nearer_bound_is_the_longer() -> None:
 def test_the_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
     assert attainable(100, 10, work=64, num_bytes=8) == 80
     assert attainable(100, 10, work=128, num_bytes=8) == 100
+
+
+def test_steps_have_bounds_of_their_own_work(plan: Plan) -> None:
+    chunks, tasks = cut(70, 32), tasks_of(plan, 3)
+    work = work_of(plan, ONE_DIGIT, chunks, tasks)
+    peaks = Peaks(integer_macs=work.digit_macs / 3, float_macs=work.attention_macs / 5, memory_bytes=1e15)
+    assert step_bounds(plan, ONE_DIGIT, chunks, tasks, peaks) == {"linear": 3, "block_linear": 0, "attention": 5}
+    from_memory = Peaks(integer_macs=1e15, float_macs=1e15, memory_bytes=work.weight_bytes / 7)
+    assert step_bounds(plan, ONE_DIGIT, chunks, tasks, from_memory)["linear"] == 7
+    in_blocks = step_bounds(plan, SCHEMES["w4a8-dynamic"], chunks, tasks, peaks)
+    assert in_blocks["linear"] + in_blocks["block_linear"] == pytest.approx(3)
+
+
+def test_parts_are_each_threads_share_of_all_the_time() -> None:
+    timed = Timed([], wall_s=10, tasks_s=9, callers_s=8, steps_s={"linear": 7, "attention": 4, "between_steps": 1})
+    alone = Timed([], wall_s=10, tasks_s=9, callers_s=8, steps_s={"linear": 7, "between_steps": 1})
+    assert alone.parts(1) == {"linear": 7, "between_steps": 1, PYTHON: 1, IDLE: 1}
+    assert timed.parts(2) == {"linear": 3.5, "attention": 2, "between_steps": 0.5, PYTHON: 0.5, IDLE: 3.5}
+
+
+def test_rows_of_parts_are_medians_and_their_shares() -> None:
+    samples = [{"a": 1.0, IDLE: 9.0, "b": 3.0}, {"a": 2.0, IDLE: 4.0, "b": 4.0}, {"a": 1.0, IDLE: 5.0, "b": 4.0}]
+    rows = part_rows(samples)
+    assert [(row["part"], row["seconds"]["median"], row["share"]) for row in rows] == [
+        *(("b", 4.0, 0.4), ("a", 1.0, 0.1), (IDLE, 5.0, 0.5)),
+    ]
+
+
+def test_the_parts_of_real_runs_have_names_and_are_drawn(tmp_path: Path) -> None:
+    with chunkrt.load(checkpoint("llama_gqa"), npu="native", scheme="w8a8-dynamic", threads=1) as engine:
+        parts = Parts(engine, (1, 2))
+        parts.measure(counts=False)
+        assert parts.samples == {}
+        parts.measure(counts=True)
+        peaks = Peaks(integer_macs=1e9, float_macs=1e9, memory_bytes=1e9)
+        bars = []
+        for test, threads in sorted(parts.samples):
+            bounds = parts.bounds(test, peaks)
+            rows = [row | {"bound_s": bounds.get(row["part"])} for row in part_rows(parts.samples[test, threads])]
+            assert {"linear", "attention", "rms_norm", "quantize", "append_cache"} <= {row["part"] for row in rows}
+            assert sum(row["share"] for row in rows) == pytest.approx(1)
+            assert all(row["seconds"]["least"] >= 0 for row in rows if row["part"] not in (PYTHON, IDLE))
+            bars.append({"test": test, "threads": threads, "parts": rows})
+    lines = "\n".join(parts_markdown(bars)).split("\n\n")[1].splitlines()
+    assert {line.count("|") for line in lines} == {1 + 1 + 3 * 4}
+    draw_parts(bars, "a title", tmp_path / "parts.svg")
+    picture = (tmp_path / "parts.svg").read_text()
+    assert picture.startswith("<?xml")
 
 
 def test_a_spread_is_the_median_between_the_extremes() -> None:

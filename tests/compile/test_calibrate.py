@@ -418,9 +418,10 @@ def test_a_header_that_claims_another_size_is_damage_and_not_too_little_memory(p
         Calibration.load(tmp_path / "file.npz")
 
 
-def test_a_file_that_would_inflate_is_refused_before_it_does(planned, tmp_path):
+@pytest.mark.parametrize("num_tokens", [1 << 24, pytest.param(1 << 27, marks=pytest.mark.exhaustive)])
+def test_a_file_that_would_inflate_is_refused_before_it_does(planned, tmp_path, num_tokens):
     made = run(planned, TOKENS[:9])
-    replace(made, token_ids=np.zeros(1 << 24, np.int64)).save(tmp_path / "file.npz")
+    replace(made, token_ids=np.zeros(num_tokens, np.int64)).save(tmp_path / "file.npz")
     assert (tmp_path / "file.npz").stat().st_size < 1 << 21
     tracemalloc.start()
     with pytest.raises(ModelError, match="inflate to more than 16 times"):

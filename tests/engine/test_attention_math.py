@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
@@ -59,7 +61,15 @@ def test_prompts_that_share_chunks_have_the_bits_of_each_alone() -> None:
     prompts = [TOKENS[i : i + 40 + i] for i in range(4)]
     with load(chunk_length=32) as engine:
         alone = [engine.session().prefill(prompt).logits for prompt in prompts]
-        together = [result.logits for result in engine.prefill_many(prompts)]
+
+        async def prefill(prompt: list[int]) -> object:
+            async with await engine.asession() as session:
+                return (await session.aprefill(prompt)).logits
+
+        async def prefill_all() -> list[object]:
+            return await asyncio.gather(*map(prefill, prompts))
+
+        together = asyncio.run(prefill_all())
     for found, expected in zip(together, alone, strict=True):
         np.testing.assert_array_equal(found, expected)
 

@@ -124,8 +124,8 @@ def chunked_and_split(name, num_prompts):
 FEW_OR_MANY = pytest.mark.parametrize("num_prompts", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
 
 
+@pytest.mark.sampled(every=2, num_prompts=[3])
 @FEW_OR_MANY
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", [name for name in EXACT if name in NAMES])
 def test_on_native_chunks_change_no_bit(name, num_prompts):
     for expected, others in chunked_and_split(name, num_prompts):

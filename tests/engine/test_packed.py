@@ -16,6 +16,7 @@ from interleavings import LENGTHS, Faults, check_interleaving, load_for_interlea
 
 import chunkrt
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.session import Session
 from chunkrt.errors import BusyError, ClosedError, ConfigError
 
 NAME = "llama_biased_gguf"
@@ -400,6 +401,29 @@ def test_contexts_that_begin_alike_run_their_beginning_once():
         assert after.cached_tokens - before.cached_tokens == 4 * 48
         assert after.shared_rows - before.shared_rows == 48 + 5 * (8 + 2 + 2)
         assert scores == [cached.session().score(*pair) for pair in pairs]
+
+
+def test_contexts_wait_for_what_they_begin_with_once(monkeypatch):
+    """The second waits for the first; those after it find what all begin with in the prefix cache, and none waits."""
+    shared = input_ids(NAME)[:48]
+    pairs = [([*shared, *range(n, n + 9)], [3, 7]) for n in range(6)]
+    num_open, most_open = [0], [0]
+
+    def counted(method, change):
+        def call(self, *arguments):
+            num_open[0] += change
+            most_open[0] = max(most_open[0], num_open[0])
+            return method(self, *arguments)
+
+        return call
+
+    with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
+        monkeypatch.setattr(Session, "__enter__", counted(Session.__enter__, 1))
+        monkeypatch.setattr(Session, "__exit__", counted(Session.__exit__, -1))
+        assert len(cached.score(pairs[:1] + pairs)) == 7
+        assert num_open == [0]
+        assert most_open[0] >= 5
+        assert cached.stats().cached_tokens == 5 * 48
 
 
 def test_scores_come_as_they_are_ready_each_once(engine):

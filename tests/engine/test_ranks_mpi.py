@@ -166,7 +166,7 @@ def test_last_words_are_one_line_at_most(end, line):
     assert finished.stderr == line
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(name=["lfm2"])
 @needs_mpi
 @pytest.mark.parametrize(
     ("name", "sizes"), [("llama_gqa", (2,)), ("gemma3_window_5", (2,)), ("lfm2", (4,)), ("qwen3_next", (2,))]
@@ -175,37 +175,37 @@ def test_sessions_of_ranks_are_those_of_one(name, sizes, tmp_path):
     expected = alone("sessions", checkpoint(name), tmp_path / "1.npz")
     for size in sizes:
         found = result(launch(size, "sessions", checkpoint(name), tmp_path / f"{size}.npz"))
-        assert found["tokens"] == expected["tokens"]
-        np.testing.assert_allclose(found["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
-        assert sorted(path.name for path in tmp_path.glob(f"{size}.npz*")) == [
-            f"{size}.npz",
-            *(f"{size}.npz.rank{rank}" for rank in range(1, size)),
-        ]
+        check_sessions(found, expected, tmp_path / f"{size}.npz", size)
+
+
+def check_sessions(found, expected, path, size):
+    """Of `sessions`; their state is in a file of each rank."""
+    assert found["tokens"] == expected["tokens"]
+    np.testing.assert_allclose(found["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
+    names = sorted(written.name for written in path.parent.glob(f"{path.name}*"))
+    assert names == [path.name, *(f"{path.name}.rank{rank}" for rank in range(1, size))]
 
 
 @needs_mpi
-def test_a_context_that_shifts_does_on_every_rank():
-    assert result(launch(2, "shifting", LLAMA)) == alone("shifting", LLAMA)
+def test_a_program_may_have_initialised_mpi_and_do_all_of_it(tmp_path):
+    """Sessions; a context that shifts on every rank; two engines at once."""
+    begin = f"from mpi4py import MPI; import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); from rank_program import *"
+    model, path = str(LLAMA), str(tmp_path / "2.npz")
+    finished = launch(
+        2, program=("-c", f"{begin}; sessions({model!r}, {path!r}); shifting({model!r}); at_once({model!r})")
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    of_sessions, *others = map(json.loads, finished.stdout.splitlines())
+    check_sessions(of_sessions, alone("sessions", LLAMA, tmp_path / "1.npz"), tmp_path / "2.npz", 2)
+    assert others == [alone("shifting", LLAMA), alone("at_once", LLAMA)]
 
 
 @needs_mpi
-def test_two_engines_may_run_at_once():
-    assert result(launch(2, "at_once", LLAMA)) == alone("at_once", LLAMA)
-
-
-@needs_mpi
-def test_a_program_may_have_initialised_mpi():
-    program = f"from mpi4py import MPI; import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); import rank_program; "
-    found = result(launch(2, program=("-c", f"{program} rank_program.shifting({str(LLAMA)!r})")))
-    assert found == alone("shifting", LLAMA)
-
-
-@needs_mpi
-def test_the_command_line_answers_as_one_rank_does():
-    arguments = ("-m", "chunkrt", "run", GGUF, "-p", "hello", "-n", "8", "--scheme", "float", "--npu", "reference")
-    one, two = (launch(size, *arguments, program=()) for size in (1, 2))
-    assert (two.returncode, two.stdout) == (0, one.stdout)
-    assert len(two.stderr.splitlines()) == len(one.stderr.splitlines()) == 1
+def test_the_command_line_answers_as_one_rank_does(command):
+    arguments = ("run", GGUF, "-p", "hello", "-n", "8", "--scheme", "float", "--npu", "reference")
+    one, two = command(*arguments), launch(2, "-m", "chunkrt", *arguments, program=())
+    assert (one.status, two.returncode, two.stdout) == (0, 0, one.out)
+    assert len(two.stderr.splitlines()) == len(one.err.splitlines()) == 1
 
 
 @needs_mpi
@@ -288,7 +288,7 @@ def test_a_leader_that_falls_silent_ends_all_with_one_line():
     assert said(finished) == [KILLED]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(size=[2])
 @needs_mpi
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_texts_that_begin_alike_are_told_as_each_alone(name):
         for text in texts:
             if not goes_on:
                 session, before = await engine.asession(), ()
-            before = await session.atell(text, 3, before)
+            before = (await session.atell(text, 3, before)).of_tokens
             told.append(before)
         return told
 
@@ -85,6 +85,47 @@ def test_texts_that_begin_alike_are_told_as_each_alone(name):
         together = asyncio.run(tell(engine, texts, goes_on=True))
         assert [len(told) for told in together] == [len(text) - 1 for text in texts]
         assert together == asyncio.run(tell(engine, texts, goes_on=False))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
+def test_what_is_told_to_have_been_run_before_is_not_run_again(name):
+    """Rings and recurrent state go back further than to where two texts part."""
+
+    async def tell(engine):
+        told, counts, before = [], [engine.stats().shared_rows], ()
+        session = await engine.asession()
+        for text in ([*range(1, 31), 5, 6], [*range(1, 31), 7, 8, 9], [*range(1, 31), 7, 8, 9], [4, 5]):
+            found = await session.atell(text, 2, before)
+            before = found.of_tokens
+            told.append(len(text) - found.num_cached)
+            counts.append(engine.stats().shared_rows)
+        return told, np.diff(counts).tolist()
+
+    with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
+        told, ran = asyncio.run(tell(engine))
+    assert told == ran
+    assert told[0] == 32
+    assert told[-1] == 2
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
+def test_a_context_has_no_logits_however_far_a_state_has_to_go_back(name, monkeypatch):
+    num_rows, make = [], Job.__init__
+
+    def noted(job, *arguments, **options):
+        make(job, *arguments, **options)
+        num_rows.append(len(job.logits))
+
+    context, continuations = [*range(1, 31)], ([*range(5, 29)], [5, *range(8, 29)], [11])  # the first two in pieces
+    with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
+        expected = [engine.session().score(context, continuation) for continuation in continuations]
+        monkeypatch.setattr(scoring, "PIECE_BYTES", 8 * 4 * engine.plan.vocab_size)
+        monkeypatch.setattr(Job, "__init__", noted)
+        with engine.session() as session:
+            scores = [session.score(context, continuation) for continuation in continuations]
+    assert 0 < max(num_rows) < 2 * 8
+    values = [score.log_probability for score in expected]  # whose sums are over other pieces
+    assert [score.log_probability for score in scores] == pytest.approx(values, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
@@ -99,7 +140,7 @@ def test_no_more_logits_are_held_than_a_piece_has(name, monkeypatch):
     async def tell(engine):
         session = await engine.asession()
         before = await session.atell([*range(1, 31), 5, 6], 2)
-        return await session.atell([*range(1, 31), 7, 8, 9], 2, before)
+        return (await session.atell([*range(1, 31), 7, 8, 9], 2, before.of_tokens)).of_tokens
 
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
         expected = asyncio.run(tell(engine))

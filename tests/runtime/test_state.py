@@ -225,12 +225,13 @@ def test_a_header_that_promises_more_than_the_file_holds(tmp_path: Path) -> None
     check_refused(filled(3), path, "'cache.1' has 236 bytes")
 
 
-def test_a_file_that_would_inflate_is_refused_before_it_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_bytes", [1 << 26, pytest.param(1 << 28, marks=pytest.mark.exhaustive)])
+def test_a_file_that_would_inflate_is_refused_before_it_does(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    members["cache.1.npy"] += bytes(1 << 26)
+    members["cache.1.npy"] += bytes(num_bytes)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
             archive.writestr(name, data)

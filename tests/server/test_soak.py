@@ -14,8 +14,9 @@ def soaked(chat_folder, **load):
         return asyncio.run(soak(url, process_id, new_tokens=24, **load))
 
 
-def test_a_third_goes_and_nobody_else_notices(chat_folder):
-    found = soaked(chat_folder, clients=16, seconds=1)
+@pytest.mark.parametrize("seconds", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_a_third_goes_and_nobody_else_notices(chat_folder, seconds):
+    found = soaked(chat_folder, clients=16, seconds=seconds)
     assert found.complaints == []
 
 

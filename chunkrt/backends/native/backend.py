@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from chunkrt._native import Program, ThreadPool
+from chunkrt._native import Program, ProgramBuilder, StepTimes, ThreadPool
 from chunkrt.backends.base import Array, AttentionMath, Executable, SegmentOperands, Support
 from chunkrt.backends.native.cpu import selected_kernels
 from chunkrt.backends.native.fusion import fuse
@@ -26,6 +26,7 @@ class NativeBackend:
         threads: how many threads may compute at once, over all executables of this backend. Results do not
             depend on it.
         attention_math: what attention multiplies in; softmax and sums are float32.
+        times: what the programs add the times of their steps to; without it they are not timed.
 
     Raises:
         ConfigError: `threads` is less than 1, or CHUNKRT_FORCE_ISA names kernels that cannot run here.
@@ -35,12 +36,15 @@ class NativeBackend:
     concurrency: int | None = None
     cache_dtypes: tuple[str, ...] = ("float16", "float32", "int8")
 
-    def __init__(self, threads: int, attention_math: AttentionMath = "float32") -> None:
+    def __init__(
+        self, threads: int, attention_math: AttentionMath = "float32", times: StepTimes | None = None
+    ) -> None:
         if threads < 1:
             raise ConfigError(f"the native backend needs at least 1 thread, got {threads}")
         selected_kernels()  # a forced instruction set that cannot run is an error here, not of some node later
         self._pool = ThreadPool(threads)
-        self._attention_math = attention_math
+        self._attention_math: AttentionMath = attention_math
+        self._times = times
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
         """Yes, if every operator is known and every linear has int8 weights."""
@@ -60,7 +64,8 @@ class NativeBackend:
             PartitionError: see `supports`, or operands of a shape or type that an operator does not take.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
-        lowering = Lowering(self._pool, chunk_length, subgraph, plan, scheme, weights, self._attention_math)
+        builder = ProgramBuilder(self._pool, chunk_length, self._times)
+        lowering = Lowering(builder, subgraph, plan, scheme, weights, self._attention_math)
         for node in fuse(subgraph, plan, scheme):
             try:
                 lowering.lower(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkrt._native import Program, ProgramBuilder, ThreadPool
+from chunkrt._native import Program, ProgramBuilder
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.engine_directory.packing import pack
@@ -31,15 +31,14 @@ class Lowering:
 
     def __init__(
         self,
-        pool: ThreadPool,
-        max_rows: int,
+        builder: ProgramBuilder,
         subgraph: Subgraph,
         plan: Plan,
         scheme: Scheme,
         weights: WeightStore,
         attention_math: AttentionMath = "float32",
     ) -> None:
-        self.builder = ProgramBuilder(pool, max_rows)
+        self.builder = builder
         self.plan = plan
         self.scheme = scheme
         self.weights = weights

@@ -99,12 +99,71 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column
   for (std::size_t m = 0; m < Rows; ++m) store_columns(args, row + m, column, values.of[m], nullptr);
 }
 
+// One row is multiplied by so many blocks of columns at once, which share its broadcasts. Blocks that follow
+// each other in memory are done one after the other, so that they are one stream for the prefetchers.
+constexpr std::size_t kRowBlocks = 3;
+
+// The only row times the columns of `block` and of the blocks that follow it at a distance.
+template <std::size_t Blocks>
+[[gnu::noinline]] void compute_row(const BlockGemmArgs& args, std::size_t block, std::size_t distance) {
+  constexpr std::size_t kValues = Blocks * kTiles;
+  const std::uint8_t* right = args.right + block * args.depth_blocks * kBlockBytes;
+  const std::uint16_t* right_scales = args.right_scales + block * args.depth_blocks * 2 * kBlockColumns;
+  const std::size_t stride = distance * args.depth_blocks * kBlockBytes;
+  const std::size_t scales_stride = distance * args.depth_blocks * 2 * kBlockColumns;
+  const std::int8_t* left = args.left;
+  const __m256i low_half = _mm256_set1_epi8(15);
+
+  __m256 values[kValues];
+#pragma GCC unroll 8
+  for (std::size_t i = 0; i < kValues; ++i) values[i] = _mm256_setzero_ps();
+  for (std::size_t depth = 0; depth < args.depth_blocks; ++depth) {
+    __m256i sums[kValues];  // int16: two of each column
+#pragma GCC unroll 8
+    for (std::size_t i = 0; i < kValues; ++i) sums[i] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+    for (std::size_t group = 0; group < kGroups; ++group, left += kDepthPerGroup, right += kGroupBytes) {
+      const __m256i low_left = broadcast(left), high_left = broadcast(left + 4);
+#pragma GCC unroll 8
+      for (std::size_t i = 0; i < kValues; ++i) {
+        const std::uint8_t* source = right + i / kTiles * stride + i % kTiles * kTileBytesPerGroup;
+        const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+        const __m256i low = _mm256_and_si256(weights, low_half);
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(weights, 4), low_half);
+        sums[i] = _mm256_add_epi16(sums[i], _mm256_add_epi16(_mm256_maddubs_epi16(low, low_left),
+                                                             _mm256_maddubs_epi16(high, high_left)));
+      }
+    }
+    const __m256 left_sum = _mm256_cvtepi32_ps(_mm256_set1_epi32(args.left_sums[depth]));
+#pragma GCC unroll 8
+    for (std::size_t i = 0; i < kValues; ++i) {
+      const std::uint16_t* scales = right_scales + i / kTiles * scales_stride + i % kTiles * kTileColumns;
+      const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[i], _mm256_set1_epi16(1)));
+      values[i] = _mm256_fmadd_ps(sum, widen(scales), values[i]);
+      values[i] = _mm256_fmadd_ps(left_sum, widen(scales + kBlockColumns), values[i]);
+    }
+    right_scales += 2 * kBlockColumns;
+  }
+#pragma GCC unroll 8
+  for (std::size_t i = 0; i < kValues; ++i) {
+    const std::size_t column = (block + i / kTiles * distance) * kBlockColumns + i % kTiles * kTileColumns;
+    store_columns(args, 0, column, values[i], nullptr);
+  }
+}
+
+void compute_blocks_of_row(const BlockGemmArgs& args, std::size_t begin, std::size_t end) {
+  const std::size_t distance = (end - begin) / kRowBlocks;
+  for (std::size_t i = 0; i < distance; ++i) compute_row<kRowBlocks>(args, begin + i, distance);
+  for (begin += distance * kRowBlocks; begin < end; ++begin) compute_row<1>(args, begin, 0);
+}
+
 }  // namespace
 
 void block_gemm_f32_s8row_u4block_avx2(const BlockGemmArgs& args, std::size_t block_begin,
                                        std::size_t block_end) {
   constexpr void (*kComputeTile[])(const BlockGemmArgs&, std::size_t, std::size_t) = {
       compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>};
+  if (args.rows == 1) return compute_blocks_of_row(args, block_begin, block_end);
   const std::size_t end = block_end * kBlockColumns < args.columns ? block_end * kBlockColumns : args.columns;
   for (std::size_t column = block_begin * kBlockColumns; column < end; column += kTileColumns) {
     for (std::size_t row = 0; row < args.rows; row += kTileRows) {

@@ -39,6 +39,8 @@ struct BlockGemmArgs {
   std::size_t depth_blocks;     // K / 32
   std::size_t residual_stride;  // in elements
   std::size_t out_stride;       // in elements
+  // The rows and their blocks' sums as kernels/gemm/arranged.h has them: NEON with i8mm reads these alone.
+  const std::int8_t* arranged = nullptr;
 };
 
 // Computes the columns of blocks [block_begin, block_end) of 16 for all rows; columns past N are not written.

@@ -1,20 +1,24 @@
 // block_gemm with NEON's smmla: 8 k of 2 rows times 8 k of 2 columns into a 2 x 2 square of sums.
 //
 // A register of packed weights holds 8 k of 4 columns, 4 k in the low halves of its bytes and 4 in the high
-// ones: one zip of the halves puts the 8 k of 2 columns together. An odd last row is computed twice.
+// ones: one zip of the halves puts the 8 k of 2 columns together. Rows come in pairs, as arranged.h has them.
 #include <arm_neon.h>
+#include <string.h>
 
 #include "kernels/block_gemm/block_gemm.h"
+#include "kernels/gemm/arranged.h"
 #include "kernels/store_neon.h"
 
 namespace chunkrt {
 namespace {
 
-// A tile holds up to 8 squares, each as integer sums and as floats; so it has fewer columns where it has more
-// rows.
-constexpr std::size_t kTileRowPairs = 4;
+// Each square is integer sums and floats, so that 12 squares fill 24 of the 32 registers: fewer columns where
+// there are more rows.
+constexpr std::size_t kTileRowPairs = 6;
 constexpr std::size_t kGroupDepth = 8;
 constexpr std::size_t kGroupBytes = kGroupDepth * kBlockColumns / 2;
+constexpr std::size_t kPairBytes = 2 * kGroupDepth;
+constexpr std::size_t kPairedBlockBytes = 2 * (kBlockDepth + 2 * sizeof(float));
 
 constexpr std::size_t column_pairs_beside(std::size_t row_pairs) {
   return row_pairs == 1 ? 8 : row_pairs == 2 ? 4 : 2;
@@ -39,50 +43,39 @@ void load_halves_twice(const std::uint16_t* source, float32x4_t* pairs) {
 // The rows of RowPairs pairs from `row` on by 2 * ColumnPairs columns from `first` on of the 16 of `block`.
 template <std::size_t RowPairs, std::size_t ColumnPairs>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block, std::size_t first) {
-  const std::size_t depth = args.depth_blocks * kBlockDepth;
+  const std::size_t pair_bytes = args.depth_blocks * kPairedBlockBytes;
+  const std::int8_t* left = args.arranged + row / 2 * pair_bytes;
   const std::uint8_t* right = args.right + block * args.depth_blocks * kBlockBytes + first * 4;
   const std::uint16_t* scales = args.right_scales + block * args.depth_blocks * 2 * kBlockColumns + first;
-  std::size_t rows[RowPairs][2];
   float32x4_t values[RowPairs][ColumnPairs];
   for (std::size_t m = 0; m < RowPairs; ++m) {
-    rows[m][0] = row + 2 * m;
-    rows[m][1] = row + 2 * m + 1 < args.rows ? row + 2 * m + 1 : row + 2 * m;
     for (std::size_t c = 0; c < ColumnPairs; ++c) values[m][c] = vdupq_n_f32(0.0f);
   }
-  for (std::size_t b = 0; b < args.depth_blocks; ++b) {
+  for (std::size_t b = 0; b < args.depth_blocks; ++b, left += kPairedBlockBytes) {
     int32x4_t sums[RowPairs][ColumnPairs];
     for (std::size_t m = 0; m < RowPairs; ++m) {
       for (std::size_t c = 0; c < ColumnPairs; ++c) sums[m][c] = vdupq_n_s32(0);
     }
-    for (std::size_t k = 0; k < kBlockDepth; k += kGroupDepth) {
-      int8x16_t activations[RowPairs], weights[ColumnPairs];
-      for (std::size_t m = 0; m < RowPairs; ++m) {
-        activations[m] = vcombine_s8(vld1_s8(args.left + rows[m][0] * depth + b * kBlockDepth + k),
-                                     vld1_s8(args.left + rows[m][1] * depth + b * kBlockDepth + k));
-      }
+    for (std::size_t k = 0; k < kBlockDepth; k += kGroupDepth, right += kGroupBytes) {
+      int8x16_t weights[ColumnPairs];
       for (std::size_t c = 0; c < ColumnPairs; c += 2) unpack(right + c * 8, weights + c);
-      for (std::size_t c = 0; c < ColumnPairs; ++c) {
-        for (std::size_t m = 0; m < RowPairs; ++m) {
-          sums[m][c] = vmmlaq_s32(sums[m][c], activations[m], weights[c]);
+      for (std::size_t m = 0; m < RowPairs; ++m) {
+        const int8x16_t activations = vld1q_s8(left + m * pair_bytes + k / kGroupDepth * kPairBytes);
+        for (std::size_t c = 0; c < ColumnPairs; ++c) {
+          sums[m][c] = vmmlaq_s32(sums[m][c], activations, weights[c]);
         }
       }
-      right += kGroupBytes;
-    }
-    float32x4_t left_sums[RowPairs];
-    for (std::size_t m = 0; m < RowPairs; ++m) {
-      left_sums[m] =
-          vcvtq_f32_s32(vcombine_s32(vdup_n_s32(args.left_sums[rows[m][0] * args.depth_blocks + b]),
-                                     vdup_n_s32(args.left_sums[rows[m][1] * args.depth_blocks + b])));
     }
     for (std::size_t c = 0; c < ColumnPairs; c += 2) {
       float32x4_t scale[2], minimum[2];
       load_halves_twice(scales + c * 2, scale);
       load_halves_twice(scales + kBlockColumns + c * 2, minimum);
-      for (std::size_t i = 0; i < 2; ++i) {
-        for (std::size_t m = 0; m < RowPairs; ++m) {
+      for (std::size_t m = 0; m < RowPairs; ++m) {
+        const float32x4_t left_sums = vreinterpretq_f32_s8(vld1q_s8(left + m * pair_bytes + 2 * kBlockDepth));
+        for (std::size_t i = 0; i < 2; ++i) {
           float32x4_t& value = values[m][c + i];
           value = vfmaq_f32(value, vcvtq_f32_s32(sums[m][c + i]), scale[i]);
-          value = vfmaq_f32(value, left_sums[m], minimum[i]);
+          value = vfmaq_f32(value, left_sums, minimum[i]);
         }
       }
     }
@@ -90,12 +83,11 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block,
   }
   for (std::size_t m = 0; m < RowPairs; ++m) {
     for (std::size_t c = 0; c < ColumnPairs; c += 2) {
-      const float32x4_t left = values[m][c], right_values = values[m][c + 1];
-      const std::size_t column = block * kBlockColumns + first + c * 2;
-      store_columns(args, rows[m][0], column, vcombine_f32(vget_low_f32(left), vget_low_f32(right_values)),
-                    nullptr);
-      if (rows[m][1] == rows[m][0]) continue;
-      store_columns(args, rows[m][1], column, vcombine_f32(vget_high_f32(left), vget_high_f32(right_values)),
+      const float32x4_t low = values[m][c], high = values[m][c + 1];
+      const std::size_t column = block * kBlockColumns + first + c * 2, row_of_pair = row + 2 * m;
+      store_columns(args, row_of_pair, column, vcombine_f32(vget_low_f32(low), vget_low_f32(high)), nullptr);
+      if (row_of_pair + 1 == args.rows) continue;
+      store_columns(args, row_of_pair + 1, column, vcombine_f32(vget_high_f32(low), vget_high_f32(high)),
                     nullptr);
     }
   }
@@ -110,7 +102,34 @@ void compute_rows(const BlockGemmArgs& args, std::size_t row, std::size_t block)
   }
 }
 
+// The last rows, RowPairs pairs or fewer.
+template <std::size_t RowPairs>
+void compute_last_rows(const BlockGemmArgs& args, std::size_t row, std::size_t block) {
+  if constexpr (RowPairs > 0) {
+    if ((args.rows - row + 1) / 2 == RowPairs) return compute_rows<RowPairs>(args, row, block);
+    compute_last_rows<RowPairs - 1>(args, row, block);
+  }
+}
+
 }  // namespace
+
+void pair_block_rows_neon_i8mm(const std::int8_t* values, std::size_t groups, std::size_t row_begin,
+                               std::size_t row_end, std::int8_t* arranged) {
+  const std::size_t depth = groups * 4;
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    const std::int8_t* source = values + row * depth;
+    std::int8_t* target = arranged + row / 2 * 2 * paired_block_row_bytes(groups);
+    for (std::size_t b = 0; b < depth / kBlockDepth; ++b, target += kPairedBlockBytes) {
+      std::int32_t sum = 0;
+      for (std::size_t k = 0; k < kBlockDepth; ++k) sum += source[k];
+      for (std::size_t k = 0; k < kBlockDepth; k += kGroupDepth, source += kGroupDepth) {
+        memcpy(target + 2 * k + row % 2 * kGroupDepth, source, kGroupDepth);
+      }
+      const float twice[2] = {static_cast<float>(sum), static_cast<float>(sum)};
+      memcpy(target + 2 * kBlockDepth + row % 2 * sizeof(twice), twice, sizeof(twice));
+    }
+  }
+}
 
 void block_gemm_f32_s8row_u4block_neon_i8mm(const BlockGemmArgs& args, std::size_t block_begin,
                                             std::size_t block_end) {
@@ -119,22 +138,7 @@ void block_gemm_f32_s8row_u4block_neon_i8mm(const BlockGemmArgs& args, std::size
     for (; row + 2 * kTileRowPairs <= args.rows; row += 2 * kTileRowPairs) {
       compute_rows<kTileRowPairs>(args, row, block);
     }
-    switch ((args.rows - row + 1) / 2) {
-      case 1:
-        compute_rows<1>(args, row, block);
-        break;
-      case 2:
-        compute_rows<2>(args, row, block);
-        break;
-      case 3:
-        compute_rows<3>(args, row, block);
-        break;
-      case 4:
-        compute_rows<4>(args, row, block);
-        break;
-      default:
-        break;
-    }
+    compute_last_rows<kTileRowPairs>(args, row, block);
   }
 }
 

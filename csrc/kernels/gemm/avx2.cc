@@ -1,202 +1,305 @@
-// gemm with AVX2: vpmaddubsw multiplies unsigned by signed bytes, and adds neighbours in int16, with
-// saturation.
+// gemm with AVX2: vpmaddubsw multiplies unsigned by signed bytes, and adds neighbours in int16.
 //
 // The weights become the unsigned side (w + 128, a flip of the top bit), so that nothing has to be prepared
 // when they are mapped; starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap
-// modulo 2^32 on the way, which leaves the exact result.
-//
-// Neighbours a and b with |a| + |b| <= 128 saturate with no weights: 255 * 128 = 32640. Of those beyond, what
-// exceeds 64 of each is their excess, 64 or less again, and is multiplied apart. Where a row is an int8 grid
-// on its largest value, 1 pair in 100 is beyond; where very many are, as in the low digits of 16 bits, both
-// sides are widened.
+// modulo 2^32 on the way, which leaves the exact result. Activations are parted, so that nothing saturates;
+// rows that are not are multiplied with both sides widened.
 #include <immintrin.h>
 
 #include <bit>
-#include <cstdlib>
 #include <cstring>
 
+#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/panel_avx2.h"
+#include "kernels/gemm/parted.h"
 #include "kernels/gemm/widened_avx2.h"
 
 namespace chunkrt {
 namespace {
 
-// With 4 rows the sums of a block's 16 columns fill 8 of the 16 registers, and nothing has to be reloaded.
-constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kVectorColumns = 8;
 constexpr std::size_t kVectors = kGemmColumnsPerBlock / kVectorColumns;
 
-constexpr int kLargestPair = 128;
-constexpr int kKept = 64;
+// The sums of 8 rows of 8 columns take half of the 16 registers, and nothing has to be reloaded.
+constexpr std::size_t kTileRows = 8;
+// A few rows, which wait for memory, read lines of weights whole.
+constexpr std::size_t vectors_at_once(std::size_t rows) { return rows <= 3 ? kVectors : 1; }
+
+// Blocks of columns that a single row, which waits for memory alone, is multiplied by at once.
+constexpr std::size_t kRowBlocks = 6;
+
+constexpr int kLargestSum = 128;
+constexpr std::int8_t kKeptOfPair = 64;
 constexpr std::size_t kGroupsPerVector = sizeof(__m256i) / kGemmDepthPerGroup;
 
-// A group with excess takes twice as long and more, widened ones half as long again: of so many pairs one may
-// be large.
-constexpr std::size_t kPairsPerLarge = 16;
-
-struct Sums {
-  __m256i of[kTileRows][kVectors];
+struct PartedRow {
+  std::int32_t num_excess;  // or kNotParted
+  const std::int8_t* values;
+  const GemmExcess* excess;
 };
 
-// What is multiplied apart: a group of a row's chunk.
-struct Excess {
-  std::uint16_t group;
-  std::uint16_t row;  // of the tile
-  std::int32_t quad;
-};
-
-struct Panel {
-  Sums sums[kPanelBlocks];
-  const std::int8_t* rows[kTileRows];           // of a chunk and without excess,
-  std::int8_t without[kTileRows][kChunkDepth];  // which is here if there was any
-  Excess excess[kTileRows * kChunkGroups];
-  std::size_t num_excess;
-};
-
-// A bit for each byte of a pair that is large.
-unsigned large_pairs(__m256i values) {
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(values), _mm256_set1_epi8(1));
-  const __m256i are_large = _mm256_cmpgt_epi16(pairs, _mm256_set1_epi16(kLargestPair));
-  return static_cast<unsigned>(_mm256_movemask_epi8(are_large));
+PartedRow parted_row(const GemmArgs& args, std::size_t row) {
+  const std::int8_t* const begin = args.arranged + row * parted_row_bytes(args.groups);
+  PartedRow out;
+  std::memcpy(&out.num_excess, begin, sizeof(out.num_excess));
+  out.values = begin + kPartedHeaderBytes;
+  out.excess = reinterpret_cast<const GemmExcess*>(out.values + parted_values_bytes(args.groups));
+  return out;
 }
 
 __m256i load(const std::int8_t* values) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
 }
 
-std::size_t count_large_pairs(const std::int8_t* values, std::size_t groups) {
-  std::size_t count = 0;
-  for (; groups >= kGroupsPerVector; groups -= kGroupsPerVector, values += sizeof(__m256i)) {
-    if (const unsigned large = large_pairs(load(values))) count += std::popcount(large) / 2u;
-  }
-  std::int8_t last[sizeof(__m256i)] = {};
-  std::memcpy(last, values, groups * kGemmDepthPerGroup);
-  return count + std::popcount(large_pairs(load(last))) / 2u;
+struct Sides {
+  __m256i above, below;  // int16: the sums of what is above 0, and of the magnitudes of what is below
+};
+
+Sides pairs_of(__m256i values) {
+  const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi8(1);
+  // The magnitude of -128 is 128 as an unsigned byte.
+  const __m256i below = _mm256_and_si256(_mm256_abs_epi8(values), _mm256_cmpgt_epi8(zero, values));
+  return {_mm256_maddubs_epi16(_mm256_max_epi8(values, zero), one), _mm256_maddubs_epi16(below, one)};
 }
 
-// What fits of a value in a large pair; the value becomes the rest.
-std::int8_t take_fitting(std::int8_t& value) {
-  const int fits = value > kKept ? kKept : value < -kKept ? -kKept : value;
-  value = static_cast<std::int8_t>(value - fits);
-  return static_cast<std::int8_t>(fits);
+Sides fours_of(Sides pairs) {
+  constexpr int kOtherGroup = 0b10110001;
+  return {_mm256_add_epi16(pairs.above, _mm256_shuffle_epi32(pairs.above, kOtherGroup)),
+          _mm256_add_epi16(pairs.below, _mm256_shuffle_epi32(pairs.below, kOtherGroup))};
 }
 
-void part_group(std::int8_t* values, std::size_t group, std::size_t row, Panel& panel) {
-  std::int8_t excess[kGemmDepthPerGroup] = {};
-  for (std::size_t k = 0; k < kGemmDepthPerGroup; k += 2) {
-    if (std::abs(values[k]) + std::abs(values[k + 1]) <= kLargestPair) continue;
-    std::memcpy(excess + k, values + k, 2);
-    values[k] = take_fitting(excess[k]);
-    values[k + 1] = take_fitting(excess[k + 1]);
-  }
-  Excess& next = panel.excess[panel.num_excess++];
-  next.group = static_cast<std::uint16_t>(group);
-  next.row = static_cast<std::uint16_t>(row);
-  std::memcpy(&next.quad, excess, sizeof(excess));
+__m256i are_too_large(Sides sums) {
+  return _mm256_cmpgt_epi16(_mm256_max_epi16(sums.above, sums.below), _mm256_set1_epi16(kLargestSum));
 }
 
-// Copies a row's chunk without its excess, which is added to the panel's.
-void part_row(std::size_t groups, std::size_t row, Panel& panel) {
-  std::int8_t* const values = panel.without[row];
-  std::memcpy(values, panel.rows[row], groups * kGemmDepthPerGroup);
-  const std::size_t whole = (groups + kGroupsPerVector - 1) / kGroupsPerVector * kGroupsPerVector;
-  std::memset(values + groups * kGemmDepthPerGroup, 0, (whole - groups) * kGemmDepthPerGroup);
-  for (std::size_t group = 0; group < whole; group += kGroupsPerVector) {
-    unsigned large = large_pairs(load(values + group * kGemmDepthPerGroup));
-    while (large != 0) {
-      const std::size_t each = group + static_cast<std::size_t>(std::countr_zero(large)) / kGemmDepthPerGroup;
-      part_group(values + each * kGemmDepthPerGroup, each, row, panel);
-      large &= ~(0xfu << (each - group) * kGemmDepthPerGroup);
+// What fits of pairs, if they are added to nothing else.
+__m256i fitting_pairs(__m256i values, Sides pairs) {
+  const __m256i kept =
+      _mm256_max_epi8(_mm256_min_epi8(values, _mm256_set1_epi8(kKeptOfPair)), _mm256_set1_epi8(-kKeptOfPair));
+  return _mm256_blendv_epi8(values, kept, are_too_large(pairs));
+}
+
+// What fits of fours: where one is too large, its second pair alone.
+__m256i fitting_fours(__m256i values) {
+  const Sides pairs = pairs_of(values);
+  const __m256i second =
+      _mm256_and_si256(fitting_pairs(values, pairs), _mm256_set1_epi64x(~std::int64_t{0xffffffff}));
+  return _mm256_blendv_epi8(values, second, are_too_large(fours_of(pairs)));
+}
+
+// Appends what is in `rest`, groups from `group` on. Returns how many there are then, or kNotParted.
+std::int32_t append_excess(__m256i rest, std::size_t group, std::size_t most, GemmExcess* excess,
+                           std::int32_t count) {
+  const __m256i zero = _mm256_setzero_si256();
+  while (true) {
+    const __m256i none = _mm256_cmpeq_epi32(rest, zero);
+    auto found = ~static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(none))) & 0xffu;
+    if (found == 0) return count;
+    if (static_cast<std::size_t>(count) + static_cast<std::size_t>(std::popcount(found)) > most) {
+      return kNotParted;
+    }
+    const __m256i now = fitting_pairs(rest, pairs_of(rest));
+    rest = _mm256_sub_epi8(rest, now);
+    std::int32_t quads[kGroupsPerVector];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(quads), now);
+    for (; found != 0; found &= found - 1) {
+      const auto each = static_cast<std::size_t>(std::countr_zero(found));
+      excess[count++] = {static_cast<std::int32_t>(group + each), quads[each]};
     }
   }
-  panel.rows[row] = values;
+}
+
+void part_row(const std::int8_t* input, std::size_t groups, std::int8_t* out) {
+  std::int8_t* const values = out + kPartedHeaderBytes;
+  auto* const excess = reinterpret_cast<GemmExcess*>(values + parted_values_bytes(groups));
+  std::int32_t count = 0;
+  for (std::size_t group = 0; group < groups && count != kNotParted; group += kGroupsPerVector) {
+    const std::size_t bytes = smaller(groups - group, kGroupsPerVector) * kGemmDepthPerGroup;
+    std::int8_t last[sizeof(__m256i)] = {};
+    const std::int8_t* source = input + group * kGemmDepthPerGroup;
+    if (bytes < sizeof(last)) source = static_cast<const std::int8_t*>(std::memcpy(last, source, bytes));
+    const __m256i whole = load(source), fits = fitting_fours(whole);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + group * kGemmDepthPerGroup), fits);
+    count = append_excess(_mm256_sub_epi8(whole, fits), group, most_excess(groups), excess, count);
+  }
+  std::memcpy(out, &count, sizeof(count));
 }
 
 __m256i unsigned_weights(const std::int8_t* right) {
   return _mm256_xor_si256(load(right), _mm256_set1_epi8(-128));
 }
 
-__m256i add_products(__m256i sums, __m256i weights, __m256i activations) {
-  const __m256i pairs = _mm256_maddubs_epi16(weights, activations);
+__m256i quad_at(const std::int8_t* values) {
+  std::int32_t quad;
+  std::memcpy(&quad, values, sizeof(quad));
+  return _mm256_set1_epi32(quad);
+}
+
+__m256i add_pairs(__m256i sums, __m256i pairs) {
   return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
-// Adds the products of `groups` groups to a tile's sums. All loops but the one over k unroll, so that the
-// sums are registers; inlining this into the code around it costs some of them.
-template <std::size_t Rows>
+__m256i add_products(__m256i sums, __m256i weights, __m256i activations) {
+  return add_pairs(sums, _mm256_maddubs_epi16(weights, activations));
+}
+
+// Adds the products of `groups` groups to the sums of Rows rows and Vectors vectors of columns, two groups at
+// a time. All loops but the one over k unroll, so that the sums are registers; inlining this into the code
+// around it costs some of them.
+template <std::size_t Rows, std::size_t Vectors>
 [[gnu::noinline]] void accumulate(const std::int8_t* const* rows, const std::int8_t* right,
-                                  std::size_t groups, Sums& total) {
+                                  std::size_t groups, __m256i (&total)[Rows][Vectors]) {
   const std::int8_t* left[Rows];
-  __m256i sums[Rows][kVectors];
-#pragma GCC unroll 4
+  __m256i sums[Rows][Vectors];
+#pragma GCC unroll 8
   for (std::size_t m = 0; m < Rows; ++m) {
 #pragma GCC unroll 2
-    for (std::size_t v = 0; v < kVectors; ++v) sums[m][v] = total.of[m][v];
+    for (std::size_t v = 0; v < Vectors; ++v) sums[m][v] = total[m][v];
     left[m] = rows[m];
   }
-  for (std::size_t depth = 0; depth < groups * kGemmDepthPerGroup; depth += kGemmDepthPerGroup) {
-    const __m256i first = unsigned_weights(right), second = unsigned_weights(right + sizeof(__m256i));
-    right += kGemmBytesPerGroup;
-#pragma GCC unroll 4
-    for (std::size_t m = 0; m < Rows; ++m) {
-      std::int32_t quad;
-      std::memcpy(&quad, left[m] + depth, sizeof(quad));
-      const __m256i activations = _mm256_set1_epi32(quad);
-      sums[m][0] = add_products(sums[m][0], first, activations);
-      sums[m][1] = add_products(sums[m][1], second, activations);
-    }
-  }
-#pragma GCC unroll 4
-  for (std::size_t m = 0; m < Rows; ++m) {
+  constexpr std::size_t kOf[] = {0, sizeof(__m256i)};
+  const std::size_t depth = groups * kGemmDepthPerGroup;
+  std::size_t k = 0;
+  for (; k + 2 * kGemmDepthPerGroup <= depth; k += 2 * kGemmDepthPerGroup) {
+    __m256i first[Vectors], second[Vectors];
 #pragma GCC unroll 2
-    for (std::size_t v = 0; v < kVectors; ++v) total.of[m][v] = sums[m][v];
-  }
-}
-
-void accumulate_excess(const Panel& panel, const std::int8_t* right, Sums& sums) {
-  for (std::size_t i = 0; i < panel.num_excess; ++i) {
-    const Excess& excess = panel.excess[i];
-    const std::int8_t* const group = right + excess.group * kGemmBytesPerGroup;
-    const __m256i activations = _mm256_set1_epi32(excess.quad);
-    __m256i* const of_row = sums.of[excess.row];
-    of_row[0] = add_products(of_row[0], unsigned_weights(group), activations);
-    of_row[1] = add_products(of_row[1], unsigned_weights(group + sizeof(__m256i)), activations);
-  }
-}
-
-// Computes Rows rows of a panel, unless too many pairs of their first chunk are large: then it returns false.
-template <std::size_t Rows>
-bool compute_panel(const GemmArgs& args, std::size_t row, std::size_t block, std::size_t num_blocks) {
-  Panel panel;
-  for (std::size_t group = 0; group < args.groups; group += kChunkGroups) {
-    const std::size_t num_groups = smaller(kChunkGroups, args.groups - group);
-    std::size_t large[Rows], num_large = 0;
-    for (std::size_t m = 0; m < Rows; ++m) {
-      panel.rows[m] = args.left + ((row + m) * args.groups + group) * kGemmDepthPerGroup;
-      num_large += large[m] = count_large_pairs(panel.rows[m], num_groups);
+    for (std::size_t v = 0; v < Vectors; ++v) {
+      first[v] = unsigned_weights(right + kOf[v]);
+      second[v] = unsigned_weights(right + kGemmBytesPerGroup + kOf[v]);
     }
-    if (group == 0) {
-      if (num_large * kPairsPerLarge > 2 * num_groups * Rows) return false;
-      for (std::size_t m = 0; m < Rows; ++m) {
-        const __m256i offset = _mm256_set1_epi32(-128 * args.left_sums[row + m]);
-        for (Sums& sums : panel.sums) sums.of[m][0] = sums.of[m][1] = offset;
+    right += 2 * kGemmBytesPerGroup;
+#pragma GCC unroll 8
+    for (std::size_t m = 0; m < Rows; ++m) {
+      const __m256i quad = quad_at(left[m] + k), next_quad = quad_at(left[m] + k + kGemmDepthPerGroup);
+#pragma GCC unroll 2
+      for (std::size_t v = 0; v < Vectors; ++v) {
+        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(first[v], quad),
+                                               _mm256_maddubs_epi16(second[v], next_quad));
+        sums[m][v] = add_pairs(sums[m][v], pairs);
       }
     }
-    panel.num_excess = 0;
+  }
+  if (k < depth) {
+#pragma GCC unroll 8
     for (std::size_t m = 0; m < Rows; ++m) {
-      if (large[m] > 0) part_row(num_groups, m, panel);
-    }
-    for (std::size_t b = 0; b < num_blocks; ++b) {
-      const std::int8_t* const right = args.right + ((block + b) * args.groups + group) * kGemmBytesPerGroup;
-      accumulate<Rows>(panel.rows, right, num_groups, panel.sums[b]);
-      accumulate_excess(panel, right, panel.sums[b]);
+#pragma GCC unroll 2
+      for (std::size_t v = 0; v < Vectors; ++v) {
+        sums[m][v] = add_products(sums[m][v], unsigned_weights(right + kOf[v]), quad_at(left[m] + k));
+      }
     }
   }
-  for (std::size_t b = 0; b < num_blocks; ++b) {
-    for (std::size_t m = 0; m < Rows; ++m) {
+#pragma GCC unroll 8
+  for (std::size_t m = 0; m < Rows; ++m) {
+#pragma GCC unroll 2
+    for (std::size_t v = 0; v < Vectors; ++v) total[m][v] = sums[m][v];
+  }
+}
+
+// Adds a row's excess to its sums.
+template <std::size_t Vectors>
+void accumulate_excess(const PartedRow& row, const std::int8_t* right, __m256i (&sums)[Vectors]) {
+  for (std::int32_t i = 0; i < row.num_excess; ++i) {
+    const std::int8_t* group = right + static_cast<std::size_t>(row.excess[i].group) * kGemmBytesPerGroup;
+    const __m256i activations = _mm256_set1_epi32(row.excess[i].quad);
+    for (std::size_t v = 0; v < Vectors; ++v, group += sizeof(__m256i)) {
+      sums[v] = add_products(sums[v], unsigned_weights(group), activations);
+    }
+  }
+}
+
+// As accumulate, of one row and blocks that are `stride` bytes apart. Weights that are used once are waited
+// for, and blocks that are read side by side are as many streams for the prefetchers.
+template <std::size_t Blocks>
+[[gnu::noinline]] void accumulate_row(const std::int8_t* left, const std::int8_t* right, std::size_t stride,
+                                      std::size_t groups, __m256i (&total)[Blocks][kVectors]) {
+  __m256i sums[Blocks][kVectors];
+#pragma GCC unroll 6
+  for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
+    for (std::size_t v = 0; v < kVectors; ++v) sums[b][v] = total[b][v];
+  }
+  for (; groups >= 2; groups -= 2) {
+    const __m256i quad = quad_at(left), next_quad = quad_at(left + kGemmDepthPerGroup);
+#pragma GCC unroll 6
+    for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
       for (std::size_t v = 0; v < kVectors; ++v) {
-        store_columns(args, row + m, (block + b) * kGemmColumnsPerBlock + v * kVectorColumns,
-                      _mm256_cvtepi32_ps(panel.sums[b].of[m][v]), args.right_scales);
+        const std::int8_t* const first = right + b * stride + v * sizeof(__m256i);
+        const __m256i pairs =
+            _mm256_add_epi16(_mm256_maddubs_epi16(unsigned_weights(first), quad),
+                             _mm256_maddubs_epi16(unsigned_weights(first + kGemmBytesPerGroup), next_quad));
+        sums[b][v] = add_pairs(sums[b][v], pairs);
+      }
+    }
+    left += 2 * kGemmDepthPerGroup;
+    right += 2 * kGemmBytesPerGroup;
+  }
+  if (groups > 0) {
+#pragma GCC unroll 6
+    for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
+      for (std::size_t v = 0; v < kVectors; ++v) {
+        const std::int8_t* const last = right + b * stride + v * sizeof(__m256i);
+        sums[b][v] = add_products(sums[b][v], unsigned_weights(last), quad_at(left));
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (std::size_t b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 2
+    for (std::size_t v = 0; v < kVectors; ++v) total[b][v] = sums[b][v];
+  }
+}
+
+// Computes one parted row of Blocks blocks.
+template <std::size_t Blocks>
+void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, std::size_t block) {
+  const std::size_t stride = args.groups * kGemmBytesPerGroup;
+  const std::int8_t* const right = args.right + block * stride;
+  const __m256i offset = _mm256_set1_epi32(-128 * args.left_sums[row]);
+  __m256i sums[Blocks][kVectors];
+  for (std::size_t b = 0; b < Blocks; ++b) {
+    for (__m256i& of : sums[b]) of = offset;
+  }
+  accumulate_row(parts.values, right, stride, args.groups, sums);
+  for (std::size_t b = 0; b < Blocks; ++b) {
+    accumulate_excess(parts, right + b * stride, sums[b]);
+    for (std::size_t v = 0; v < kVectors; ++v) {
+      store_columns(args, row, (block + b) * kGemmColumnsPerBlock + v * kVectorColumns,
+                    _mm256_cvtepi32_ps(sums[b][v]), args.right_scales);
+    }
+  }
+}
+
+// Computes Rows rows of blocks, unless one of them is not parted: then it returns false.
+template <std::size_t Rows>
+bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std::size_t end) {
+  PartedRow parts[Rows];
+  const std::int8_t* rows[Rows];
+  for (std::size_t m = 0; m < Rows; ++m) {
+    parts[m] = parted_row(args, row + m);
+    if (parts[m].num_excess == kNotParted) return false;
+    rows[m] = parts[m].values;
+  }
+  if constexpr (Rows == 1) {
+    for (; block + kRowBlocks <= end; block += kRowBlocks)
+      compute_row<kRowBlocks>(args, row, parts[0], block);
+  }
+  constexpr std::size_t kAtOnce = vectors_at_once(Rows);
+  for (std::size_t vector = block * kVectors; vector < end * kVectors; vector += kAtOnce) {
+    const std::int8_t* const right = args.right + vector / kVectors * args.groups * kGemmBytesPerGroup +
+                                     vector % kVectors * sizeof(__m256i);
+    __m256i sums[Rows][kAtOnce];
+    for (std::size_t m = 0; m < Rows; ++m) {
+      const __m256i offset = _mm256_set1_epi32(-128 * args.left_sums[row + m]);
+      for (__m256i& of : sums[m]) of = offset;
+    }
+    accumulate(rows, right, args.groups, sums);
+    for (std::size_t m = 0; m < Rows; ++m) {
+      accumulate_excess(parts[m], right, sums[m]);
+      for (std::size_t v = 0; v < kAtOnce; ++v) {
+        store_columns(args, row + m, (vector + v) * kVectorColumns, _mm256_cvtepi32_ps(sums[m][v]),
+                      args.right_scales);
       }
     }
   }
@@ -205,16 +308,24 @@ bool compute_panel(const GemmArgs& args, std::size_t row, std::size_t block, std
 
 }  // namespace
 
+void part_rows_avx2(const std::int8_t* values, std::size_t groups, std::size_t row_begin, std::size_t row_end,
+                    std::int8_t* arranged) {
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    part_row(values + row * groups * kGemmDepthPerGroup, groups, arranged + row * parted_row_bytes(groups));
+  }
+}
+
 void gemm_f32_s8row_s8col_avx2(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
-  constexpr bool (*kComputePanel[])(const GemmArgs&, std::size_t, std::size_t, std::size_t) = {
-      compute_panel<1>, compute_panel<2>, compute_panel<3>, compute_panel<4>};
+  constexpr bool (*kComputeTile[])(const GemmArgs&, std::size_t, std::size_t, std::size_t) = {
+      compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>,
+      compute_tile<5>, compute_tile<6>, compute_tile<7>, compute_tile<8>};
   for (std::size_t block = block_begin; block < block_end; block += kPanelBlocks) {
-    const std::size_t num_blocks = smaller(kPanelBlocks, block_end - block);
+    const std::size_t end = smaller(block + kPanelBlocks, block_end);
     for (std::size_t row = 0; row < args.rows;) {
       std::size_t num_rows = smaller(kTileRows, args.rows - row);
-      if (!kComputePanel[num_rows - 1](args, row, block, num_blocks)) {
+      if (args.arranged == nullptr || !kComputeTile[num_rows - 1](args, row, block, end)) {
         num_rows = smaller(widened::kTileRows, args.rows - row);
-        widened::multiply(args, row, num_rows, block, num_blocks);
+        widened::multiply(args, row, num_rows, block, end - block);
       }
       row += num_rows;
     }

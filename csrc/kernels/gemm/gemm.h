@@ -36,6 +36,8 @@ struct GemmArgs {
   std::size_t groups;           // ceil(K / 4)
   std::size_t residual_stride;  // in elements
   std::size_t out_stride;       // in elements
+  // The rows of `left` as arranged.h has them for this instruction set, or nullptr, which is slower.
+  const std::int8_t* arranged = nullptr;
 };
 
 // Computes the columns of blocks [block_begin, block_end) for all rows; columns past N are not written.

@@ -1,20 +1,25 @@
 // gemm with NEON's smmla: 8 k of 2 rows times 8 k of 2 columns into a 2 x 2 tile of sums.
 //
 // The packed weights keep 4 k of a column together, so the 8 k of two columns come from two neighbouring
-// k-groups by one zip. An odd last row is computed twice, an odd last group against zeros.
+// k-groups by one zip. Rows are arranged in pairs; where they are not, each pair is put together on its way.
+// An odd last row is computed twice or beside anything, an odd last group against zeros.
 #include <arm_neon.h>
 #include <string.h>
 
+#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/store_neon.h"
 
 namespace chunkrt {
 namespace {
 
-// 4 pairs of rows by 4 pairs of columns fill 16 of the 32 registers with sums.
-constexpr std::size_t kTileRowPairs = 4;
-constexpr std::size_t kTileColumns = 8;
-constexpr std::size_t kColumnPairs = kTileColumns / 2;
+// Sums fill 16 of the 32 registers: up to 4 pairs of rows by 4 pairs of columns, or, of arranged rows, up to
+// 8 by 2, where 2 zips serve 16 products.
+constexpr std::size_t kTileRowPairs = 8;
+constexpr std::size_t kLooseRowPairs = 4;
+constexpr std::size_t kMostColumnPairs = 4;
+constexpr std::size_t column_pairs(std::size_t row_pairs) { return row_pairs <= 4 ? kMostColumnPairs : 2; }
+constexpr std::size_t kPairDepth = 2 * kGemmDepthPerGroup;
 
 // Pairs of columns, 8 k each, of four columns in two neighbouring groups.
 void zip_groups(int8x16_t first, int8x16_t second, int8x16_t* pairs) {
@@ -29,46 +34,78 @@ int8x8_t load_last_group(const std::int8_t* source) {
   return vreinterpret_s8_u32(vset_lane_u32(quad, vdup_n_u32(0), 0));
 }
 
+// Pairs of rows as arranged.h has them.
 template <std::size_t RowPairs>
-void add_groups(int32x4_t (&sums)[RowPairs][kColumnPairs], const int8x16_t (&left)[RowPairs],
-                const int8x16_t (&right)[kColumnPairs]) {
-  for (std::size_t c = 0; c < kColumnPairs; ++c) {
-    for (std::size_t m = 0; m < RowPairs; ++m) sums[m][c] = vmmlaq_s32(sums[m][c], left[m], right[c]);
+class PairedRows {
+ public:
+  PairedRows(const GemmArgs& args, std::size_t row) {
+    const std::size_t pair_bytes = 2 * paired_row_bytes(args.groups);
+    for (std::size_t m = 0; m < RowPairs; ++m) pairs_[m] = args.arranged + (row / 2 + m) * pair_bytes;
   }
-}
+  int8x16_t load(std::size_t m, std::size_t group) const { return vld1q_s8(pairs_[m] + group * kPairDepth); }
+  int8x16_t load_last(std::size_t m, std::size_t group) const { return load(m, group); }
 
+ private:
+  const std::int8_t* pairs_[RowPairs];
+};
+
+// Rows as they are.
 template <std::size_t RowPairs>
+class LooseRows {
+ public:
+  LooseRows(const GemmArgs& args, std::size_t row) {
+    const std::size_t depth = args.groups * kGemmDepthPerGroup;
+    for (std::size_t m = 0; m < RowPairs; ++m) {
+      const std::size_t first = row + 2 * m, second = first + 1 < args.rows ? first + 1 : first;
+      first_[m] = args.left + first * depth;
+      second_[m] = args.left + second * depth;
+    }
+  }
+  int8x16_t load(std::size_t m, std::size_t group) const {
+    const std::size_t k = group * kGemmDepthPerGroup;
+    return vcombine_s8(vld1_s8(first_[m] + k), vld1_s8(second_[m] + k));
+  }
+  int8x16_t load_last(std::size_t m, std::size_t group) const {
+    const std::size_t k = group * kGemmDepthPerGroup;
+    return vcombine_s8(load_last_group(first_[m] + k), load_last_group(second_[m] + k));
+  }
+
+ private:
+  const std::int8_t *first_[RowPairs], *second_[RowPairs];
+};
+
+// `right` points to the columns' weights.
+template <std::size_t RowPairs, template <std::size_t> typename Rows>
 void compute_tile(const GemmArgs& args, std::size_t row, std::size_t column, const std::int8_t* right) {
-  const std::size_t depth = args.groups * kGemmDepthPerGroup;
-  const std::int8_t *first_rows[RowPairs], *second_rows[RowPairs];
+  const Rows<RowPairs> rows(args, row);
+  constexpr std::size_t kColumnPairs = column_pairs(RowPairs);
   int32x4_t sums[RowPairs][kColumnPairs];
   for (std::size_t m = 0; m < RowPairs; ++m) {
-    const std::size_t first = row + 2 * m, second = first + 1 < args.rows ? first + 1 : first;
-    first_rows[m] = args.left + first * depth;
-    second_rows[m] = args.left + second * depth;
     for (std::size_t c = 0; c < kColumnPairs; ++c) sums[m][c] = vdupq_n_s32(0);
   }
-  int8x16_t activations[RowPairs], weights[kColumnPairs];
+  int8x16_t weights[kColumnPairs];
   std::size_t group = 0;
   for (; group + 2 <= args.groups; group += 2, right += 2 * kGemmBytesPerGroup) {
     for (std::size_t c = 0; c < kColumnPairs; c += 2) {
       zip_groups(vld1q_s8(right + c * 8), vld1q_s8(right + kGemmBytesPerGroup + c * 8), weights + c);
     }
     for (std::size_t m = 0; m < RowPairs; ++m) {
-      activations[m] = vcombine_s8(vld1_s8(first_rows[m] + group * kGemmDepthPerGroup),
-                                   vld1_s8(second_rows[m] + group * kGemmDepthPerGroup));
+      const int8x16_t activations = rows.load(m, group);
+      for (std::size_t c = 0; c < kColumnPairs; ++c) {
+        sums[m][c] = vmmlaq_s32(sums[m][c], activations, weights[c]);
+      }
     }
-    add_groups<RowPairs>(sums, activations, weights);
   }
   if (group < args.groups) {
     for (std::size_t c = 0; c < kColumnPairs; c += 2) {
       zip_groups(vld1q_s8(right + c * 8), vdupq_n_s8(0), weights + c);
     }
     for (std::size_t m = 0; m < RowPairs; ++m) {
-      activations[m] = vcombine_s8(load_last_group(first_rows[m] + group * kGemmDepthPerGroup),
-                                   load_last_group(second_rows[m] + group * kGemmDepthPerGroup));
+      const int8x16_t activations = rows.load_last(m, group);
+      for (std::size_t c = 0; c < kColumnPairs; ++c) {
+        sums[m][c] = vmmlaq_s32(sums[m][c], activations, weights[c]);
+      }
     }
-    add_groups<RowPairs>(sums, activations, weights);
   }
   for (std::size_t m = 0; m < RowPairs; ++m) {
     for (std::size_t c = 0; c < kColumnPairs; c += 2) {
@@ -84,36 +121,59 @@ void compute_tile(const GemmArgs& args, std::size_t row, std::size_t column, con
   }
 }
 
-void compute_columns(const GemmArgs& args, std::size_t column, const std::int8_t* right) {
+// RowPairs pairs of rows of a block's 16 columns.
+template <std::size_t RowPairs, template <std::size_t> typename Rows>
+void compute_rows(const GemmArgs& args, std::size_t row, std::size_t block) {
+  constexpr std::size_t kColumns = 2 * column_pairs(RowPairs);
+  const std::int8_t* const right = args.right + block * args.groups * kGemmBytesPerGroup;
+  for (std::size_t n = 0; n < kGemmColumnsPerBlock; n += kColumns) {
+    const std::size_t column = block * kGemmColumnsPerBlock + n;
+    if (column >= args.columns) return;
+    compute_tile<RowPairs, Rows>(args, row, column, right + n * kGemmDepthPerGroup);
+  }
+}
+
+// The last rows of a block, fewer than TileRowPairs pairs or as many.
+template <std::size_t TileRowPairs, template <std::size_t> typename Rows>
+void compute_last_rows(const GemmArgs& args, std::size_t row, std::size_t block) {
+  if constexpr (TileRowPairs > 0) {
+    if ((args.rows - row + 1) / 2 == TileRowPairs) return compute_rows<TileRowPairs, Rows>(args, row, block);
+    compute_last_rows<TileRowPairs - 1, Rows>(args, row, block);
+  }
+}
+
+template <std::size_t TileRowPairs, template <std::size_t> typename Rows>
+void compute_block(const GemmArgs& args, std::size_t block) {
   std::size_t row = 0;
-  for (; row + 2 * kTileRowPairs <= args.rows; row += 2 * kTileRowPairs) {
-    compute_tile<kTileRowPairs>(args, row, column, right);
+  for (; row + 2 * TileRowPairs <= args.rows; row += 2 * TileRowPairs) {
+    compute_rows<TileRowPairs, Rows>(args, row, block);
   }
-  switch ((args.rows - row + 1) / 2) {
-    case 1:
-      return compute_tile<1>(args, row, column, right);
-    case 2:
-      return compute_tile<2>(args, row, column, right);
-    case 3:
-      return compute_tile<3>(args, row, column, right);
-    case 4:
-      return compute_tile<4>(args, row, column, right);
-    default:
-      return;
-  }
+  compute_last_rows<TileRowPairs, Rows>(args, row, block);
 }
 
 }  // namespace
 
-void gemm_f32_s8row_s8col_neon_i8mm(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
-  for (std::size_t block = block_begin; block < block_end; ++block) {
-    const std::int8_t* right = args.right + block * args.groups * kGemmBytesPerGroup;
-    const std::size_t column = block * kGemmColumnsPerBlock;
-    compute_columns(args, column, right);
-    if (column + kTileColumns < args.columns) {
-      compute_columns(args, column + kTileColumns, right + kTileColumns * kGemmDepthPerGroup);
+void pair_rows_neon_i8mm(const std::int8_t* values, std::size_t groups, std::size_t row_begin,
+                         std::size_t row_end, std::int8_t* arranged) {
+  const std::size_t depth = groups * kGemmDepthPerGroup;
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    const std::int8_t* const source = values + row * depth;
+    std::int8_t* target = arranged + row / 2 * 2 * paired_row_bytes(groups) + row % 2 * kPairDepth;
+    std::size_t k = 0;
+    for (; k + kPairDepth <= depth; k += kPairDepth, target += 2 * kPairDepth) {
+      memcpy(target, source + k, kPairDepth);
+    }
+    if (k < depth) {
+      memcpy(target, source + k, kGemmDepthPerGroup);
+      memset(target + kGemmDepthPerGroup, 0, kGemmDepthPerGroup);
     }
   }
+}
+
+void gemm_f32_s8row_s8col_neon_i8mm(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
+  const auto compute = args.arranged != nullptr ? compute_block<kTileRowPairs, PairedRows>
+                                                : compute_block<kLooseRowPairs, LooseRows>;
+  for (std::size_t block = block_begin; block < block_end; ++block) compute(args, block);
 }
 
 }  // namespace chunkrt

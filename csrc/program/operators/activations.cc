@@ -4,7 +4,8 @@
 #include <map>
 #include <tuple>
 
-#include "kernels/dispatch.h"
+#include "kernels/gemm/parted.h"
+#include "program/sizes.h"
 
 namespace chunkrt {
 namespace {
@@ -12,6 +13,7 @@ namespace {
 struct Activations {
   std::map<ValueId, Outliers> outliers;
   std::map<std::tuple<ValueId, std::size_t, std::optional<float>>, std::vector<Digit>> digits;
+  std::map<std::pair<ValueId, ArrangeRowsFunction*>, ValueId> arranged;  // by a digit's values
 };
 
 Shape with_width(Shape shape, std::size_t width) {
@@ -28,7 +30,8 @@ Digit quantize(ProgramBuilder& builder, ValueId input) {
   const Digit out = digit_for(builder, builder.value(input).shape);
   const std::size_t width = builder.width_of(input);
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
-  builder.add_row_step(builder.rows_of(input, "linear's input"), {input, out.values, out.scales, out.sums},
+  builder.add_row_step(builder.rows_of(input, "linear's input"), "quantize",
+                       {input, out.values, out.scales, out.sums},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          kernel({.input = frame.get<const float>(input),
                                  .values = frame.get<std::int8_t>(out.values),
@@ -52,7 +55,7 @@ std::vector<Digit> quantize_on_grid(ProgramBuilder& builder, ValueId input, floa
   }
   const std::size_t width = builder.width_of(input);
   GridQuantizeFunction* kernel = select_kernel(quantize_s8grid_f32).function;
-  builder.add_row_step(builder.rows_of(input, "linear's input"), uses,
+  builder.add_row_step(builder.rows_of(input, "linear's input"), "quantize", uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          const auto target = [&frame](const Digit& digit) {
                            return GridDigit{.values = frame.get<std::int8_t>(digit.values),
@@ -102,7 +105,7 @@ const Outliers& outliers_of(ProgramBuilder& builder, ValueId input) {
   const std::size_t width = builder.width_of(input);
   const Outliers out = outliers_for(builder, builder.value(input).shape);
   TakeOutliersFunction* kernel = select_kernel(take_outliers_f32_f32).function;
-  builder.add_row_step(symbol, {input, out.rest, out.counts, out.channels, out.values},
+  builder.add_row_step(symbol, "take_outliers", {input, out.rest, out.counts, out.channels, out.values},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          kernel({.input = frame.get<const float>(input),
                                  .rest = frame.get<float>(out.rest),
@@ -122,6 +125,57 @@ const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std:
   if (const auto found = made.find(key); found != made.end()) return found->second;
   return made[key] = step ? quantize_on_grid(builder, input, *step, num_digits)
                           : std::vector{quantize(builder, outliers_of(builder, input).rest)};
+}
+
+std::vector<ValueId> Digit::uses() const {
+  std::vector<ValueId> all = {values, scales, sums};
+  if (arranged) all.push_back(*arranged);
+  return all;
+}
+
+std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<GemmFunction>& kernel) {
+  CHUNKRT_ON_X86(if (kernel.isa == Isa::avx2) {
+    return RowArrangement{.arrange = part_rows_avx2, .row_bytes = parted_row_bytes, .rows_together = 1};
+  })
+  CHUNKRT_ON_ARM(if (kernel.isa == Isa::neon_i8mm) {
+    return RowArrangement{.arrange = pair_rows_neon_i8mm, .row_bytes = paired_row_bytes, .rows_together = 2};
+  })
+  return {};
+}
+
+std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<BlockGemmFunction>& kernel) {
+  CHUNKRT_ON_ARM(if (kernel.isa == Isa::neon_i8mm) {
+    return RowArrangement{
+        .arrange = pair_block_rows_neon_i8mm, .row_bytes = paired_block_row_bytes, .rows_together = 2};
+  })
+  return {};
+}
+
+std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangement, ProgramBuilder& builder,
+                                   Symbol rows, std::vector<Digit> digits) {
+  if (!arrangement) return digits;
+  auto& made = builder.notes<Activations>().arranged;
+  for (Digit& digit : digits) {
+    if (const auto found = made.find({digit.values, arrangement->arrange}); found != made.end()) {
+      digit.arranged = found->second;
+      continue;
+    }
+    const Shape shape = builder.value(digit.values).shape;
+    const std::size_t groups = shape.back().size / kGemmDepthPerGroup;
+    const std::size_t per_row = shape.size() == 3 ? shape[1].size : 1;
+    // Whole pairs, if rows come in pairs.
+    const std::size_t most_rows = round_up(builder.max_rows() * per_row, arrangement->rows_together);
+    const ValueId arranged =
+        builder.temporary(Dtype::int8, {fixed(most_rows), fixed(arrangement->row_bytes(groups))});
+    builder.add_row_step(
+        rows, "arrange_rows", {digit.values, arranged},
+        [=, values = digit.values](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+          arrangement->arrange(frame.get<const std::int8_t>(values), groups, begin * per_row, end * per_row,
+                               frame.get<std::int8_t>(arranged));
+        });
+    digit.arranged = made[{digit.values, arrangement->arrange}] = arranged;
+  }
+  return digits;
 }
 
 void require_step(float step, const std::string& what) {

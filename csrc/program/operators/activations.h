@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/dispatch.h"
+#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/outliers/outliers.h"
 #include "program/builder.h"
@@ -14,11 +16,15 @@
 
 namespace chunkrt {
 
-// One digit of all rows: values int8 [rows, padded_depth], scales float32 [rows], sums int32 [rows].
+// One digit of all rows: values int8 [rows, padded_depth], scales float32 [rows], sums int32 [rows]; and the
+// values arranged for gemm, int8 [rows, row_bytes], where its implementation reads them so.
 struct Digit {
   ValueId values;
   ValueId scales;
   ValueId sums;
+  std::optional<ValueId> arranged = {};
+
+  std::vector<ValueId> uses() const;
 };
 
 // What is large in a value's rows, and the rest: see kernels/outliers/outliers.h.
@@ -42,6 +48,13 @@ const Outliers& outliers_of(ProgramBuilder& builder, ValueId input);
 // The int8 rows that stand for a value, the highest digit first; on the grid of a step if there is one.
 const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std::size_t num_digits,
                                     std::optional<float> step);
+
+// How that implementation of gemm or block_gemm wants its rows, if not as they are.
+std::optional<RowArrangement> row_arrangement(const KernelRow<GemmFunction>& kernel);
+std::optional<RowArrangement> row_arrangement(const KernelRow<BlockGemmFunction>& kernel);
+// Digits with their rows arranged so.
+std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangement, ProgramBuilder& builder,
+                                   Symbol rows, std::vector<Digit> digits);
 
 void require_step(float step, const std::string& what);
 // What a linear of that name adds to its result [rows, columns].

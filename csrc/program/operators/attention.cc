@@ -144,11 +144,11 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   AttentionFunction* attend =
       select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache).function;
   const std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
-  builder.add_row_step(Symbol::T, uses,
+  builder.add_row_step(Symbol::T, "append_cache", uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                          append(arguments(frame), begin, end, scratch);
                        });
-  builder.add_loop([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, uses,
+  builder.add_loop([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, "attention", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      attend(arguments(frame), begin, end, scratch);
                    });

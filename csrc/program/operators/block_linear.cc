@@ -1,6 +1,9 @@
 // block_linear: activations to int8 rows, as linear makes them, and their product with a weight in 4-bit
 // blocks.
+#include <algorithm>
+#include <iterator>
 #include <map>
+#include <utility>
 
 #include "kernels/dispatch.h"
 #include "program/operators/activations.h"
@@ -21,7 +24,7 @@ ValueId block_sums_of(ProgramBuilder& builder, Symbol rows, const Digit& digit) 
   const std::size_t depth_blocks = builder.width_of(digit.values) / kBlockDepth;
   const ValueId sums = builder.temporary(Dtype::int32, {rows_dimension(rows), fixed(depth_blocks)});
   builder.add_row_step(
-      rows, {digit.values, sums},
+      rows, "sum_blocks", {digit.values, sums},
       [=, values = digit.values](const Frame& frame, std::size_t begin, std::size_t end, float*) {
         const std::int8_t* source = frame.get<const std::int8_t>(values) + begin * depth_blocks * kBlockDepth;
         std::int32_t* target = frame.get<std::int32_t>(sums) + begin * depth_blocks;
@@ -58,15 +61,17 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   const Outliers outliers = outliers_of(builder, input);
   std::vector<Digit> digits = digits_of(builder, input, 1, {});
   digits.front().sums = block_sums_of(builder, symbol, digits.front());
+  const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
+  digits = arranged_digits(row_arrangement(kernel), builder, symbol, std::move(digits));
   const ValueId out = builder.float_rows(symbol, columns);
   std::vector<ValueId> uses = {packed,          block_scales,      out,
                                outliers.counts, outliers.channels, outliers.values};
-  for (const Digit& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
+  for (const Digit& digit : digits) std::ranges::copy(digit.uses(), std::back_inserter(uses));
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
-  const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
   AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block).function;
-  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
+  const std::size_t multiplying = builder.part("block_linear"), adding = builder.part("add_outliers");
+  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "block_linear", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                      const BlockGemmArgs args = {
                          .left = nullptr,
@@ -83,6 +88,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
                          .residual_stride = columns,
                          .out_stride = columns};
                      const auto add = [&](std::size_t block, std::size_t block_end) {
+                       frame.lap(multiplying);
                        add_outliers({.outliers = outliers.in(frame),
                                      .right = args.right,
                                      .right_scales = args.right_scales,
@@ -91,6 +97,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
                                      .columns = columns,
                                      .depth_blocks = depth_blocks},
                                     block, block_end);
+                       frame.lap(adding);
                      };
                      multiply_panels(kernel, args, frame, digits, begin, end, add);
                    });

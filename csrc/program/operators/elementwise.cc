@@ -24,7 +24,7 @@ ValueId binary(ProgramBuilder& builder, ValueId left, ValueId right, const char*
               describe(Dtype::float32, {fixed(width)}) + ", got " + describe(other.dtype, other.shape));
   const ValueId out = builder.float_rows(symbol, width);
   builder.add_row_step(
-      symbol, {left, right, out}, [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+      symbol, what, {left, right, out}, [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
         for (std::size_t row = begin; row < end; ++row) {
           const float* right_row = frame.get<const float>(right) + (is_row ? 0 : row * width);
           kernel(frame.get<const float>(left) + row * width, right_row, frame.get<float>(out) + row * width,
@@ -38,7 +38,7 @@ ValueId unary(ProgramBuilder& builder, ValueId input, const char* what, UnaryFun
   const Symbol symbol = builder.rows_of(input, what);
   const std::size_t width = builder.width_of(input);
   const ValueId out = builder.float_rows(symbol, width);
-  builder.add_row_step(symbol, {input, out},
+  builder.add_row_step(symbol, what, {input, out},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          kernel(frame.get<const float>(input) + begin * width,
                                 frame.get<float>(out) + begin * width, (end - begin) * width);
@@ -52,7 +52,7 @@ ValueId gated(ProgramBuilder& builder, ValueId input, const char* what, BinaryFu
           std::string(what) + ": expected an even width, got " + std::to_string(builder.width_of(input)));
   const std::size_t width = builder.width_of(input) / 2;
   const ValueId out = builder.float_rows(symbol, width);
-  builder.add_row_step(symbol, {input, out},
+  builder.add_row_step(symbol, what, {input, out},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          for (std::size_t row = begin; row < end; ++row) {
                            const float* gate = frame.get<const float>(input) + row * 2 * width;
@@ -74,7 +74,7 @@ ValueId mul(ProgramBuilder& builder, ValueId left, ValueId right) {
   if (width > 1 && builder.value(right).shape == Shape{rows_dimension(symbol), fixed(1)}) {
     builder.rows_of(right, "mul's right side");
     const ValueId out = builder.float_rows(symbol, width);
-    builder.add_row_step(symbol, {left, right, out},
+    builder.add_row_step(symbol, "mul", {left, right, out},
                          [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                            for (std::size_t i = begin * width; i < end * width; ++i) {
                              frame.get<float>(out)[i] =
@@ -119,7 +119,7 @@ ValueId round_to_grid(ProgramBuilder& builder, ValueId input, ValueId step, std:
   const ValueId steps = is_one ? builder.floats(std::vector<float>(width, given[0])) : step;
   const ValueId out = builder.float_rows(symbol, width);
   RoundToGridFunction* kernel = select_kernel(round_to_grid_f32_f32_f32).function;
-  builder.add_row_step(symbol, {input, steps, out},
+  builder.add_row_step(symbol, "round_to_grid", {input, steps, out},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          for (std::size_t row = begin; row < end; ++row) {
                            kernel(frame.get<const float>(input) + row * width, frame.get<const float>(steps),

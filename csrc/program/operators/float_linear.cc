@@ -16,7 +16,7 @@ ValueId float_linear(ProgramBuilder& builder, ValueId input, ValueId weight) {
   const ValueId out = builder.float_rows(symbol, columns);
   FloatLinearFunction* kernel = select_kernel(float_linear_f32_f32).function;
   const std::size_t items = ceil_divide(columns, kFloatLinearColumns);
-  builder.add_loop([items](const Frame&) { return items; }, 1, {input, weight, out},
+  builder.add_loop([items](const Frame&) { return items; }, 1, "float_linear", {input, weight, out},
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                      kernel({.left = frame.get<const float>(input),
                              .weight = frame.get<const float>(weight),

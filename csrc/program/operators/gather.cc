@@ -57,10 +57,10 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
     }
   };
   if (is_constant) {
-    builder.add_row_step(symbol, {table, indices, out}, std::move(pick));
+    builder.add_row_step(symbol, "gather", {table, indices, out}, std::move(pick));
   } else {  // other rows of the table may still be in the making: a loop of its own
-    builder.add_loop([symbol](const Frame& frame) { return frame.size_of(symbol); }, 1, {table, indices, out},
-                     std::move(pick));
+    builder.add_loop([symbol](const Frame& frame) { return frame.size_of(symbol); }, 1, "gather",
+                     {table, indices, out}, std::move(pick));
   }
   return out;
 }
@@ -73,7 +73,7 @@ ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin_column
               " on are not inside " + describe(Dtype::float32, builder.value(input).shape));
   const ValueId out = builder.float_rows(symbol, width);
   builder.add_row_step(
-      symbol, {input, out}, [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+      symbol, "columns", {input, out}, [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
         for (std::size_t row = begin; row < end; ++row) {
           const float* source = frame.get<const float>(input) + row * input_width + begin_column;
           std::memcpy(frame.get<float>(out) + row * width, source, width * sizeof(float));

@@ -1,5 +1,6 @@
 // linear: int8 rows times a packed weight, of int8 or of 4-bit integers that become int8 panel by panel.
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "kernels/dispatch.h"
@@ -80,7 +81,8 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
     require(!bias && !residual, "linear: on a grid the bias and the residual are added afterwards; use add");
   }
 
-  const std::vector<Digit> digits = digits_of(builder, input, num_digits, input_step);
+  const std::vector<Digit> digits = arranged_digits(row_arrangement(kernel), builder, symbol,
+                                                    digits_of(builder, input, num_digits, input_step));
   // On a grid the digits' sums are joined before they are scaled, so that the scales cannot round them apart.
   const ValueId column_scales = input_step ? builder.floats(std::vector<float>(columns, 1.0f)) : scales;
   const ValueId out = builder.float_rows(symbol, columns);
@@ -90,13 +92,14 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
     outliers = outliers_of(builder, input);
     uses.insert(uses.end(), {outliers->counts, outliers->channels, outliers->values});
   }
-  for (const Digit& digit : digits) uses.insert(uses.end(), {digit.values, digit.scales, digit.sums});
+  for (const Digit& digit : digits) std::ranges::copy(digit.uses(), std::back_inserter(uses));
   if (bias) uses.push_back(*bias);
   if (residual) uses.push_back(*residual);
   if (multipliers) uses.push_back(*multipliers);
   UnpackFunction* unpack = select_kernel(unpack_s8col_u4block).function;
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
-  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), uses,
+  const std::size_t multiplying = builder.part("linear"), adding = builder.part("add_outliers");
+  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "linear", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      const GemmArgs args = {
                          .left = nullptr,
@@ -123,6 +126,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
                      }
                      const auto add = [&](std::size_t block, std::size_t block_end) {
                        if (!outliers) return;
+                       frame.lap(multiplying);
                        add_outliers({.outliers = outliers->in(frame),
                                      .packed = args.right,
                                      .scales = args.right_scales,
@@ -131,6 +135,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
                                      .columns = columns,
                                      .groups = groups},
                                     block, block_end);
+                       frame.lap(adding);
                      };
                      multiply_panels(kernel, args, frame, digits, begin, end, add);
                    });

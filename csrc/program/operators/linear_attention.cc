@@ -33,7 +33,7 @@ ValueId convolution(ProgramBuilder& builder, ValueId input, std::size_t columns_
   ConvolutionFunction* kernel = select_kernel(causal_convolution_f32_f32).function;
   std::vector<ValueId> uses = {input, weight, conv_state, out};
   if (bias) uses.push_back(*bias);
-  builder.add_loop([=](const Frame&) { return convolution_items(channels); }, 1, uses,
+  builder.add_loop([=](const Frame&) { return convolution_items(channels); }, 1, "causal_convolution", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      const float* columns = frame.get<const float>(input);
                      const bool is_gated = columns_per_channel == 3;
@@ -104,7 +104,7 @@ ValueId gated_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, Val
   const ValueId out = builder.float_rows(Symbol::T, num_v_heads * v_dim);
   builder.need_scratch(delta_rule_scratch_floats(k_dim, v_dim));
   DeltaRuleFunction* kernel = select_kernel(gated_delta_rule_f32_f32).function;
-  builder.add_loop([=](const Frame&) { return num_v_heads; }, 1,
+  builder.add_loop([=](const Frame&) { return num_v_heads; }, 1, "gated_delta_rule",
                    {activated, decay, beta, recurrent_state, out},
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      kernel({.qkv = frame.get<const float>(activated),

@@ -12,7 +12,7 @@ ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float e
   builder.require_constant(weight, Dtype::float32, {fixed(width)}, "rms_norm's weight");
   const ValueId out = builder.float_rows(symbol, width);
   RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32).function;
-  builder.add_row_step(symbol, {input, weight, out},
+  builder.add_row_step(symbol, "rms_norm", {input, weight, out},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          kernel({.input = frame.get<const float>(input),
                                  .weight = frame.get<const float>(weight),
@@ -37,7 +37,7 @@ ValueId head_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float 
   const std::size_t num_heads = heads[0].size, head_dim = heads[1].size, normed = num_heads * head_dim;
   const ValueId out = builder.float_rows(symbol, width);
   RmsNormFunction* kernel = select_kernel(rms_norm_f32_f32).function;
-  builder.add_row_step(symbol, {input, weight, out},
+  builder.add_row_step(symbol, "head_norm", {input, weight, out},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          for (std::size_t row = begin; row < end; ++row) {
                            const float* source = frame.get<const float>(input) + row * width;

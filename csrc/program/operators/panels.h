@@ -13,7 +13,7 @@ namespace chunkrt {
 
 // Blocks of columns that one call of a kernel gets, and of which a piece has a multiple. So few that the
 // second digit, or the outliers, find a panel's weights and results in the cache. Tiles come in pairs; AVX2's
-// gemm looks at the activations before each panel; of the others the widest likes three best.
+// gemm may have to widen the activations for each panel; of the others the widest likes three best.
 template <typename Function>
 std::size_t blocks_per_panel(const KernelRow<Function>& kernel) {
   return kernel.isa == Isa::amx ? 4 : kernel.isa == Isa::avx2 ? 6 : 3;
@@ -28,6 +28,9 @@ void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args 
     args.left = frame.get<const std::int8_t>(digit.values);
     args.left_scales = frame.get<const float>(digit.scales);
     args.left_sums = frame.get<const std::int32_t>(digit.sums);
+    if constexpr (requires { args.arranged; }) {
+      args.arranged = digit.arranged ? frame.get<const std::int8_t>(*digit.arranged) : nullptr;
+    }
     kernel(args, begin, end);
     args.bias = nullptr;
     args.residual = args.out;

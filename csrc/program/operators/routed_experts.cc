@@ -99,7 +99,7 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k,
   const ValueId picked = builder.temporary(Dtype::int32, of_slots);
   builder.need_scratch(num_experts);
   UnaryFunction* exp = select_kernel(exp_f32_f32).function;
-  builder.add_row_step(symbol, {router_logits, picked, routing.weights},
+  builder.add_row_step(symbol, "route", {router_logits, picked, routing.weights},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                          for (std::size_t row = begin; row < end; ++row) {
                            const float* logits = frame.get<const float>(router_logits) + row * num_experts;
@@ -109,7 +109,7 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k,
                                  frame.get<float>(routing.weights) + row * top_k);
                          }
                        });
-  builder.add_loop([](const Frame&) { return std::size_t{1}; }, 1,
+  builder.add_loop([](const Frame&) { return std::size_t{1}; }, 1, "route",
                    {picked, routing.begins, routing.slots, routing.rows},
                    [=](const Frame& frame, std::size_t, std::size_t, float*) {
                      group(frame.get<const std::int32_t>(picked), frame.size_of(symbol) * top_k, top_k,
@@ -121,7 +121,7 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k,
 
 // `row_of` gives the float row of a slot, and may build it in the scratch that it is handed.
 SlotRows quantize_slots(ProgramBuilder& builder, const Routing& routing, std::size_t width,
-                        std::vector<ValueId> uses, RowOfSlot row_of) {
+                        std::vector<ValueId> uses, const std::string& making_name, RowOfSlot row_of) {
   const std::size_t padded = padded_depth(width);
   const Shape of_width = {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(width)};
   const Digit out = digit_for(builder, of_width);
@@ -130,25 +130,29 @@ SlotRows quantize_slots(ProgramBuilder& builder, const Routing& routing, std::si
                            outliers.channels, outliers.values});
   builder.need_scratch(width);
   TakeOutliersFunction* take = select_kernel(take_outliers_f32_f32).function;
+  const std::size_t making = builder.part(making_name), taking = builder.part("take_outliers"),
+                    quantizing = builder.part("quantize");
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
-  builder.add_loop([=](const Frame& frame) { return frame.size_of(routing.symbol) * routing.top_k; }, 1, uses,
-                   [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-                     for (std::size_t slot = begin; slot < end; ++slot) {
-                       float* rest = frame.get<float>(outliers.rest) + slot * width;
-                       take({.input = row_of(frame, slot, scratch),
-                             .rest = rest,
-                             .outliers = from_slot(outliers.in(frame), slot),
-                             .width = width},
-                            0, 1);
-                       kernel({.input = rest,
-                               .values = frame.get<std::int8_t>(out.values) + slot * padded,
-                               .scales = frame.get<float>(out.scales) + slot,
-                               .sums = frame.get<std::int32_t>(out.sums) + slot,
-                               .width = width,
-                               .padded_width = padded},
-                              0, 1);
-                     }
-                   });
+  builder.add_loop(
+      [=](const Frame& frame) { return frame.size_of(routing.symbol) * routing.top_k; }, 1, "quantize", uses,
+      [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+        for (std::size_t slot = begin; slot < end; ++slot) {
+          const float* row = row_of(frame, slot, scratch);
+          frame.lap(making);
+          float* rest = frame.get<float>(outliers.rest) + slot * width;
+          take({.input = row, .rest = rest, .outliers = from_slot(outliers.in(frame), slot), .width = width},
+               0, 1);
+          frame.lap(taking);
+          kernel({.input = rest,
+                  .values = frame.get<std::int8_t>(out.values) + slot * padded,
+                  .scales = frame.get<float>(out.scales) + slot,
+                  .sums = frame.get<std::int32_t>(out.sums) + slot,
+                  .width = width,
+                  .padded_width = padded},
+                 0, 1);
+          frame.lap(quantizing);
+        }
+      });
   return {.digit = out, .outliers = outliers};
 }
 
@@ -170,45 +174,57 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
       Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
+  const std::size_t multiplying = builder.part("routed_experts"), adding = builder.part("add_outliers");
+  const std::optional<RowArrangement> arrangement = row_arrangement(kernel);
+  const Digit digit = arranged_digits(arrangement, builder, routing.symbol, {left.digit}).front();
+  std::vector<ValueId> uses = digit.uses();
+  uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
+                           packed, scales, out});
   // A piece is some columns of all experts: it is as much work whatever the router picks.
-  builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel),
-                   {left.digit.values, left.digit.scales, left.digit.sums, left.outliers.counts,
-                    left.outliers.channels, left.outliers.values, routing.begins, packed, scales, out},
-                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
-                     const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
-                     for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
-                       const auto first = static_cast<std::size_t>(begins[expert]);
-                       const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
-                       if (num_rows == 0) continue;
-                       const std::int8_t* right = frame.get<const std::int8_t>(packed) +
-                                                  expert * blocks * groups * kGemmBytesPerGroup;
-                       const float* right_scales = frame.get<const float>(scales) + expert * columns;
-                       float* results = frame.get<float>(out) + first * columns;
-                       kernel.function({.left = frame.get<const std::int8_t>(left.digit.values) +
-                                                first * groups * kGemmDepthPerGroup,
-                                        .left_scales = frame.get<const float>(left.digit.scales) + first,
-                                        .left_sums = frame.get<const std::int32_t>(left.digit.sums) + first,
-                                        .right = right,
-                                        .right_scales = right_scales,
-                                        .bias = nullptr,
-                                        .residual = nullptr,
-                                        .out = results,
-                                        .rows = num_rows,
-                                        .columns = columns,
-                                        .groups = groups,
-                                        .residual_stride = columns,
-                                        .out_stride = columns},
-                                       begin, end);
-                       add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
-                                     .packed = right,
-                                     .scales = right_scales,
-                                     .out = results,
-                                     .rows = num_rows,
-                                     .columns = columns,
-                                     .groups = groups},
-                                    begin, end);
-                     }
-                   });
+  builder.add_loop(
+      [blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "routed_experts", uses,
+      [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+        const std::int32_t* begins = frame.get<const std::int32_t>(routing.begins);
+        for (std::size_t expert = 0; expert < routing.num_experts; ++expert) {
+          const auto first = static_cast<std::size_t>(begins[expert]);
+          const std::size_t num_rows = static_cast<std::size_t>(begins[expert + 1]) - first;
+          if (num_rows == 0) continue;
+          const std::int8_t* right =
+              frame.get<const std::int8_t>(packed) + expert * blocks * groups * kGemmBytesPerGroup;
+          const float* right_scales = frame.get<const float>(scales) + expert * columns;
+          float* results = frame.get<float>(out) + first * columns;
+          const std::int8_t* arranged = nullptr;
+          if (arrangement && first % arrangement->rows_together == 0) {
+            arranged = frame.get<const std::int8_t>(*digit.arranged) + first * arrangement->row_bytes(groups);
+          }
+          kernel.function(
+              {.left = frame.get<const std::int8_t>(digit.values) + first * groups * kGemmDepthPerGroup,
+               .left_scales = frame.get<const float>(digit.scales) + first,
+               .left_sums = frame.get<const std::int32_t>(digit.sums) + first,
+               .right = right,
+               .right_scales = right_scales,
+               .bias = nullptr,
+               .residual = nullptr,
+               .out = results,
+               .rows = num_rows,
+               .columns = columns,
+               .groups = groups,
+               .residual_stride = columns,
+               .out_stride = columns,
+               .arranged = arranged},
+              begin, end);
+          frame.lap(multiplying);
+          add_outliers({.outliers = from_slot(left.outliers.in(frame), first),
+                        .packed = right,
+                        .scales = right_scales,
+                        .out = results,
+                        .rows = num_rows,
+                        .columns = columns,
+                        .groups = groups},
+                       begin, end);
+          frame.lap(adding);
+        }
+      });
   return out;
 }
 
@@ -234,22 +250,24 @@ ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_l
 
   const Routing routing = route(builder, router_logits, top_k, norm_topk_prob);
   const SlotRows rows = quantize_slots(
-      builder, routing, width, {hidden, routing.rows}, [=](const Frame& frame, std::size_t slot, float*) {
+      builder, routing, width, {hidden, routing.rows}, "gather",
+      [=](const Frame& frame, std::size_t slot, float*) {
         const auto row = static_cast<std::size_t>(frame.get<const std::int32_t>(routing.rows)[slot]);
         return frame.get<const float>(hidden) + row * width;
       });
   const ValueId gates_and_ups = multiply_slots(builder, routing, rows, width, gate_up, gate_up_scales);
   BinaryFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32).function;
-  const SlotRows activated = quantize_slots(
-      builder, routing, inner, {gates_and_ups}, [=](const Frame& frame, std::size_t slot, float* scratch) {
-        const float* gate = frame.get<const float>(gates_and_ups) + slot * both;
-        silu_mul(gate, gate + inner, scratch, inner);
-        return static_cast<const float*>(scratch);
-      });
+  const SlotRows activated = quantize_slots(builder, routing, inner, {gates_and_ups}, "silu_mul",
+                                            [=](const Frame& frame, std::size_t slot, float* scratch) {
+                                              const float* gate =
+                                                  frame.get<const float>(gates_and_ups) + slot * both;
+                                              silu_mul(gate, gate + inner, scratch, inner);
+                                              return static_cast<const float*>(scratch);
+                                            });
   const ValueId results = multiply_slots(builder, routing, activated, inner, down, down_scales);
 
   const ValueId out = builder.float_rows(symbol, width);
-  builder.add_row_step(symbol, {results, routing.weights, routing.slots, out},
+  builder.add_row_step(symbol, "add_experts", {results, routing.weights, routing.slots, out},
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          for (std::size_t row = begin; row < end; ++row) {
                            float* sum = frame.get<float>(out) + row * width;

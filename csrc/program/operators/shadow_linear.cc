@@ -121,7 +121,8 @@ ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Va
   };
   std::vector<ValueId> uses = {input, block_counts, counts, rows, remainders};
   FindOutliersFunction* find = select_kernel(find_outliers_f32_f32).function;
-  builder.add_loop([=](const Frame&) { return channel_blocks; }, kChannelBlocksPerPiece, uses,
+  builder.add_loop([=](const Frame&) { return channel_blocks; }, kChannelBlocksPerPiece, "find_outliers",
+                   uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                      find(outliers(frame), begin, end);
                    });
@@ -129,7 +130,7 @@ ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Va
   const ValueId out = builder.float_rows(symbol, columns);
   uses.insert(uses.end(), {packed, scales, hot_channels, hot_rows, out});
   builder.need_scratch(columns);
-  builder.add_loop([=](const Frame&) { return column_blocks; }, kColumnBlocksPerPiece, uses,
+  builder.add_loop([=](const Frame&) { return column_blocks; }, kColumnBlocksPerPiece, "shadow_linear", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      ShadowWeight weight = {
                          .packed = row,

@@ -1,0 +1,117 @@
+"""How many multiply-adds a cycle the inner loops of the Arm kernels do, by llvm-mca's models of processors.
+
+No Arm machine is needed: the kernels are cross-compiled to assembly as the build compiles them, and each innermost loop
+is handed to the analyser, with everything in the first-level cache. On Debian: apt-get install g++-aarch64-linux-gnu
+llvm-22.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+KERNELS = Path(__file__).resolve().parent.parent / "csrc" / "kernels"
+PROCESSORS = ("oryon-1", "cortex-x4", "neoverse-v2", "neoverse-n2")
+ITERATIONS = 400
+FLOATS = 4
+"""Products of an instruction for float32."""
+
+
+class Case(NamedTuple):
+    """Loops of one file: compiled with `flags`, made of `instruction`, of which each does `products`."""
+
+    file: str
+    flags: str
+    instruction: str
+    products: int
+
+
+CASES = (
+    Case("gemm/neon_i8mm.cc", "-march=armv8.2-a+dotprod+i8mm", "smmla", 32),
+    Case("gemm/neon_dotprod.cc", "-march=armv8.2-a+dotprod", "sdot", 16),
+    Case("block_gemm/neon_i8mm.cc", "-march=armv8.2-a+dotprod+i8mm", "smmla", 32),
+    Case("block_gemm/neon_dotprod.cc", "-march=armv8.2-a+dotprod", "sdot", 16),
+    Case("attention/neon.cc", "-march=armv8-a", "fmla", FLOATS),
+)
+
+
+def assembly(case: Case, compiler: str) -> list[str]:
+    """The lines of a file's assembly."""
+    command = [compiler, "-O3", "-DNDEBUG", "-std=c++20", case.flags, f"-I{KERNELS.parent}", "-S", "-o", "-"]
+    return subprocess.run(
+        [*command, str(KERNELS / case.file)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+
+
+def innermost_loops(lines: list[str], instruction: str) -> list[list[str]]:
+    """The instructions of each loop without one in it that has `instruction`, the most first."""
+    labels, loops = dict[str, int](), []
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\.L\d+):", line):
+            labels[label[1]] = number
+        elif (jump := re.match(r"\t(?:b|cb|tb)\S*\t.*?(\.L\d+)$", line)) and jump[1] in labels:
+            body = lines[labels[jump[1]] + 1 : number]
+            if not any(each.startswith(".L") for each in body):
+                loops.append([each for each in body if each.startswith("\t") and not each.startswith("\t.")])
+    found = [loop for loop in loops if count(loop, instruction)]
+    return sorted(found, key=lambda loop: -count(loop, instruction))
+
+
+def count(loop: list[str], instruction: str) -> int:
+    return sum(line.split()[0] == instruction for line in loop)
+
+
+def cycles(loop: list[str], processor: str, analyser: str) -> float | None:
+    """Of one iteration; None where the analyser's model lacks an instruction."""
+    with tempfile.NamedTemporaryFile("w", suffix=".s") as file:
+        file.write("\n".join(loop) + "\n")
+        file.flush()
+        command = [analyser, "-march=aarch64", f"-mcpu={processor}", "-mattr=+i8mm,+dotprod"]
+        told = subprocess.run(
+            [*command, f"-iterations={ITERATIONS}", file.name], check=False, capture_output=True, text=True
+        )
+    if "unsupported instruction" in told.stderr:
+        return None
+    total = re.search(r"Total Cycles:\s+(\d+)", told.stdout)
+    if total is None:
+        raise click.ClickException(f"{analyser}: {told.stderr.strip()}")
+    return int(total[1]) / ITERATIONS
+
+
+def rate(loop: list[str], case: Case, processor: str, analyser: str) -> float | None:
+    """Multiply-adds a cycle."""
+    taken = cycles(loop, processor, analyser)
+    return count(loop, case.instruction) * case.products / taken if taken else None
+
+
+def alone(case: Case) -> list[str]:
+    """A loop of the instruction, into more registers than it takes cycles."""
+    lanes = "4s" if case.products == FLOATS else "16b"
+    return [f"\t{case.instruction}\tv{n}.4s, v30.{lanes}, v31.{lanes}" for n in range(24)]
+
+
+@click.command(help=__doc__)
+@click.option("--compiler", default="aarch64-linux-gnu-g++", show_default=True)
+@click.option("--analyser", default="llvm-mca-22", show_default=True)
+@click.option("--most", default=3, show_default=True, help="Loops of each file.")
+def main(compiler: str, analyser: str, most: int) -> None:
+    click.echo("Multiply-adds a cycle (share of what the instruction alone would do):\n")
+    click.echo("| kernel | products in the loop | instructions | " + " | ".join(PROCESSORS) + " |")
+    click.echo("| --- | ---: | ---: |" + " ---: |" * len(PROCESSORS))
+    for case in CASES:
+        peaks = [rate(alone(case), case, processor, analyser) for processor in PROCESSORS]
+        for loop in innermost_loops(assembly(case, compiler), case.instruction)[:most]:
+            row = [case.file.removesuffix(".cc"), f"{count(loop, case.instruction)} {case.instruction}", str(len(loop))]
+            for processor, peak in zip(PROCESSORS, peaks, strict=True):
+                found = rate(loop, case, processor, analyser)
+                row.append("not in the model" if found is None or peak is None else f"{found:.0f} ({found / peak:.0%})")
+            click.echo("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()

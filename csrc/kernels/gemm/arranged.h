@@ -1,0 +1,31 @@
+// Rows of `left` as the implementation of gemm or block_gemm for one instruction set likes to read them:
+// arranged once, read for all columns.
+//
+// AVX2, gemm: each row parted, see parted.h.
+//
+// NEON with i8mm: two rows as one of pairs, 8 k of the first and then 8 k of the second, which smmla takes
+// for its 2 x 2 tiles; the depth is padded with zeros to whole pairs. Beside an odd last row is anything. For
+// block_gemm each 32 k are followed by their sums in float32, of the first row twice and of the second twice.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace chunkrt {
+
+// Arranges rows [row_begin, row_end) of `values`, int8 [rows, groups * 4], in `arranged`.
+using ArrangeRowsFunction = void(const std::int8_t* values, std::size_t groups, std::size_t row_begin,
+                                 std::size_t row_end, std::int8_t* arranged);
+
+ArrangeRowsFunction part_rows_avx2, pair_rows_neon_i8mm, pair_block_rows_neon_i8mm;
+
+struct RowArrangement {
+  ArrangeRowsFunction* arrange;
+  std::size_t (*row_bytes)(std::size_t groups);  // rows follow each other
+  std::size_t rows_together;                     // the first of a call is the first of so many
+};
+
+constexpr std::size_t paired_row_bytes(std::size_t groups) { return (groups + 1) / 2 * 8; }
+constexpr std::size_t paired_block_row_bytes(std::size_t groups) { return groups / 8 * 40; }
+
+}  // namespace chunkrt
