@@ -36,9 +36,7 @@ class NativeBackend:
     concurrency: int | None = None
     cache_dtypes: tuple[str, ...] = ("float16", "float32", "int8")
 
-    def __init__(
-        self, threads: int, attention_math: AttentionMath = "float32", times: StepTimes | None = None
-    ) -> None:
+    def __init__(self, threads: int, attention_math: AttentionMath = "float32", times: StepTimes | None = None) -> None:
         if threads < 1:
             raise ConfigError(f"the native backend needs at least 1 thread, got {threads}")
         selected_kernels()  # a forced instruction set that cannot run is an error here, not of some node later
