@@ -88,7 +88,7 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         working.cancelled() or working.exception()  # nobody asks for it any more
         raise
     finally:
-        del context  # it holds the task, which may keep what it was cancelled with, whose traceback holds this frame
+        del context, working  # they hold the task, and what was raised: errors, whose tracebacks hold this frame
 
 
 def _send(steps: Steps[Result], result: RunResult | None) -> tuple[Run | Work | None, StopIteration | None]:

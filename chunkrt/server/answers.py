@@ -124,7 +124,9 @@ async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
-        if task.cancelled():  # until it is asked, it keeps the error, whose traceback holds its frames, and those states
+        if (
+            task.cancelled()
+        ):  # until it is asked, it keeps the error, whose traceback holds its frames, and those states
             with suppress(asyncio.CancelledError):
                 task.result()
 

@@ -14,6 +14,7 @@ import pytest
 from server_of_tests import serving, wait_until
 from small_vocabularies import make_tokenizer
 
+from chunkrt.engine.driving import in_thread
 from chunkrt.engine.scoring import TokenLogProbabilities
 from chunkrt.errors import BusyError
 from chunkrt.server import app
@@ -188,6 +189,25 @@ def test_what_failed_is_not_kept_by_what_waited_for_it():
 
     with without_collector():
         assert asyncio.run(test())
+
+
+def test_what_failed_in_a_thread_keeps_nothing():
+    class Held:
+        pass
+
+    def fail():
+        held = Held()
+        kept.append(weakref.ref(held))
+        raise ValueError
+
+    async def test():
+        with contextlib.suppress(ValueError):
+            await in_thread(fail)
+        await asyncio.to_thread(wait_until, lambda: kept[0]() is None)
+
+    kept = []
+    with without_collector():
+        asyncio.run(test())
 
 
 @pytest.mark.parametrize("stream", [False, True])
