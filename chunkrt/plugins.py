@@ -174,13 +174,14 @@ def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
 
 
 @cache
-def _all_installed() -> EntryPoints:
-    return metadata.entry_points()
+def _all_installed() -> Any:
+    return metadata.entry_points()  # in Python 3.11 of another type than later, which selects alike
 
 
 def entry_points(*, group: str) -> EntryPoints:
     """Those of a group. All are read at once, the first time: it takes a look into every distribution."""
-    return _all_installed().select(group=group)
+    found: EntryPoints = _all_installed().select(group=group)
+    return found
 
 
 def _installed(group: str) -> Sequence[EntryPoint]:

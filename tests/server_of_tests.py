@@ -27,3 +27,11 @@ def serving(engine, name="toy", **options):
     finally:
         server.should_exit = True
         thread.join()
+
+
+def wait_until(holds):
+    """Wait for what comes about in other threads, at most 30 seconds."""
+    latest = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < latest
+        time.sleep(0.01)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from pulled_models import MODELS
 
+import chunkrt
+
 PAGE = Path(__file__).parents[1] / "docs" / "start.md"
 STEPS = re.findall(r"^## (\d+)\. |^```sh( slow)?\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 NAME = "smollm2-135m-instruct"
@@ -23,12 +25,15 @@ pytestmark = [
 
 @pytest.fixture
 def typed(home, tmp_path):
-    """A function that types lines into a shell, with a home of its own that has the model, and the tests' engines."""
+    """A function that types lines into a shell, with a home of its own that has the model, and an engine of it."""
     place = tmp_path / "home" / "models" / NAME / MODELS[NAME].name
     place.parent.mkdir(parents=True)
     place.symlink_to(MODELS[NAME])
-    (home / "engines").mkdir(exist_ok=True)
-    (tmp_path / "home" / "engines").symlink_to(home / "engines")
+    chunkrt.load(MODELS[NAME], threads=1).close()  # so that it is compiled, once for all tests
+    engines = tmp_path / "home" / "engines"
+    engines.mkdir()
+    for made in (home / "engines").glob(f"{MODELS[NAME].stem}-*"):
+        (engines / made.name).symlink_to(made)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "CHUNKRT_HOME": str(tmp_path / "home")}
 

@@ -49,9 +49,7 @@ class CacheMemory:
 
     def open(self, make: Callable[[], State]) -> State:
         """A state at once. Raises BusyError if there is no room for it, or others wait for it already."""
-        with self._lock:
-            state = None if self._waiting else self._try(make)
-        if state is None:
+        if (state := self._at_once(make)) is None:
             raise BusyError(
                 f"the caches of {self.num_states} sessions take all of the {self.limit} bytes that they may "
                 "(cache_memory); close a session, or let the caches have more"
@@ -98,6 +96,8 @@ class CacheMemory:
         def look() -> None:
             news.put(None)
 
+        if (state := self._at_once(make)) is not None:
+            return state
         try:
             self.queue(look)
             while True:
@@ -117,6 +117,8 @@ class CacheMemory:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(news.set)
 
+        if (state := self._at_once(make)) is not None:
+            return state
         try:
             self.queue(look)
             while (state := self.take(look, make)) is None:
@@ -129,6 +131,11 @@ class CacheMemory:
     def look_again(self) -> None:
         """Have those that wait look whether there is room, or why there will be none."""
         self._tell()
+
+    def _at_once(self, make: Callable[[], State]) -> State | None:
+        """A state, unless others wait for room, or there is none."""
+        with self._lock:
+            return None if self._waiting else self._try(make)
 
     def _taken(self) -> int:
         return sum(state.num_bytes for state in self._states)

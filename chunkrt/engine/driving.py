@@ -87,6 +87,8 @@ async def in_thread(work: Callable[[], Result]) -> Result:
                 await asyncio.wait([working])
         working.cancelled() or working.exception()  # nobody asks for it any more
         raise
+    finally:
+        del context, working  # they hold the task, and what was raised: errors, whose tracebacks hold this frame
 
 
 def _send(steps: Steps[Result], result: RunResult | None) -> tuple[Run | Work | None, StopIteration | None]:

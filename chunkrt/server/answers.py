@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +115,20 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
             else:
                 yield event
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(tasks)
+
+
+async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended. What they raised is left in them, to be raised by who asks."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if (
+            task.cancelled()
+        ):  # until it is asked, it keeps the error, whose traceback holds its frames, and those states
+            with suppress(asyncio.CancelledError):
+                task.result()
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from chunkrt.errors import ConfigError
 from chunkrt.server import embeddings, scoring
 from chunkrt.server.access import check_access
+from chunkrt.server.answers import end
 from chunkrt.server.chat import Chat
 from chunkrt.server.completions import Completion
 from chunkrt.server.errors import RequestError, as_request_error, error_body, error_response
@@ -144,9 +145,7 @@ async def _while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result])
             raise ClientGoneError
         return await task
     finally:
-        gone.cancel()
-        task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await end([task, gone])
         del task, gone  # what failed holds this frame, and this frame what failed
 
 

@@ -568,7 +568,9 @@ class PacksAndKeeps(RunsSegments, KeepsTheState):
 @pytest.mark.parametrize("wrapper", [PacksAndKeeps, FixedLength])
 def test_under_few_schemes_it_conforms_too(few_schemes, wrapper):
     name, concurrency = ("npu", 1) if wrapper is FixedLength else ("odd", None)
-    check_backend(type(wrapper.__name__, (OddBackend,), {"wrapper": wrapper, "name": name, "concurrency": concurrency})())
+    check_backend(
+        type(wrapper.__name__, (OddBackend,), {"wrapper": wrapper, "name": name, "concurrency": concurrency})()
+    )
 
 
 class StaticOnly(OddBackend):

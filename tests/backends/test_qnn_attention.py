@@ -330,7 +330,7 @@ def num_on_npu(executor):
     return sum(subgraph.device == "npu" for subgraph in executor.plan.subgraphs)
 
 
-@pytest.mark.sampled(every=9, num_tokens=[80])
+@pytest.mark.sampled(every=13, num_tokens=[80])
 @FEW_OR_MANY
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
@@ -345,7 +345,8 @@ def num_on_npu(executor):
 def test_every_family_attends_on_the_npu(load, with_attention_on_the_cpu, name, how, num_tokens, num_decoded):
     with load(name, attention="npu", **how) as engine:
         found = tell(engine, num_tokens, num_decoded)
-        np.testing.assert_array_equal(tell(engine, 33, 0), found[:33])
+        fewer = num_tokens - 7  # and still beyond where phi3's tables are others
+        np.testing.assert_array_equal(tell(engine, fewer, 0), found[:fewer])
     assert relative_error(found, with_attention_on_the_cpu(name, num_tokens, num_decoded)) < LOGIT_TOLERANCE
 
 

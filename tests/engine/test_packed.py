@@ -250,6 +250,26 @@ def test_caches_have_a_budget():
         chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=one - 1)
 
 
+def test_room_without_a_limit_is_not_waited_for(engine):
+    """Nobody is refused since others come at the same time."""
+    is_over = threading.Event()
+
+    async def come():
+        while not is_over.is_set():
+            (await engine.asession()).close()
+
+    coming = threading.Thread(target=lambda: asyncio.run(come()))
+    coming.start()
+    try:
+        with engine.session() as session:
+            session.prefill(PROMPTS[2])
+            for _ in range(200):
+                session.fork().close()
+    finally:
+        is_over.set()
+        coming.join()
+
+
 def test_who_closes_a_session_finds_room_for_the_next():
     """Whoever computed its last run, or keeps what went wrong with it, does not hold its caches on."""
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:

@@ -189,7 +189,9 @@ def check_sessions(found, expected, path, size):
 @needs_mpi
 def test_a_program_may_have_initialised_mpi_and_do_all_of_it(tmp_path):
     """Sessions; a context that shifts on every rank; two engines at once."""
-    begin = f"from mpi4py import MPI; import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); from rank_program import *"
+    begin = (
+        f"from mpi4py import MPI; import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); from rank_program import *"
+    )
     model, path = str(LLAMA), str(tmp_path / "2.npz")
     finished = launch(
         2, program=("-c", f"{begin}; sessions({model!r}, {path!r}); shifting({model!r}); at_once({model!r})")

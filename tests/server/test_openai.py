@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from server_of_tests import serving
+from server_of_tests import serving, wait_until
 
 import chunkrt
 from chunkrt.engine.scoring import encode_pair, log_softmax
@@ -372,13 +372,6 @@ def test_a_full_queue_is_an_error_at_once(engine):
 
 def endless():
     return {"prompt": "hello", "stream": True, "temperature": 0, "max_tokens": 100, "logit_bias": {"2": -100}}
-
-
-def wait_until(holds):
-    latest = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < latest
-        time.sleep(0.01)
 
 
 def test_who_goes_leaves_nothing_and_disturbs_nobody(engine):
