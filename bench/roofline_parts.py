@@ -64,7 +64,7 @@ class _Clocked:
 
     def __init__(self, engine: Engine, plan: Plan, chunk_length: int, threads: int) -> None:
         self._times = StepTimes()
-        backend = NativeBackend(threads, self._times)
+        backend = NativeBackend(threads, times=self._times)
         self._executor = Executor(
             plan,
             {s.name: backend.compile(s, plan, chunk_length, engine.scheme, engine.weights) for s in plan.subgraphs},
