@@ -40,6 +40,7 @@ FORMS = {
         of="hugging-face",
         options={"precision": "int4", "prune_lm_head": "true", "int4_accuracy_level": 4, "int4_block_size": 32},
     ),
+    "openvino-w8a8": Form(engine="openvino_nncf", of="F16.gguf"),
     "ctranslate2-int8": Form(engine="ctranslate2", of="hugging-face", options={"quantization": "int8"}),
 }
 """Forms by name, which is also the name of the file or folder. "checkpoint" is the GGUF file that is given."""
@@ -87,6 +88,12 @@ CONTENDERS = (
         )
         for t in ("Q8_0", "Q4_0", "F16")
         for attention, backend in (("paged", "PA"), ("plain", "SDPA"))
+    ),
+    Contender(
+        name="OpenVINO GenAI W8A8 by NNCF, paged",
+        kind="openvino-genai",
+        form="openvino-w8a8",
+        options={"ATTENTION_BACKEND": "PA"},
     ),
     Contender(
         name="CTranslate2 int8", kind="ctranslate2", form="ctranslate2-int8", options={"compute_type": "int8_float32"}
