@@ -60,9 +60,11 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
 
   const Outliers outliers = outliers_of(builder, input);
   std::vector<Digit> digits = digits_of(builder, input, 1, {});
-  digits.front().sums = block_sums_of(builder, symbol, digits.front());
   const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
-  digits = arranged_digits(row_arrangement(kernel), builder, symbol, std::move(digits));
+  const std::optional<RowArrangement> arrangement = row_arrangement(kernel);
+  // Arranged rows hold the sums of their blocks.
+  if (!arrangement) digits.front().sums = block_sums_of(builder, symbol, digits.front());
+  digits = arranged_digits(arrangement, builder, symbol, std::move(digits));
   const ValueId out = builder.float_rows(symbol, columns);
   std::vector<ValueId> uses = {packed,          block_scales,      out,
                                outliers.counts, outliers.channels, outliers.values};
