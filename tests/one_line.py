@@ -6,7 +6,7 @@ def expect_one_line(finished, message):
     assert finished.out == ""
     line, *rest = finished.err.splitlines()
     assert not rest, finished.err
-    assert line.startswith("chunkrt: ")
-    assert message in line
+    assert line.startswith("chunkrt: "), line
+    assert message in line, line
     assert "Traceback" not in line
     assert "unexpected" not in line
