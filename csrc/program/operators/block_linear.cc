@@ -90,7 +90,6 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
                          .depth_blocks = depth_blocks,
                          .residual_stride = columns,
                          .out_stride = columns,
-                         .arranged = nullptr,
                          .scratch = scratch};
                      const auto add = [&](std::size_t block, std::size_t block_end) {
                        frame.lap(multiplying);
