@@ -52,7 +52,7 @@
 // `name_isa`; the function's type tells where it is described.
 #define CHUNKRT_KERNELS(KERNEL)                                                   \
   KERNEL(gemm_f32_s8row_s8col, GemmFunction, CHUNKRT_TILES)                       \
-  KERNEL(block_gemm_f32_s8row_u4block, BlockGemmFunction, CHUNKRT_DOT_PRODUCTS)   \
+  KERNEL(block_gemm_f32_s8row_u4block, BlockGemmFunction, CHUNKRT_TILES)          \
   KERNEL(unpack_s8col_u4block, UnpackFunction, CHUNKRT_VECTORS)                   \
   KERNEL(quantize_s8row_f32, QuantizeFunction, CHUNKRT_VECTORS)                   \
   KERNEL(quantize_s8grid_f32, GridQuantizeFunction, CHUNKRT_VECTORS)              \

@@ -1,5 +1,5 @@
-// The tile operations of kernels/gemm/tiles.h and kernels/attention/tiles.h as AMX's instructions, for the
-// files that are compiled with them; nothing here is seen outside of them.
+// The tile operations of kernels/{gemm,block_gemm,attention}/tiles.h as AMX's instructions, for the files
+// that are compiled with them; nothing here is seen outside of them.
 #pragma once
 
 #include <immintrin.h>
@@ -20,20 +20,23 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {};
 };
 
-// Sums and left operands (tiles 0 to 3, 6 and 7) with so many rows, right ones (4 and 5) with 16.
-constexpr TileConfig tile_config(std::uint8_t rows) {
+// Sums and left operands (tiles 0 to 3, 6 and 7) with so many rows, those of left ones of so many bytes;
+// right ones (4 and 5) with a row for each 4 of these.
+constexpr TileConfig tile_config(std::uint8_t rows, std::uint8_t left_bytes) {
   TileConfig config;
   for (std::size_t tile = 0; tile < 8; ++tile) {
-    config.row_bytes[tile] = 64;
-    config.rows[tile] = tile == 4 || tile == 5 ? std::uint8_t{16} : rows;
+    const bool is_left = tile >= 6, is_right = tile == 4 || tile == 5;
+    config.row_bytes[tile] = is_left ? left_bytes : 64;
+    config.rows[tile] = is_right ? static_cast<std::uint8_t>(left_bytes / 4) : rows;
   }
   return config;
 }
 
 // Constants, since GCC 12 takes LDTILECFG to read 8 bytes, and removes the stores of the others.
+template <std::uint8_t LeftBytes>
 constexpr auto kTileConfigs = [] {
   std::array<TileConfig, 17> configs{};
-  for (std::uint8_t rows = 1; rows <= 16; ++rows) configs[rows] = tile_config(rows);
+  for (std::uint8_t rows = 1; rows <= 16; ++rows) configs[rows] = tile_config(rows, LeftBytes);
   return configs;
 }();
 
@@ -46,7 +49,10 @@ class TileRegisters {
   // A thread that keeps tiles in use carries their 8 KB through every switch.
   ~TileRegisters() { _tile_release(); }
 
-  void configure(std::size_t rows) { _tile_loadconfig(&kTileConfigs[rows]); }
+  template <std::uint8_t LeftBytes = 64>
+  void configure(std::size_t rows) {
+    _tile_loadconfig(&kTileConfigs<LeftBytes>[rows]);
+  }
 
   template <std::size_t Tile>
   void zero() {

@@ -7,6 +7,7 @@
 
 #include "kernels/dispatch.h"
 #include "kernels/gemm/arranged.h"
+#include "tests/block_gemm_by_tiles.h"
 #include "tests/guarded_buffer.h"
 #include "tests/half.h"
 #include "tests/random.h"
@@ -141,7 +142,7 @@ struct Problem {
   GuardedBuffer<std::int32_t> left_sums;
 };
 
-// Calls an implementation with rows arranged as one of them reads them.
+// Calls an implementation with rows arranged as one of them reads them, and scratch as another needs it.
 void run(BlockGemmFunction* function, BlockGemmArgs args, std::size_t begin, std::size_t end) {
   std::vector<std::int8_t> arranged;
   CHUNKRT_ON_ARM(if (is_supported(Isa::neon_i8mm)) {
@@ -151,6 +152,9 @@ void run(BlockGemmFunction* function, BlockGemmArgs args, std::size_t begin, std
   })
   const GuardedBuffer<std::int8_t> guarded(arranged);
   args.arranged = guarded.data();
+  const GuardedBuffer<float> scratch(
+      std::vector<float>(tile_scratch_floats(args.depth_blocks), std::numeric_limits<float>::quiet_NaN()));
+  args.scratch = scratch.data();
   function(args, begin, end);
 }
 
@@ -177,8 +181,17 @@ void test_shapes(BlockGemmFunction* function) {
   }
 }
 
+// Depths of which a panel of tiles has fewer blocks of columns than of others, up to one.
+void test_deep(BlockGemmFunction* function) {
+  for (const std::size_t rows : {3u, 9u, 33u}) {
+    for (const std::size_t depth_blocks : {204u, 205u, 300u, 820u}) {
+      check_problem(function, Problem({rows, depth_blocks, 81}), true, rows == 9);
+    }
+  }
+}
+
 void test_epilogues(BlockGemmFunction* function) {
-  for (const std::size_t rows : {1u, 5u, 9u}) {
+  for (const std::size_t rows : {1u, 5u, 9u, 33u}) {
     const Problem problem({rows, 3, 61});
     for (const bool has_bias : {false, true}) {
       for (const bool has_residual : {false, true}) check_problem(function, problem, has_bias, has_residual);
@@ -232,15 +245,18 @@ void test_mixed_extremes(BlockGemmFunction* function) {
 
 // Scales and minima at the ends of float16, of either sign: 0, subnormal and finite.
 void test_scales(BlockGemmFunction* function) {
-  for (const int magnitude : {0x0000, 0x0001, 0x03ff, 0x0400, 0x3c00, 0x7bff}) {
-    for (const int sign : {0x0000, 0x8000}) {
-      const Shape shape = {5, 3, 49};
-      Operands operands(shape);
-      std::fill(operands.scales.begin(), operands.scales.end(), static_cast<std::uint16_t>(magnitude));
-      std::fill(operands.minima.begin(), operands.minima.end(), static_cast<std::uint16_t>(magnitude | sign));
-      check_problem(function, Problem(shape, operands), false, false);
-      std::swap(operands.scales, operands.minima);
-      check_problem(function, Problem(shape, operands), false, false);
+  for (const std::size_t rows : {5u, 9u}) {
+    for (const int magnitude : {0x0000, 0x0001, 0x03ff, 0x0400, 0x3c00, 0x7bff}) {
+      for (const int sign : {0x0000, 0x8000}) {
+        const Shape shape = {rows, 3, 49};
+        Operands operands(shape);
+        std::fill(operands.scales.begin(), operands.scales.end(), static_cast<std::uint16_t>(magnitude));
+        std::fill(operands.minima.begin(), operands.minima.end(),
+                  static_cast<std::uint16_t>(magnitude | sign));
+        check_problem(function, Problem(shape, operands), false, false);
+        std::swap(operands.scales, operands.minima);
+        check_problem(function, Problem(shape, operands), false, false);
+      }
     }
   }
 }
@@ -298,8 +314,15 @@ void test_rows_alone(BlockGemmFunction* function) {
 void test_block_gemm(Suite& suite) {
   const auto run = [&](const char* name, void (*test)(BlockGemmFunction*)) {
     suite.run_rows(block_gemm_f32_s8row_u4block, name, test);
+    suite.run(std::string("block_gemm by the twin of tiles: ") + name,
+              [=] { test(block_gemm_by_tile_twin); });
+#if defined(__linux__) && defined(__x86_64__)
+    suite.run(std::string("block_gemm by tile instructions: ") + name,
+              [=] { test(block_gemm_by_tile_instructions); });
+#endif
   };
   run("exact at tile edges", test_shapes);
+  run("exact where deep", test_deep);
   run("bias and residual", test_epilogues);
   run("residual in place", test_residual_in_place);
   run("ends of int8 and of 4 bits", test_extremes);

@@ -1,5 +1,5 @@
-// Matrix tiles without an instruction: what kernels/gemm/tiles.h asks of a processor, in plain loops that
-// refuse what one would refuse.
+// Matrix tiles without an instruction: what kernels/gemm/tiles.h and kernels/block_gemm/tiles.h ask of a
+// processor, in plain loops that refuse what one would refuse.
 #pragma once
 
 #include <cstddef>
@@ -12,10 +12,12 @@ namespace chunkrt::testing {
 
 class TileTwin {
  public:
+  template <std::size_t LeftBytes = 64>
   void configure(std::size_t rows) {
     check(rows >= 1 && rows <= 16, "a tile has 1 to 16 rows");
     for (Tile& tile : tiles_) tile = {.rows = rows};
-    for (std::size_t right : {4u, 5u}) tiles_[right].rows = 16;
+    for (std::size_t left : {6u, 7u}) tiles_[left].row_bytes = LeftBytes;
+    for (std::size_t right : {4u, 5u}) tiles_[right].rows = LeftBytes / 4;
   }
 
   template <std::size_t Number>
@@ -26,18 +28,21 @@ class TileTwin {
   template <std::size_t Number>
   void load(const std::int8_t* rows, std::size_t stride) {
     Tile& tile = configured(Number);
-    for (std::size_t row = 0; row < tile.rows; ++row) std::memcpy(tile.bytes[row], rows + row * stride, 64);
+    for (std::size_t row = 0; row < tile.rows; ++row) {
+      std::memcpy(tile.bytes[row], rows + row * stride, tile.row_bytes);
+    }
   }
 
-  // Adds left [rows, 64] times right [16, 16 columns, 4], both int8, to int32 [rows, 16 columns].
+  // Adds left [rows, depth] times right [depth / 4, 16 columns, 4], both int8, to int32 [rows, 16 columns].
   template <std::size_t Sum, std::size_t Left, std::size_t Right>
   void multiply() {
     Tile &sum = configured(Sum), &left = configured(Left), &right = configured(Right);
-    check(sum.rows == left.rows && right.rows == 16, "tiles of these rows are not multiplied");
+    check(sum.rows == left.rows && right.rows == left.row_bytes / 4,
+          "tiles of these rows are not multiplied");
     for (std::size_t row = 0; row < sum.rows; ++row) {
       std::int32_t sums[16];
       std::memcpy(sums, sum.bytes[row], sizeof(sums));
-      for (std::size_t k = 0; k < 64; ++k) {
+      for (std::size_t k = 0; k < left.row_bytes; ++k) {
         for (std::size_t column = 0; column < 16; ++column) {
           sums[column] += left.bytes[row][k] * right.bytes[k / 4][column * 4 + k % 4];
         }
@@ -54,11 +59,11 @@ class TileTwin {
     }
   }
 
-  void prefetch(const std::int8_t*) {}
+  void prefetch(const void*) {}
 
  private:
   struct Tile {
-    std::size_t rows = 0;
+    std::size_t rows = 0, row_bytes = 64;
     std::int8_t bytes[16][64] = {};
   };
 

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernels/block_gemm/block_gemm.h"
-#include "kernels/lanes_avx512.h"
+#include "kernels/block_gemm/store_avx512.h"
 
 namespace chunkrt {
 namespace {
@@ -30,10 +30,6 @@ __m512i broadcast(const std::int8_t* source) {
   std::int32_t quad;
   std::memcpy(&quad, source, sizeof(quad));
   return _mm512_set1_epi32(quad);
-}
-
-__m512 widen(const std::uint16_t* source) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
 
 // Adds the products of 4 k of each column to the sums.
@@ -140,26 +136,12 @@ template <std::size_t Rows, std::size_t Blocks>
   }
 }
 
-void store(const BlockGemmArgs& args, std::size_t row, std::size_t block, __m512 value) {
-  const std::size_t column = block * kBlockColumns;
-  const std::size_t valid = args.columns - column;
-  const __mmask16 mask =
-      valid >= kBlockColumns ? __mmask16{0xffff} : static_cast<__mmask16>((1u << valid) - 1u);
-  value = _mm512_mul_ps(value, _mm512_set1_ps(args.left_scales[row]));
-  if (args.bias != nullptr) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, args.bias + column));
-  if (args.residual != nullptr) {
-    const float* residual = args.residual + row * args.residual_stride + column;
-    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, residual));
-  }
-  store_lanes(args.out + row * args.out_stride + column, mask, value);
-}
-
 template <std::size_t Rows, std::size_t Blocks>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block) {
   Values values;
   accumulate<Rows, Blocks>(args, row, block, values);
   for (std::size_t m = 0; m < Rows; ++m) {
-    for (std::size_t b = 0; b < Blocks; ++b) store(args, row + m, block + b, values.of[m][b]);
+    for (std::size_t b = 0; b < Blocks; ++b) store_block(args, row + m, block + b, values.of[m][b]);
   }
 }
 

@@ -41,7 +41,28 @@ struct BlockGemmArgs {
   std::size_t out_stride;       // in elements
   // The rows and their blocks' sums as kernels/gemm/arranged.h has them: NEON with i8mm reads these alone.
   const std::int8_t* arranged = nullptr;
+  // float32 [tile_scratch_floats(depth_blocks)], aligned to 64 bytes, this call's alone: the implementation
+  // for matrix tiles needs it, the others do not.
+  float* scratch = nullptr;
 };
+
+// What matrix tiles read of a weight: a panel of a few blocks of 16 columns, its integers as int8 and its
+// scales and minima in float32. It is unpacked once for all rows, and small enough for the second-level
+// cache.
+inline constexpr std::size_t kTileBlockBytes = 2 * kBlockBytes + 2 * kBlockColumns * sizeof(float);
+inline constexpr std::size_t kMostTilePanelBytes = 512 * 1024;
+inline constexpr std::size_t kMostTilePanelBlocks = 4;
+
+// The blocks of columns that a panel has.
+constexpr std::size_t tile_panel_blocks(std::size_t depth_blocks) {
+  const std::size_t fit = kMostTilePanelBytes / (kTileBlockBytes * (depth_blocks > 0 ? depth_blocks : 1));
+  return fit < 1 ? 1 : fit < kMostTilePanelBlocks ? fit : kMostTilePanelBlocks;
+}
+
+// A panel, and the sums of 16 rows' blocks in float32.
+constexpr std::size_t tile_scratch_floats(std::size_t depth_blocks) {
+  return depth_blocks * (tile_panel_blocks(depth_blocks) * kTileBlockBytes / sizeof(float) + 16);
+}
 
 // Computes the columns of blocks [block_begin, block_end) of 16 for all rows; columns past N are not written.
 using BlockGemmFunction = void(const BlockGemmArgs& args, std::size_t block_begin, std::size_t block_end);

@@ -65,6 +65,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   // Arranged rows hold the sums of their blocks.
   if (!arrangement) digits.front().sums = block_sums_of(builder, symbol, digits.front());
   digits = arranged_digits(arrangement, builder, symbol, std::move(digits));
+  if (kernel.isa == Isa::amx) builder.need_scratch(tile_scratch_floats(depth_blocks));
   const ValueId out = builder.float_rows(symbol, columns);
   std::vector<ValueId> uses = {packed,          block_scales,      out,
                                outliers.counts, outliers.channels, outliers.values};
@@ -74,7 +75,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   AddBlockOutliersFunction* add_outliers = select_kernel(add_outliers_f32_u4block).function;
   const std::size_t multiplying = builder.part("block_linear"), adding = builder.part("add_outliers");
   builder.add_loop([blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "block_linear", uses,
-                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      const BlockGemmArgs args = {
                          .left = nullptr,
                          .left_scales = nullptr,
@@ -88,7 +89,8 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
                          .columns = columns,
                          .depth_blocks = depth_blocks,
                          .residual_stride = columns,
-                         .out_stride = columns};
+                         .out_stride = columns,
+                         .scratch = scratch};
                      const auto add = [&](std::size_t block, std::size_t block_end) {
                        frame.lap(multiplying);
                        add_outliers({.outliers = outliers.in(frame),

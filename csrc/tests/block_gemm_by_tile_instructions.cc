@@ -1,0 +1,15 @@
+#include "kernels/tiles_amx.h"
+#include "tests/block_gemm_by_tiles.h"
+#include "tests/plain_values.h"
+#include "tests/tile_traps.h"
+
+namespace chunkrt::testing {
+
+void block_gemm_by_tile_instructions(const BlockGemmArgs& args, std::size_t block_begin,
+                                     std::size_t block_end) {
+  const TileTraps traps;
+  multiply_by_tiles<AmxTiles, PlainValues>(args, block_begin, block_end,
+                                           block_gemm_f32_s8row_u4block_reference);
+}
+
+}  // namespace chunkrt::testing
