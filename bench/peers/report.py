@@ -66,7 +66,7 @@ def to_markdown(report: Report) -> str:
         lines += ["", "What is left of a rate beside busy processes:", "", _row(["contender", *loaded])]
         lines += [_row(["---", *["---:"] * len(loaded)])]
         lines += [
-            _row([name, *(_spread_text(spread(found[test]), 2) for test in loaded)]) for name, found in shares.items()
+            _row([name, *(_spread_text(spread(found[test]), 3) for test in loaded)]) for name, found in shares.items()
         ]
     lines += ["", _row(["contender", "versions", "settings", "same next token as the first"]), _row(["---"] * 4)]
     for name, about in report.about.items():

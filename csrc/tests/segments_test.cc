@@ -352,9 +352,11 @@ void test_refusals() {
       "segment 1: input 'values': expected");
   check_wrong<Argument>(
       *program,
-      [](Packed& chunk, Sequences&) {
-        chunk.segments[0].inputs[4].dtype = chunk.segments[0].inputs[4].dtype == "int8" ? "float32" : "int8";
-        chunk.segments[0].inputs[4].shape[2] = chunk.segments[0].inputs[4].dtype == "int8" ? 12 : 8;
+      [elsewhere = std::vector<float>(kKvHeads * kContext * kHeadDim)](Packed& chunk, Sequences&) mutable {
+        TensorView& given = chunk.segments[0].inputs[4];
+        given.dtype = given.dtype == "int8" ? "float32" : "int8";
+        given.shape[2] = given.dtype == "int8" ? 12 : 8;
+        given.data = elsewhere.data();  // as float32 it is larger, and may not reach into its neighbours
       },
       "segment 0: attention: the key and value caches must be of one type");
   check_wrong<Argument>(

@@ -214,7 +214,7 @@ def test_a_failed_run_leaves_nobody_pinned(policy: str, monkeypatch: pytest.Monk
 
 
 def test_a_failed_load_leaves_nobody_pinned(monkeypatch: pytest.MonkeyPatch, new_masks: Masks) -> None:
-    def fail(self, threads: int) -> None:
+    def fail(self, *_: object) -> None:
         assert os.sched_getaffinity(0) == {FIRST}
         raise ConfigError("no pool")
 
