@@ -19,15 +19,15 @@ void attend_by_trapped_tiles(const AttentionArgs& args, std::size_t begin, std::
 }  // namespace
 
 void run_in_bfloat(Suite& suite, const std::string& name, void (*test)(const Kernels&)) {
-  const auto kernels = [](AttentionFunction* attend) {
-    return Kernels{append_cache_f32_reference, attend, AttentionMath::bfloat16};
+  const auto kernels = [](AttentionFunction* attend, bool are_caught = false) {
+    return Kernels{append_cache_f32_reference, attend, AttentionMath::bfloat16, are_caught};
   };
   suite.run_rows(attend_f32_bf16_cache, name, [&](AttentionFunction* attend) { test(kernels(attend)); });
 #if defined(__linux__) && defined(__x86_64__)
   // Instructions of AVX2 are not caught.
   if (is_supported(Isa::avx2) && !is_present(Isa::amx)) {
     suite.run("attend_f32_bf16_cache_amx_bf16, tiles caught: " + name,
-              [&] { test(kernels(attend_by_trapped_tiles)); });
+              [&] { test(kernels(attend_by_trapped_tiles, true)); });
   }
 #endif
 }

@@ -72,7 +72,13 @@ struct Kernels {
   AttentionFunction* append;
   AttentionFunction* attend;
   AttentionMath math = AttentionMath::float32;
+  bool are_caught = false;  // some instructions, by a signal each
 };
+
+// Row by row, a long prompt takes seconds where instructions are caught; there, short ones do.
+inline bool has_time_for(const Kernels& kernels, const Shape& shape, std::size_t chunk) {
+  return !kernels.are_caught || chunk > 1 || shape.length <= 70;
+}
 
 // One prompt of shape.length rows: the inputs, in guarded memory.
 struct Prompt {
