@@ -27,9 +27,12 @@ Array = NDArray[Any]
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load."""
 
-MAPPED_BYTES = 32 * 2**20
+MAPPED_BYTES = 2**20
 """Arrays from so many bytes on are mapped. `np.zeros` may take them from what this process has freed before, and would
 then write the zeros."""
+
+HUGE_PAGES_BYTES = 32 * 2**20
+"""Of arrays that have huge pages. In smaller ones, caches among them, these would be committed for a few rows."""
 
 KEPT_LOGIT_BYTES = 8 * 2**20
 """Of the logits that a chunk slot keeps room for."""
@@ -55,14 +58,15 @@ def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Fresh pages of zeros, huge ones where the system has them. They go with the last array that uses them."""
+    """Fresh pages of zeros, of large arrays huge ones where the system has them. They go with the last array that uses
+    them."""
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, num_bytes)
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no {num_bytes} bytes are to be had: {error.strerror or error}") from error
-    if sys.platform == "linux":
+    if sys.platform == "linux" and num_bytes >= HUGE_PAGES_BYTES:
         with suppress(OSError):  # a kernel may have none
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

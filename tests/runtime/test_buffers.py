@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,28 @@ def test_allocations_are_aligned_and_zero(shape: list[int], dtype: str) -> None:
     assert array.dtype == dtype
     assert array.flags.c_contiguous
     assert not array.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_memory_that_others_have_had_is_committed_where_it_is_written() -> None:
+    """Of arrays of a cache's size, as sessions come and go."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
+
+    def make() -> list[Any]:
+        return [aligned_zeros((3 * 2**20,), np.uint8) for _ in range(64)]
+
+    before = resident()
+    for _ in range(3):
+        arrays = make()
+        for array in arrays:
+            array[:4096] = 1
+        assert resident() - before < 64 * 2**20 / 4
+        for array in arrays[::2]:
+            array[:] = 1
+        del array, arrays
+    assert resident() - before < 64 * 2**20 / 4
 
 
 def alive_at_once(plan: Plan) -> set[frozenset[str]]:
