@@ -124,9 +124,8 @@ async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
-        if (
-            task.cancelled()
-        ):  # until it is asked, it keeps the error, whose traceback holds its frames, and those states
+        # Until it is asked, it keeps the error, whose traceback holds frames, and those states.
+        if task.cancelled():
             with suppress(asyncio.CancelledError):
                 task.result()
 

@@ -1,9 +1,10 @@
-// Loads and stores of a vector's first lanes, for the files that are compiled with AVX-512.
+// Loads and stores of vectors, and of their first lanes, for the files that are compiled with AVX-512.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstddef>
+#include <cstdint>
 
 namespace chunkrt {
 namespace {
@@ -20,6 +21,11 @@ inline void store_lanes(float* out, __mmask16 lanes, __m512 value) {
   } else {
     _mm512_mask_storeu_ps(out, lanes, value);
   }
+}
+
+// 16 float16 as float32.
+inline __m512 widen(const std::uint16_t* source) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
 
 }  // namespace

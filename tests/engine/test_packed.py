@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from collector import without_collector
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, input_ids
 from interleavings import LENGTHS, Faults, check_interleaving, load_for_interleavings
 
@@ -300,9 +301,7 @@ def test_who_closes_a_session_finds_room_for_the_next():
                 (await asyncio.wait_for(engine.asession(), 60)).close()
                 held.close()
 
-        gc.collect()
-        gc.disable()
-        try:
+        with without_collector():
             threads = [threading.Thread(target=work) for _ in range(2)]
             for thread in threads:
                 thread.start()
@@ -310,8 +309,6 @@ def test_who_closes_a_session_finds_room_for_the_next():
                 thread.join(120)
             assert not errors, errors
             asyncio.run(main())
-        finally:
-            gc.enable()
 
 
 def test_closing_an_engine_ends_the_wait_for_room():

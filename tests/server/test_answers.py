@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import json
 import threading
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from collector import without_collector
 from server_of_tests import serving, wait_until
 from small_vocabularies import make_tokenizer
 
@@ -224,16 +224,6 @@ def test_who_goes_at_any_moment_leaves_no_state(engine, stream, more):
                 lines = answer.iter_lines()
                 assert sum(1 for _ in itertools.islice(lines, moment)) >= (not stream)
         wait_until(lambda: engine.stats().sessions == 0)
-
-
-@contextlib.contextmanager
-def without_collector():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def test_a_character_of_several_tokens_is_told_token_by_token():

@@ -58,12 +58,12 @@ void dequantize(const std::int8_t* values, float scale, float* out, std::size_t 
   for (; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
 }
 
-void transpose_8_by_8(const float* const* rows, std::size_t column, float* out) {
+// Rows become columns.
+void transpose_registers(__m256 (&rows)[8]) {
   __m256 pairs[8], quads[8];
   for (std::size_t i = 0; i < 8; i += 2) {
-    const __m256 even = _mm256_loadu_ps(rows[i] + column), odd = _mm256_loadu_ps(rows[i + 1] + column);
-    pairs[i] = _mm256_unpacklo_ps(even, odd);
-    pairs[i + 1] = _mm256_unpackhi_ps(even, odd);
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
   }
   for (std::size_t i = 0; i < 8; i += 4) {
     quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
@@ -72,11 +72,16 @@ void transpose_8_by_8(const float* const* rows, std::size_t column, float* out) 
     quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
   }
   for (std::size_t i = 0; i < 4; ++i) {
-    const __m256 low = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
-    const __m256 high = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
-    _mm256_storeu_ps(out + i * kKeysPerBlock, low);
-    _mm256_storeu_ps(out + (i + 4) * kKeysPerBlock, high);
+    rows[i] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+    rows[i + 4] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
   }
+}
+
+void transpose_8_by_8(const float* const* rows, std::size_t column, float* out) {
+  __m256 of[8];
+  for (std::size_t i = 0; i < 8; ++i) of[i] = _mm256_loadu_ps(rows[i] + column);
+  transpose_registers(of);
+  for (std::size_t i = 0; i < 8; ++i) _mm256_storeu_ps(out + i * kKeysPerBlock, of[i]);
 }
 
 // Fills columns up to num_keys rounded up to 16, past num_keys with copies of the last key.
@@ -288,23 +293,11 @@ void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count)
 
 // Sixteen dimensions of eight keys, pair by pair: an 8 by 8 transposition of 32-bit pairs.
 void pack_eight_keys(const float* keys, std::size_t depth, std::uint16_t* out) {
-  __m256 rows[8], pairs[8], quads[8];
+  __m256 rows[8];
   for (std::size_t i = 0; i < 8; ++i) rows[i] = _mm256_castsi256_ps(to_bfloats(keys + i * depth));
-  for (std::size_t i = 0; i < 8; i += 2) {
-    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-  }
-  for (std::size_t i = 0; i < 8; i += 4) {
-    quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
-    quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
-    quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(1, 0, 1, 0));
-    quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
-  }
-  for (std::size_t i = 0; i < 4; ++i) {
-    const __m256 low = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
-    const __m256 high = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * kDepthPerTile), _mm256_castps_si256(low));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (i + 4) * kDepthPerTile), _mm256_castps_si256(high));
+  transpose_registers(rows);
+  for (std::size_t i = 0; i < 8; ++i) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * kDepthPerTile), _mm256_castps_si256(rows[i]));
   }
 }
 

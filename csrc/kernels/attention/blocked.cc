@@ -22,7 +22,7 @@ const float* widened(const AttentionArgs& args, const void* cache, std::size_t o
     std::memcpy(&scale, rows + args.head_dim, sizeof(scale));
     operations.dequantize(reinterpret_cast<const std::int8_t*>(rows), scale, buffer + row * args.head_dim,
                           args.head_dim);
-    rows += cache_row_bytes(args.cache_type, args.head_dim);
+    rows += row_bytes(args);
   }
   return buffer;
 }

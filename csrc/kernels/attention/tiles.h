@@ -25,6 +25,7 @@
 #include <cstring>
 
 #include "kernels/attention/tile_operations.h"
+#include "kernels/tile_pairs.h"
 
 namespace chunkrt {
 namespace {
@@ -36,41 +37,6 @@ std::size_t distance(std::size_t start, std::size_t key, std::size_t most) {
   return key > start ? smaller(key - start, most) : 0;
 }
 
-// Two by two tiles of sums, two right ones and two left ones: each that is loaded is used twice.
-constexpr std::size_t kRightTile = 4;
-constexpr std::size_t kLeftTile = 6;
-
-// One step of depth: the products of Down tiles at `left` with Across tiles at `right`.
-template <std::size_t Down, std::size_t Across, typename Tiles>
-void multiply_step(Tiles& tiles, const std::uint16_t* left, std::size_t left_stride,
-                   const std::uint16_t* right, std::size_t right_distance) {
-  constexpr std::size_t kTileBytes = kDepthPerTile * sizeof(std::uint16_t);
-  const std::size_t stride = left_stride * sizeof(std::uint16_t);
-  tiles.template load<kLeftTile>(left, stride);
-  tiles.template load<kRightTile>(right, kTileBytes);
-  tiles.template multiply<0, kLeftTile, kRightTile>();
-  if constexpr (Across == 2) {
-    tiles.template load<kRightTile + 1>(right + right_distance, kTileBytes);
-    tiles.template multiply<1, kLeftTile, kRightTile + 1>();
-  }
-  if constexpr (Down == 2) {
-    tiles.template load<kLeftTile + 1>(left + kRowsPerTile * left_stride, stride);
-    tiles.template multiply<2, kLeftTile + 1, kRightTile>();
-    if constexpr (Across == 2) tiles.template multiply<3, kLeftTile + 1, kRightTile + 1>();
-  }
-}
-
-template <std::size_t Down, std::size_t Across, typename Tiles>
-void store_sums(Tiles& tiles, float* sums, std::size_t row_floats) {
-  const std::size_t stride = row_floats * sizeof(float);
-  tiles.template store<0>(sums, stride);
-  if constexpr (Across == 2) tiles.template store<1>(sums + kRowsPerTile, stride);
-  if constexpr (Down == 2) tiles.template store<2>(sums + kRowsPerTile * row_floats, stride);
-  if constexpr (Down == 2 && Across == 2) {
-    tiles.template store<3>(sums + kRowsPerTile * row_floats + kRowsPerTile, stride);
-  }
-}
-
 // The scores of Down tiles of queries and a block's keys, both as TileSizes has them.
 template <std::size_t Down, typename Tiles>
 void score_block(Tiles& tiles, const std::uint16_t* queries, const std::uint16_t* keys, std::size_t depth,
@@ -78,15 +44,10 @@ void score_block(Tiles& tiles, const std::uint16_t* queries, const std::uint16_t
   // Compilers do not know that loads of tiles read memory.
   std::atomic_signal_fence(std::memory_order_seq_cst);
   for (std::size_t key = 0; key < kKeysPerBlock; key += 2 * kRowsPerTile) {
-    tiles.template zero<0>();
-    tiles.template zero<1>();
-    if constexpr (Down == 2) {
-      tiles.template zero<2>();
-      tiles.template zero<3>();
-    }
+    zero_sums<Down, 2>(tiles);
     for (std::size_t d = 0; d < depth; d += kDepthPerTile) {
-      multiply_step<Down, 2>(tiles, queries + d, depth, keys + key * depth + d * kRowsPerTile,
-                             kRowsPerTile * depth);
+      multiply_step<Down, 2>(tiles, queries + d, depth * sizeof(*queries), kRowsPerTile * depth,
+                             keys + key * depth + d * kRowsPerTile, kRowsPerTile * depth);
     }
     store_sums<Down, 2>(tiles, scores + key, kKeysPerBlock);
   }
@@ -95,15 +56,10 @@ void score_block(Tiles& tiles, const std::uint16_t* queries, const std::uint16_t
 template <std::size_t Down, std::size_t Across, typename Tiles>
 void accumulate_columns(Tiles& tiles, const std::uint16_t* weights, std::size_t weights_stride,
                         const std::uint16_t* values, float* outs, std::size_t row_floats) {
-  const std::size_t stride = row_floats * sizeof(float);
-  tiles.template load_sums<0>(outs, stride);
-  if constexpr (Across == 2) tiles.template load_sums<1>(outs + kRowsPerTile, stride);
-  if constexpr (Down == 2) tiles.template load_sums<2>(outs + kRowsPerTile * row_floats, stride);
-  if constexpr (Down == 2 && Across == 2) {
-    tiles.template load_sums<3>(outs + kRowsPerTile * row_floats + kRowsPerTile, stride);
-  }
+  load_sums<Down, Across>(tiles, outs, row_floats);
   for (std::size_t key = 0; key < kKeysPerBlock; key += kDepthPerTile) {
-    multiply_step<Down, Across>(tiles, weights + key, weights_stride, values + key * kRowsPerTile,
+    multiply_step<Down, Across>(tiles, weights + key, weights_stride * sizeof(*weights),
+                                kRowsPerTile * weights_stride, values + key * kRowsPerTile,
                                 kKeysPerBlock * kRowsPerTile);
   }
   store_sums<Down, Across>(tiles, outs, row_floats);

@@ -1,8 +1,8 @@
 // block_gemm with AMX: TDPBSSD multiplies a block of 16 rows by 16 columns, 32 k deep, and adds up exactly;
 // AVX-512 scales the sums, in the order of block_gemm.h. A few rows are left to VNNI: the same bits.
-#include "kernels/block_gemm/store_avx512.h"
 #include "kernels/block_gemm/tiles.h"
 #include "kernels/list.h"
+#include "kernels/store_avx512.h"
 #include "kernels/tiles_amx.h"
 
 namespace chunkrt {
@@ -54,7 +54,9 @@ class Values {
     alignas(kLineBytes) float rows[kTileRows][kBlockColumns];
 #pragma GCC unroll 16
     for (std::size_t m = 0; m < kTileRows; ++m) _mm512_store_ps(rows[m], of_[m]);
-    for (std::size_t m = 0; m < num_rows; ++m) store_block(args, row + m, block, _mm512_load_ps(rows[m]));
+    for (std::size_t m = 0; m < num_rows; ++m) {
+      store_columns(args, row + m, block * kBlockColumns, _mm512_load_ps(rows[m]), nullptr);
+    }
   }
 
  private:

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernels/block_gemm/block_gemm.h"
-#include "kernels/block_gemm/store_avx512.h"
+#include "kernels/store_avx512.h"
 
 namespace chunkrt {
 namespace {
@@ -141,7 +141,9 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block)
   Values values;
   accumulate<Rows, Blocks>(args, row, block, values);
   for (std::size_t m = 0; m < Rows; ++m) {
-    for (std::size_t b = 0; b < Blocks; ++b) store_block(args, row + m, block + b, values.of[m][b]);
+    for (std::size_t b = 0; b < Blocks; ++b) {
+      store_columns(args, row + m, (block + b) * kBlockColumns, values.of[m][b], nullptr);
+    }
   }
 }
 

@@ -21,11 +21,11 @@
 #include <atomic>
 
 #include "kernels/block_gemm/block_gemm.h"
+#include "kernels/tile_pairs.h"
 
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kTileRows = 16;
 constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t kUnpackedBytes = 2 * kBlockBytes;
 constexpr std::size_t kScalesPerBlock = 2 * kBlockColumns;
@@ -33,7 +33,7 @@ constexpr std::size_t kScalesPerBlock = 2 * kBlockColumns;
 // Fewer rows than these are left to another kernel: a panel is not worth unpacking for them.
 constexpr std::size_t kFewestRows = kTileRows / 2;
 
-constexpr std::size_t kSumTile = 0, kRightTile = 4, kLeftTile = 6;
+constexpr std::size_t kSumTile = 0;
 
 // By so many blocks of depth are products ahead: what a tile stores cannot be loaded at once.
 constexpr std::size_t kBlocksAhead = 3;

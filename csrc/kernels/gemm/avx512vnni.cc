@@ -7,7 +7,8 @@
 
 #include <cstring>
 
-#include "kernels/gemm/store_avx512.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/store_avx512.h"
 
 namespace chunkrt {
 namespace {
@@ -105,12 +106,16 @@ __m512i accumulate_row(const GemmArgs& args, std::size_t block) {
   return _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3]));
 }
 
+void store_sums(const GemmArgs& args, std::size_t row, std::size_t block, __m512i sums) {
+  store_columns(args, row, block * kGemmColumnsPerBlock, _mm512_cvtepi32_ps(sums), args.right_scales);
+}
+
 template <std::size_t Rows, std::size_t Blocks>
 void compute_tile(const GemmArgs& args, std::size_t row, std::size_t block) {
   Sums sums;
   accumulate<Rows, Blocks>(args, row, block, sums);
   for (std::size_t m = 0; m < Rows; ++m) {
-    for (std::size_t b = 0; b < Blocks; ++b) store_block(args, row + m, block + b, sums.of[m][b]);
+    for (std::size_t b = 0; b < Blocks; ++b) store_sums(args, row + m, block + b, sums.of[m][b]);
   }
 }
 
@@ -143,7 +148,7 @@ void compute_panel(const GemmArgs& args, std::size_t block) {
 void gemm_f32_s8row_s8col_avx512vnni(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
   if (args.rows == 1) {
     for (std::size_t block = block_begin; block < block_end; ++block) {
-      store_block(args, 0, block, accumulate_row(args, block));
+      store_sums(args, 0, block, accumulate_row(args, block));
     }
     return;
   }

@@ -15,23 +15,17 @@
 #include <cstring>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/tile_pairs.h"
 
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kTileRows = 16;
-constexpr std::size_t kTileBytes = 64;  // of a row
 constexpr std::size_t kTileGroups = kTileBytes / kGemmDepthPerGroup;
 
 // A product of tiles takes as long for one row as for 16: fewer rows than these are left to another kernel.
 constexpr std::size_t kFewestRows = kTileRows / 2;
 
-// Two by two tiles of sums, two of weights, two of activations: all eight are taken, and each that is loaded
-// is used twice.
-constexpr std::size_t kTilesDown = 2;
-constexpr std::size_t kTilesAcross = 2;
-constexpr std::size_t kRightTile = kTilesDown * kTilesAcross;
-constexpr std::size_t kLeftTile = kRightTile + kTilesAcross;
+static_assert(kGemmBytesPerGroup == kTileBytes && kGemmColumnsPerBlock == kTileRows);
 
 using TileSums = std::int32_t[kTilesDown * kTileRows][kTilesAcross * kGemmColumnsPerBlock];
 
@@ -57,34 +51,14 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
   const std::size_t lines = (Across * kTileGroups + num_pieces - 1) / num_pieces;
   const std::int8_t* ahead = right + Across * block_bytes + row / (Down * kTileRows) * lines * kTileBytes;
 
-  const auto step = [&](const std::int8_t* activations, std::size_t stride, std::size_t tile_stride,
-                        const std::int8_t* weights, std::size_t weights_stride) {
-    tiles.template load<kLeftTile>(activations, stride);
-    tiles.template load<kRightTile>(weights, kGemmBytesPerGroup);
-    tiles.template multiply<0, kLeftTile, kRightTile>();
-    if constexpr (Across == 2) {
-      tiles.template load<kRightTile + 1>(weights + weights_stride, kGemmBytesPerGroup);
-      tiles.template multiply<1, kLeftTile, kRightTile + 1>();
-    }
-    if constexpr (Down == 2) {
-      tiles.template load<kLeftTile + 1>(activations + tile_stride, stride);
-      tiles.template multiply<kTilesAcross, kLeftTile + 1, kRightTile>();
-      if constexpr (Across == 2) tiles.template multiply<kTilesAcross + 1, kLeftTile + 1, kRightTile + 1>();
-    }
-  };
-
-  tiles.template zero<0>();
-  if constexpr (Across == 2) tiles.template zero<1>();
-  if constexpr (Down == 2) tiles.template zero<kTilesAcross>();
-  if constexpr (Down == 2 && Across == 2) tiles.template zero<kTilesAcross + 1>();
-
+  zero_sums<Down, Across>(tiles);
   std::size_t group = 0;
   for (; group + kTileGroups <= args.groups; group += kTileGroups) {
     for (std::size_t line = 0; line < lines; ++line) {
       tiles.prefetch(ahead + (group * Across + line) * kTileBytes);
     }
-    step(left + group * kGemmDepthPerGroup, depth, kTileRows * depth, right + group * kGemmBytesPerGroup,
-         block_bytes);
+    multiply_step<Down, Across>(tiles, left + group * kGemmDepthPerGroup, depth, kTileRows * depth,
+                                right + group * kGemmBytesPerGroup, block_bytes);
   }
   if (const std::size_t rest = args.groups - group; rest > 0) {
     DepthEnd end = {};
@@ -98,16 +72,11 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
     }
     // Compilers do not know that loads of tiles read memory.
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    step(end.left[0][0], kTileBytes, sizeof(end.left[0]), end.right[0][0], sizeof(end.right[0]));
+    multiply_step<Down, Across>(tiles, end.left[0][0], kTileBytes, sizeof(end.left[0]), end.right[0][0],
+                                sizeof(end.right[0]));
   }
 
-  constexpr std::size_t kStride = sizeof(sums[0]);
-  tiles.template store<0>(&sums[0][0], kStride);
-  if constexpr (Across == 2) tiles.template store<1>(&sums[0][kGemmColumnsPerBlock], kStride);
-  if constexpr (Down == 2) tiles.template store<kTilesAcross>(&sums[kTileRows][0], kStride);
-  if constexpr (Down == 2 && Across == 2) {
-    tiles.template store<kTilesAcross + 1>(&sums[kTileRows][kGemmColumnsPerBlock], kStride);
-  }
+  store_sums<Down, Across>(tiles, &sums[0][0], kTilesAcross * kGemmColumnsPerBlock);
 }
 
 // `num_rows` rows from `row` on, which Down tiles hold, of Across blocks.

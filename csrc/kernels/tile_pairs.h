@@ -1,0 +1,69 @@
+// Two by two tiles of sums (0 to 3), two right ones (4 and 5) and two left ones (6 and 7), of which each that
+// is loaded is used twice: what the products by matrix tiles have in common. Down is how many left ones are
+// in use, Across how many right ones. See tiles.h in kernels/{gemm,attention} for the operations.
+//
+// Included by one file for each instruction set; nothing here is seen outside of it.
+#pragma once
+
+#include <cstddef>
+
+namespace chunkrt {
+namespace {
+
+constexpr std::size_t kTileRows = 16;   // and columns of sums
+constexpr std::size_t kTileBytes = 64;  // of a row
+constexpr std::size_t kTilesDown = 2;
+constexpr std::size_t kTilesAcross = 2;
+constexpr std::size_t kRightTile = kTilesDown * kTilesAcross;
+constexpr std::size_t kLeftTile = kRightTile + kTilesAcross;
+
+// Calls use<number>(row, column) for each tile of sums, with the place of its first element among all.
+template <std::size_t Down, std::size_t Across, typename Use>
+void for_each_sum(const Use& use) {
+  use.template operator()<0>(0, 0);
+  if constexpr (Across == 2) use.template operator()<1>(0, kTileRows);
+  if constexpr (Down == 2) use.template operator()<kTilesAcross>(kTileRows, 0);
+  if constexpr (Down == 2 && Across == 2) use.template operator()<kTilesAcross + 1>(kTileRows, kTileRows);
+}
+
+template <std::size_t Down, std::size_t Across, typename Tiles>
+void zero_sums(Tiles& tiles) {
+  for_each_sum<Down, Across>([&]<std::size_t Sum>(std::size_t, std::size_t) { tiles.template zero<Sum>(); });
+}
+
+// Sums are rows of `width` elements.
+template <std::size_t Down, std::size_t Across, typename Tiles, typename Element>
+void load_sums(Tiles& tiles, const Element* sums, std::size_t width) {
+  for_each_sum<Down, Across>([&]<std::size_t Sum>(std::size_t row, std::size_t column) {
+    tiles.template load_sums<Sum>(sums + row * width + column, width * sizeof(Element));
+  });
+}
+
+template <std::size_t Down, std::size_t Across, typename Tiles, typename Element>
+void store_sums(Tiles& tiles, Element* sums, std::size_t width) {
+  for_each_sum<Down, Across>([&]<std::size_t Sum>(std::size_t row, std::size_t column) {
+    tiles.template store<Sum>(sums + row * width + column, width * sizeof(Element));
+  });
+}
+
+// One step of depth: the products of the tiles at `left`, in rows of `stride` bytes, and `left_distance`
+// elements further, with those at `right`, whose rows follow each other, and `right_distance` further.
+template <std::size_t Down, std::size_t Across, typename Tiles, typename Element>
+void multiply_step(Tiles& tiles, const Element* left, std::size_t stride, std::size_t left_distance,
+                   const Element* right, std::size_t right_distance) {
+  tiles.template load<kLeftTile>(left, stride);
+  tiles.template load<kRightTile>(right, kTileBytes);
+  tiles.template multiply<0, kLeftTile, kRightTile>();
+  if constexpr (Across == 2) {
+    tiles.template load<kRightTile + 1>(right + right_distance, kTileBytes);
+    tiles.template multiply<1, kLeftTile, kRightTile + 1>();
+  }
+  if constexpr (Down == 2) {
+    tiles.template load<kLeftTile + 1>(left + left_distance, stride);
+    tiles.template multiply<kTilesAcross, kLeftTile + 1, kRightTile>();
+    if constexpr (Across == 2) tiles.template multiply<kTilesAcross + 1, kLeftTile + 1, kRightTile + 1>();
+  }
+}
+
+}  // namespace
+}  // namespace chunkrt
