@@ -141,8 +141,9 @@ __m256i add_products(__m256i sums, __m256i weights, __m256i activations) {
   return add_pairs(sums, _mm256_maddubs_epi16(weights, activations));
 }
 
-// Adds the products of `groups` groups to the sums of Rows rows of a block, two groups at a time. All loops but the one over k unroll, so that the sums are registers; inlining this into the code
-// around it costs some of them.
+// Adds the products of `groups` groups to the sums of Rows rows of a block, two groups at a time. All loops
+// but the one over k unroll, so that the sums are registers; inlining this into the code around it costs some
+// of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const std::int8_t* const* rows, const std::int8_t* right,
                                   std::size_t groups, __m256i (&total)[Rows][kVectors]) {
