@@ -9,7 +9,8 @@ namespace {
 // Eight neighbouring columns of one row: (value * left_scales) * scales + bias + residual, each rounded,
 // where there are scales, bias and residual. Columns past N are not written.
 template <typename Args>
-void store_columns(const Args& args, std::size_t row, std::size_t column, __m256 value, const float* scales) {
+[[gnu::always_inline]] inline void store_columns(const Args& args, std::size_t row, std::size_t column,
+                                                 __m256 value, const float* scales) {
   if (column >= args.columns) return;
   const Lanes lanes(args.columns - column);
   value = _mm256_mul_ps(value, _mm256_set1_ps(args.left_scales[row]));

@@ -20,10 +20,8 @@ namespace {
 constexpr std::size_t kVectorColumns = 8;
 constexpr std::size_t kVectors = kGemmColumnsPerBlock / kVectorColumns;
 
-// The sums of 8 rows of 8 columns take half of the 16 registers, and nothing has to be reloaded.
-constexpr std::size_t kTileRows = 8;
-// A few rows, which wait for memory, read lines of weights whole.
-constexpr std::size_t vectors_at_once(std::size_t rows) { return rows <= 3 ? kVectors : 1; }
+// The sums of 5 rows of a block take 10 of the 16 registers, two groups of its weights 4.
+constexpr std::size_t kTileRows = 5;
 
 // Blocks of columns that a single row, which waits for memory alone, is multiplied by at once.
 constexpr std::size_t kRowBlocks = 6;
@@ -143,36 +141,36 @@ __m256i add_products(__m256i sums, __m256i weights, __m256i activations) {
   return add_pairs(sums, _mm256_maddubs_epi16(weights, activations));
 }
 
-// Adds the products of `groups` groups to the sums of Rows rows and Vectors vectors of columns, two groups at
-// a time. All loops but the one over k unroll, so that the sums are registers; inlining this into the code
-// around it costs some of them.
-template <std::size_t Rows, std::size_t Vectors>
+// Adds the products of `groups` groups to the sums of Rows rows of a block, two groups at a time. All loops
+// but the one over k unroll, so that the sums are registers; inlining this into the code around it costs some
+// of them.
+template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const std::int8_t* const* rows, const std::int8_t* right,
-                                  std::size_t groups, __m256i (&total)[Rows][Vectors]) {
+                                  std::size_t groups, __m256i (&total)[Rows][kVectors]) {
   const std::int8_t* left[Rows];
-  __m256i sums[Rows][Vectors];
-#pragma GCC unroll 8
+  __m256i sums[Rows][kVectors];
+#pragma GCC unroll 5
   for (std::size_t m = 0; m < Rows; ++m) {
 #pragma GCC unroll 2
-    for (std::size_t v = 0; v < Vectors; ++v) sums[m][v] = total[m][v];
+    for (std::size_t v = 0; v < kVectors; ++v) sums[m][v] = total[m][v];
     left[m] = rows[m];
   }
   constexpr std::size_t kOf[] = {0, sizeof(__m256i)};
   const std::size_t depth = groups * kGemmDepthPerGroup;
   std::size_t k = 0;
   for (; k + 2 * kGemmDepthPerGroup <= depth; k += 2 * kGemmDepthPerGroup) {
-    __m256i first[Vectors], second[Vectors];
+    __m256i first[kVectors], second[kVectors];
 #pragma GCC unroll 2
-    for (std::size_t v = 0; v < Vectors; ++v) {
+    for (std::size_t v = 0; v < kVectors; ++v) {
       first[v] = unsigned_weights(right + kOf[v]);
       second[v] = unsigned_weights(right + kGemmBytesPerGroup + kOf[v]);
     }
     right += 2 * kGemmBytesPerGroup;
-#pragma GCC unroll 8
+#pragma GCC unroll 5
     for (std::size_t m = 0; m < Rows; ++m) {
       const __m256i quad = quad_at(left[m] + k), next_quad = quad_at(left[m] + k + kGemmDepthPerGroup);
 #pragma GCC unroll 2
-      for (std::size_t v = 0; v < Vectors; ++v) {
+      for (std::size_t v = 0; v < kVectors; ++v) {
         const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(first[v], quad),
                                                _mm256_maddubs_epi16(second[v], next_quad));
         sums[m][v] = add_pairs(sums[m][v], pairs);
@@ -180,28 +178,27 @@ template <std::size_t Rows, std::size_t Vectors>
     }
   }
   if (k < depth) {
-#pragma GCC unroll 8
+#pragma GCC unroll 5
     for (std::size_t m = 0; m < Rows; ++m) {
 #pragma GCC unroll 2
-      for (std::size_t v = 0; v < Vectors; ++v) {
+      for (std::size_t v = 0; v < kVectors; ++v) {
         sums[m][v] = add_products(sums[m][v], unsigned_weights(right + kOf[v]), quad_at(left[m] + k));
       }
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 5
   for (std::size_t m = 0; m < Rows; ++m) {
 #pragma GCC unroll 2
-    for (std::size_t v = 0; v < Vectors; ++v) total[m][v] = sums[m][v];
+    for (std::size_t v = 0; v < kVectors; ++v) total[m][v] = sums[m][v];
   }
 }
 
 // Adds a row's excess to its sums.
-template <std::size_t Vectors>
-void accumulate_excess(const PartedRow& row, const std::int8_t* right, __m256i (&sums)[Vectors]) {
+void accumulate_excess(const PartedRow& row, const std::int8_t* right, __m256i (&sums)[kVectors]) {
   for (std::int32_t i = 0; i < row.num_excess; ++i) {
     const std::int8_t* group = right + static_cast<std::size_t>(row.excess[i].group) * kGemmBytesPerGroup;
     const __m256i activations = _mm256_set1_epi32(row.excess[i].quad);
-    for (std::size_t v = 0; v < Vectors; ++v, group += sizeof(__m256i)) {
+    for (std::size_t v = 0; v < kVectors; ++v, group += sizeof(__m256i)) {
       sums[v] = add_products(sums[v], unsigned_weights(group), activations);
     }
   }
@@ -251,6 +248,13 @@ template <std::size_t Blocks>
   }
 }
 
+void store_block(const GemmArgs& args, std::size_t row, std::size_t block, const __m256i (&sums)[kVectors]) {
+  for (std::size_t v = 0; v < kVectors; ++v) {
+    store_columns(args, row, block * kGemmColumnsPerBlock + v * kVectorColumns, _mm256_cvtepi32_ps(sums[v]),
+                  args.right_scales);
+  }
+}
+
 // Computes one parted row of Blocks blocks.
 template <std::size_t Blocks>
 void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, std::size_t block) {
@@ -264,10 +268,7 @@ void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, 
   accumulate_row(parts.values, right, stride, args.groups, sums);
   for (std::size_t b = 0; b < Blocks; ++b) {
     accumulate_excess(parts, right + b * stride, sums[b]);
-    for (std::size_t v = 0; v < kVectors; ++v) {
-      store_columns(args, row, (block + b) * kGemmColumnsPerBlock + v * kVectorColumns,
-                    _mm256_cvtepi32_ps(sums[b][v]), args.right_scales);
-    }
+    store_block(args, row, block + b, sums[b]);
   }
 }
 
@@ -285,11 +286,9 @@ bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std:
     for (; block + kRowBlocks <= end; block += kRowBlocks)
       compute_row<kRowBlocks>(args, row, parts[0], block);
   }
-  constexpr std::size_t kAtOnce = vectors_at_once(Rows);
-  for (std::size_t vector = block * kVectors; vector < end * kVectors; vector += kAtOnce) {
-    const std::int8_t* const right = args.right + vector / kVectors * args.groups * kGemmBytesPerGroup +
-                                     vector % kVectors * sizeof(__m256i);
-    __m256i sums[Rows][kAtOnce];
+  for (; block < end; ++block) {
+    const std::int8_t* const right = args.right + block * args.groups * kGemmBytesPerGroup;
+    __m256i sums[Rows][kVectors];
     for (std::size_t m = 0; m < Rows; ++m) {
       const __m256i offset = _mm256_set1_epi32(-128 * args.left_sums[row + m]);
       for (__m256i& of : sums[m]) of = offset;
@@ -297,10 +296,7 @@ bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std:
     accumulate(rows, right, args.groups, sums);
     for (std::size_t m = 0; m < Rows; ++m) {
       accumulate_excess(parts[m], right, sums[m]);
-      for (std::size_t v = 0; v < kAtOnce; ++v) {
-        store_columns(args, row + m, (vector + v) * kVectorColumns, _mm256_cvtepi32_ps(sums[m][v]),
-                      args.right_scales);
-      }
+      store_block(args, row + m, block, sums[m]);
     }
   }
   return true;
@@ -317,12 +313,12 @@ void part_rows_avx2(const std::int8_t* values, std::size_t groups, std::size_t r
 
 void gemm_f32_s8row_s8col_avx2(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
   constexpr bool (*kComputeTile[])(const GemmArgs&, std::size_t, std::size_t, std::size_t) = {
-      compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>,
-      compute_tile<5>, compute_tile<6>, compute_tile<7>, compute_tile<8>};
+      compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>, compute_tile<5>};
   for (std::size_t block = block_begin; block < block_end; block += kPanelBlocks) {
     const std::size_t end = smaller(block + kPanelBlocks, block_end);
     for (std::size_t row = 0; row < args.rows;) {
-      std::size_t num_rows = smaller(kTileRows, args.rows - row);
+      const std::size_t num_tiles = (args.rows - row + kTileRows - 1) / kTileRows;
+      std::size_t num_rows = (args.rows - row + num_tiles - 1) / num_tiles;  // as even as can be
       if (args.arranged == nullptr || !kComputeTile[num_rows - 1](args, row, block, end)) {
         num_rows = smaller(widened::kTileRows, args.rows - row);
         widened::multiply(args, row, num_rows, block, end - block);
