@@ -1,5 +1,5 @@
 // chunkrt_kernel_tests [FILTER]: checks every kernel that is built; with a filter, the tests whose name has
-// it.
+// it, and with -FILTER those whose name does not.
 #include <cstdio>
 
 #include "tests/tests.h"

@@ -15,6 +15,11 @@ void check_same(const float* found, const float* expected, std::size_t count, co
   }
 }
 
+bool Suite::is_wanted(const std::string& name) const {
+  const bool excludes = filter_.starts_with('-');
+  return (name.find(filter_.substr(excludes ? 1 : 0)) == std::string::npos) == excludes;
+}
+
 void Suite::run(const std::string& name, const std::function<void()>& test) {
   if (!is_wanted(name)) return;
   try {

@@ -34,7 +34,7 @@ void check_same(const float* found, const float* expected, std::size_t count, co
 
 class Suite {
  public:
-  // Runs only tests whose name contains the filter.
+  // Runs only tests whose name contains the filter; or, if that begins with "-", does not contain the rest.
   explicit Suite(std::string filter) : filter_(std::move(filter)) {}
 
   void run(const std::string& name, const std::function<void()>& test);
@@ -57,7 +57,7 @@ class Suite {
   int finish() const;
 
  private:
-  bool is_wanted(const std::string& name) const { return name.find(filter_) != std::string::npos; }
+  bool is_wanted(const std::string& name) const;
   void skip(const std::string& name, const std::string& reason);
 
   std::string filter_;

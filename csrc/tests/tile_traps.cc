@@ -1,8 +1,10 @@
 #include "tests/tile_traps.h"
 
+#include <immintrin.h>
 #include <signal.h>
 #include <ucontext.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -19,6 +21,8 @@ struct Tiles {
   std::uint8_t rows[8];
   std::uint8_t data[8][16][64];
 };
+
+constexpr std::size_t kColumns = 16;  // of 4 bytes, in a tile
 
 Tiles tiles;
 struct sigaction before;
@@ -144,57 +148,52 @@ bool are_operands(unsigned sum, unsigned left, unsigned right) {
 // TDPBSSD.
 bool multiply(unsigned sum, unsigned left, unsigned right) {
   if (!are_operands(sum, left, right)) return false;
-  const std::size_t depth = tiles.row_bytes[left] / 4u, columns = tiles.row_bytes[sum] / 4u;
+  const std::size_t depth = tiles.row_bytes[left] / 4u;
   for (std::size_t row = 0; row < tiles.rows[sum]; ++row) {
-    for (std::size_t column = 0; column < columns; ++column) {
-      std::int32_t total;
-      std::memcpy(&total, &tiles.data[sum][row][column * 4], 4);
-      for (std::size_t k = 0; k < depth * 4; ++k) {
-        total += static_cast<std::int8_t>(tiles.data[left][row][k]) *
-                 static_cast<std::int8_t>(tiles.data[right][k / 4][column * 4 + k % 4]);
+    std::int32_t totals[kColumns];
+    std::memcpy(totals, tiles.data[sum][row], sizeof(totals));
+    for (std::size_t k = 0; k < depth * 4; ++k) {
+      const auto value = static_cast<std::int8_t>(tiles.data[left][row][k]);
+      const std::uint8_t* const others = tiles.data[right][k / 4] + k % 4;
+      for (std::size_t column = 0; column < kColumns; ++column) {
+        totals[column] += value * static_cast<std::int8_t>(others[column * 4]);
       }
-      std::memcpy(&tiles.data[sum][row][column * 4], &total, 4);
     }
+    std::memcpy(tiles.data[sum][row], totals, tiles.row_bytes[sum]);
   }
   return true;
 }
 
-// A float32 without what is below 2^-126 in size.
-float flushed(float value) {
-  return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
-}
-
-float fused(float left, float right, float sum) {
-  return flushed(std::fma(flushed(left), flushed(right), flushed(sum)));
-}
-
-float bfloat_at(const std::uint8_t* bytes) {
-  std::uint16_t half;
-  std::memcpy(&half, bytes, sizeof(half));
-  const std::uint32_t bits = std::uint32_t{half} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
+float upper_half(std::uint32_t bits) { return std::bit_cast<float>(bits & 0xffff0000u); }
+float lower_half(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
 // TDPBF16PS: the firsts of all pairs and the seconds are summed apart, then these two, then what was there.
-bool multiply_bfloats(unsigned sum, unsigned left, unsigned right) {
+// What is below 2^-126 in size is 0, before and after each operation.
+[[gnu::target("avx2,fma")]] bool multiply_bfloats(unsigned sum, unsigned left, unsigned right) {
   if (!are_operands(sum, left, right)) return false;
-  const std::size_t depth = tiles.row_bytes[left] / 4u, columns = tiles.row_bytes[sum] / 4u;
+  constexpr unsigned kFlushed = _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON;
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | kFlushed);
+  const std::size_t depth = tiles.row_bytes[left] / 4u;
   for (std::size_t row = 0; row < tiles.rows[sum]; ++row) {
-    for (std::size_t column = 0; column < columns; ++column) {
-      float firsts = 0.0f, seconds = 0.0f, total;
-      for (std::size_t k = 0; k < depth; ++k) {
-        const std::uint8_t* const pair = &tiles.data[left][row][k * 4];
-        const std::uint8_t* const other = &tiles.data[right][k][column * 4];
-        firsts = fused(bfloat_at(pair), bfloat_at(other), firsts);
-        seconds = fused(bfloat_at(pair + 2), bfloat_at(other + 2), seconds);
+    float firsts[kColumns] = {}, seconds[kColumns] = {}, totals[kColumns];
+    for (std::size_t k = 0; k < depth; ++k) {
+      std::uint32_t pair, others[kColumns];
+      std::memcpy(&pair, &tiles.data[left][row][k * 4], sizeof(pair));
+      std::memcpy(others, tiles.data[right][k], sizeof(others));
+      const float first = lower_half(pair), second = upper_half(pair);
+      for (std::size_t column = 0; column < kColumns; ++column) {
+        firsts[column] = std::fma(first, lower_half(others[column]), firsts[column]);
+        seconds[column] = std::fma(second, upper_half(others[column]), seconds[column]);
       }
-      std::memcpy(&total, &tiles.data[sum][row][column * 4], 4);
-      total = flushed(flushed(total) + flushed(firsts + seconds));
-      std::memcpy(&tiles.data[sum][row][column * 4], &total, 4);
     }
+    std::memcpy(totals, tiles.data[sum][row], sizeof(totals));
+    for (std::size_t column = 0; column < kColumns; ++column) {
+      totals[column] += firsts[column] + seconds[column];
+    }
+    std::memcpy(tiles.data[sum][row], totals, tiles.row_bytes[sum]);
   }
+  _mm_setcsr(mode);
   return true;
 }
 
