@@ -69,7 +69,7 @@ def expected_place(operator, backend, ops, plugged):
     return backend
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("plugged", [None, "toy", "native", "reference", "npu"])
 @pytest.mark.parametrize("backend", DEVICES)
 def test_the_matrix_of_operators_devices_switches_and_plugins(decoder, backend, plugged):
@@ -251,7 +251,7 @@ def quantisation_error(name, logits):
     return rms(logits - expected_logits(name))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
 def test_in_float_each_operator_alone_can_be_switched_off(name):
     """ONNX Runtime and the reference in turns; each operator rounds sums of up to 64 products otherwise."""
@@ -263,7 +263,7 @@ def test_in_float_each_operator_alone_can_be_switched_off(name):
         assert its_tokens == generated, operator
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
 def test_native_takes_turns_with_each_operator_of_the_reference(name):
     """Values between linears differ by their rounding alone. A row of which one falls to another step, or is an outlier

@@ -129,7 +129,7 @@ def test_progress_tells_of_every_graph(model, tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scheme", TOLERANCES)
 @pytest.mark.parametrize("num_tokens", [2, 33, pytest.param(512, marks=pytest.mark.exhaustive)])
 def test_logits_are_those_of_the_reference(model, scheme, num_tokens):
@@ -183,7 +183,7 @@ def test_a_compiled_engine_with_outputs_in_float_is_refused_by_the_npu(model):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("options", [{"policy": "sequential"}, {"threads": 1}, {"threads": 4}], ids=str)
 def test_neither_policy_nor_threads_change_a_bit(model, engine, options):
     tokens = prompt(45)

@@ -71,7 +71,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=17)
 @pytest.mark.parametrize(("words", "flag"), CASES, ids=[f"{'-'.join(words)}{flag}" for words, flag in CASES])
 def test_a_value_is_refused_in_one_line_or_means_something(command, folder, monkeypatch, words, flag):
     name = words[0]

@@ -52,7 +52,7 @@ def test_a_gguf_file_is_opened_once(tmp_path, monkeypatch, options):
     assert opened[str(path)] == 3 + keys, "its first bytes, its map, its digest, and the key of its calibration"
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("options", SCHEMES, ids=lambda options: options["scheme"])
 @pytest.mark.parametrize("name", ["genai_llama_fp32", "optimum_llama_fp32"])
 def test_an_onnx_decoder_is_read_and_imported_once(tmp_path, monkeypatch, name, options):

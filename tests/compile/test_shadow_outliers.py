@@ -84,7 +84,7 @@ def error(backend, scheme, table, weight, folder):
     return np.sqrt(np.mean((values[plan.output] - table.astype(np.float64) @ weight) ** 2))
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=9)
 @backends
 @outputs
 @pytest.mark.parametrize("tokens", [slice(None), slice(3, 4), slice(0, None, 16)], ids=["all", "one", "some"])
@@ -241,7 +241,7 @@ def expected(model):
     return logits(model, threads=1, policy="sequential")
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @outputs
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -46,7 +46,7 @@ def run_whole(npu, scheme, num_tokens):
     return logits
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
@@ -60,7 +60,7 @@ def test_chunked_equals_unchunked(npu, scheme, chunk_length, num_tokens):
         assert_same_logits(chunked, unchunked, scheme)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("threads", [1, 2, 4, 8])
 @pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
 def test_policies_and_threads_change_no_bit(npu, scheme, threads):

@@ -46,7 +46,7 @@ def test_every_family_has_fixtures():
     assert {plan_checkpoint(checkpoint(name), {}).plan.family for name in NAMES} == set(FAMILIES)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", NAMES)
 def test_chunked_logits_are_those_of_transformers(name, chunk_length):
@@ -83,7 +83,7 @@ def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(na
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(every=13)
+@pytest.mark.sampled(every=31)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -94,7 +94,7 @@ def test_a_prompt_of_any_length_is_what_it_is_in_one_chunk(name, chunk_length, n
             assert_same_but_for_order(logits_of(engine, tokens), in_one_chunk(name, num_tokens))
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize(("num_prefilled", "num_decoded"), [(1, 12), (31, 2), (33, 9)])
 @pytest.mark.parametrize("name", FAMILY_NAMES)

@@ -23,7 +23,7 @@ def whole(name, window):
     return {"window": window, "sequence": length, "context": length + 5}
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("keys", ["pre-rope", "post-rope"])
 @pytest.mark.parametrize("window", [1, 8, 32])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -38,7 +38,7 @@ def test_every_kind_of_decoder_is_exported(name):
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_float16_is_close(name, opset):
@@ -67,7 +67,7 @@ def test_norms_take_squares_beyond_float16(opset):
     np.testing.assert_allclose(narrow, wide, rtol=0, atol=2e-2 * np.abs(wide).max())
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_left_padding_is_invisible(name, dtype):

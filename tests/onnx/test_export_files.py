@@ -34,7 +34,7 @@ SIZES = {"window": 8, "sequence": 24, "context": 32}
 STANDARD_SINCE_23 = {"RMSNormalization", "RotaryEmbedding", "Attention"}
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next_experts", "gemma3_scaled"])
@@ -53,7 +53,7 @@ def test_models_are_valid_at_every_opset(name, opset, dtype):
     }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_onnx_runtime_gives_the_same_at_every_opset(name, opset):

@@ -28,7 +28,7 @@ def loud(weight, factor, name="llama_gqa"):
     return Loud(source=decoder.source, decoder=decoder.decoder, plan=decoder.plan)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next_experts", "gemma3_scaled"])
 def test_what_is_computed_is_the_decoder(name, opset):

@@ -263,7 +263,7 @@ def a_billion_of(op):
     return edit
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=9)
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux alone")
 @pytest.mark.parametrize("op", ["ConstantOfShape", "Expand", "Tile", "Range"])
 def test_values_of_a_billion_elements_take_no_memory(folder, op):

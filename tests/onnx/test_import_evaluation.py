@@ -24,7 +24,7 @@ def evaluator_of(folder):
     return proto, Evaluator(proto, signature, 128), feeds(signature, inputs_of(proto), PROBE)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_positions_masks_and_sizes_are_those_of_the_whole_model(name):
     proto, evaluator, fed = evaluator_of(FIXTURES / f"optimum_{name}")

@@ -32,7 +32,7 @@ def exported(tmp_path):
     return export
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("keys", ["pre-rope", "post-rope"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_of_any_length_and_tokens_after_them(exported, name, keys):

@@ -43,7 +43,7 @@ def logits_of(name, **options):
         return engine.session().prefill(input_ids(name)[:64], logits="all").logits
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("scheme", MOST_ERROR)
 @pytest.mark.parametrize("name", FAMILIES + RECURRENT)
 def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkeypatch):
