@@ -163,9 +163,10 @@ void test_rounding(const Kernels& kernels) {
   const Result result = attend_prompt(prompt, kernels);
   for (std::size_t i = 0; i < head_dim; ++i) {
     const double expected = rounded_to_bfloat(static_cast<double>(inputs[i]));
-    check(static_cast<double>(result.out[i]) == expected, std::to_string(inputs[i]) + " became " +
-                                                              std::to_string(result.out[i]) + ", expected " +
-                                                              std::to_string(expected));
+    check(static_cast<double>(result.out[i]) == expected, [&] {
+      return std::to_string(inputs[i]) + " became " + std::to_string(result.out[i]) + ", expected " +
+             std::to_string(expected);
+    });
   }
 }
 
@@ -192,9 +193,10 @@ void test_rounded_keys(const Kernels& kernels) {
     const Result result = attend_prompt(prompt, kernels);
     const double found = static_cast<double>(result.out[row * kDims + d]);
     // Products are exact; e's argument rounds by 2^-24 of a score below 128, a weight to bfloat16.
-    check(std::fabs(found - expected) <= expected * (2.02 * kBfloatUnit + 256.0 * kUnit),
-          "dim " + std::to_string(d) + " of key " + std::to_string(other) + " gives " +
-              std::to_string(found) + ", expected " + std::to_string(expected));
+    check(std::fabs(found - expected) <= expected * (2.02 * kBfloatUnit + 256.0 * kUnit), [&] {
+      return "dim " + std::to_string(d) + " of key " + std::to_string(other) + " gives " +
+             std::to_string(found) + ", expected " + std::to_string(expected);
+    });
   }
 }
 

@@ -15,8 +15,8 @@ namespace chunkrt::testing {
 namespace {
 
 void check_same_result(const Result& found, const Result& expected, const std::string& what) {
-  check(found.keys == expected.keys, what + ": the key caches differ");
-  check(found.values == expected.values, what + ": the value caches differ");
+  check(found.keys == expected.keys, [&] { return what + ": the key caches differ"; });
+  check(found.values == expected.values, [&] { return what + ": the value caches differ"; });
   check_same(found.out.data(), expected.out.data(), expected.out.size(), what + ": the output");
 }
 
@@ -30,7 +30,8 @@ void check_cached(const std::vector<double>& found, const std::vector<double>& e
     const double storage_error = type == CacheType::float16 ? std::fabs(expected[d]) * 0x1p-11 + 0x1p-25
                                  : type == CacheType::int8  ? largest * (1.0 / 254.0 + 0x1p-20)
                                                             : 0.0;
-    check(std::fabs(found[d] - expected[d]) <= storage_error + error, what + " in the cache is wrong");
+    check(std::fabs(found[d] - expected[d]) <= storage_error + error,
+          [&] { return what + " in the cache is wrong"; });
   }
 }
 
@@ -222,9 +223,10 @@ void test_small_weights(const Kernels& kernels) {
       const double expected = weight / (static_cast<double>(row) + weight);
       const double found = static_cast<double>(result.out[row]);
       // Below 2^-126 a float counts in steps of 2^-149.
-      check(std::fabs(found - expected) <= expected * kRelativeError + 0x1p-149,
-            "e(-" + std::to_string(x[row]) + ") among " + std::to_string(row) + " ones is off by " +
-                std::to_string(std::fabs(found / expected - 1.0) * 0x1p24) + " * 2^-24");
+      check(std::fabs(found - expected) <= expected * kRelativeError + 0x1p-149, [&] {
+        return "e(-" + std::to_string(x[row]) + ") among " + std::to_string(row) + " ones is off by " +
+               std::to_string(std::fabs(found / expected - 1.0) * 0x1p24) + " * 2^-24";
+      });
     }
   }
 }
@@ -280,9 +282,10 @@ void test_rounding_to_half(const Kernels& kernels) {
     const std::vector<double> halves = cached(cache, shape, 0, 0);
     for (std::size_t i = 0; i < head_dim; ++i) {
       const double found = halves[i], expected = rounded_to_half(inputs[i]);
-      check(found == expected && std::signbit(found) == std::signbit(expected),
-            std::to_string(inputs[i]) + " became " + std::to_string(found) + ", expected " +
-                std::to_string(expected));
+      check(found == expected && std::signbit(found) == std::signbit(expected), [&] {
+        return std::to_string(inputs[i]) + " became " + std::to_string(found) + ", expected " +
+               std::to_string(expected);
+      });
     }
   }
 }

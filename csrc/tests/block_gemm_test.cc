@@ -285,9 +285,10 @@ void test_splits(BlockGemmFunction* function) {
       for (std::size_t i = 0; i < out.size(); ++i) {
         const std::size_t column = (i - kGuards) % columns;
         const bool is_written = i >= kGuards && column >= begin * 16 && column < end * 16;
-        check(same(out[i], is_written ? expected[i - kGuards] : kCanary), "blocks " + std::to_string(begin) +
-                                                                              " to " + std::to_string(end) +
-                                                                              ", place " + std::to_string(i));
+        check(same(out[i], is_written ? expected[i - kGuards] : kCanary), [&] {
+          return "blocks " + std::to_string(begin) + " to " + std::to_string(end) + ", place " +
+                 std::to_string(i);
+        });
       }
     }
   }

@@ -118,7 +118,9 @@ void test_unary(UnaryFunction* function) {
     const double expected = Function.value(x);
     check(std::isnan(x) ? std::isnan(y)
                         : y == expected || std::fabs(y - expected) <= Function.tolerance(x, expected),
-          std::string(Function.name) + "(" + std::to_string(x) + ") is " + std::to_string(found[i]));
+          [&] {
+            return std::string(Function.name) + "(" + std::to_string(x) + ") is " + std::to_string(found[i]);
+          });
   }
   std::vector<float> expected(inputs.size());
   Function.reference(inputs.data(), expected.data(), expected.size());
@@ -134,8 +136,10 @@ void test_unary(UnaryFunction* function) {
 void test_sigmoid_ends(UnaryFunction* function) {
   const std::vector<float> inputs = unary_inputs(), found = apply(function, inputs);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    check(!(found[i] < 0.0f || found[i] > 1.0f), "sigmoid(" + std::to_string(inputs[i]) + ") is not in 0..1");
-    check(!(inputs[i] >= 100.0f) || found[i] == 1.0f, "sigmoid(" + std::to_string(inputs[i]) + ") is not 1");
+    check(!(found[i] < 0.0f || found[i] > 1.0f),
+          [&] { return "sigmoid(" + std::to_string(inputs[i]) + ") is not in 0..1"; });
+    check(!(inputs[i] >= 100.0f) || found[i] == 1.0f,
+          [&] { return "sigmoid(" + std::to_string(inputs[i]) + ") is not 1"; });
   }
 }
 
@@ -162,8 +166,10 @@ void test_silu_mul(BinaryFunction* function) {
       const double g = static_cast<double>(gate[i]);
       const double expected = g / (1.0 + std::exp(-g)) * static_cast<double>(up[i]);
       // The sigmoid's 2.5 units, at most 5 half units, and two products.
-      check(std::fabs(static_cast<double>(found[i]) - expected) <= 7.0 * 0x1p-24 * std::fabs(expected),
-            "silu(" + std::to_string(g) + ") * " + std::to_string(up[i]) + " is " + std::to_string(found[i]));
+      check(std::fabs(static_cast<double>(found[i]) - expected) <= 7.0 * 0x1p-24 * std::fabs(expected), [&] {
+        return "silu(" + std::to_string(g) + ") * " + std::to_string(up[i]) + " is " +
+               std::to_string(found[i]);
+      });
     }
   }
 }
@@ -177,7 +183,7 @@ void test_every_half(WidenFunction* function) {
     const double expected = half_value(halves[i]), value = static_cast<double>(found[i]);
     check(std::isnan(expected) ? std::isnan(value)
                                : value == expected && std::signbit(value) == std::signbit(expected),
-          "half " + std::to_string(i) + " is " + std::to_string(value));
+          [&] { return "half " + std::to_string(i) + " is " + std::to_string(value); });
   }
 }
 
@@ -188,7 +194,8 @@ void test_widen_counts(WidenFunction* function) {
     for (std::size_t i = 0; i < count; ++i) halves[i] = static_cast<std::uint16_t>(0x3c00 + i);
     function(halves.data(), found.data(), count);
     for (std::size_t i = 0; i < count; ++i) {
-      check(static_cast<double>(found[i]) == half_value(halves[i]), std::to_string(count) + " elements");
+      check(static_cast<double>(found[i]) == half_value(halves[i]),
+            [&] { return std::to_string(count) + " elements"; });
     }
   }
 }

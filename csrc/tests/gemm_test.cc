@@ -306,7 +306,7 @@ void test_edges_of_fours(GemmFunction* function) {
         const std::string what = std::to_string(groups) + " groups, row " + std::to_string(m);
         std::int32_t num_excess;
         std::memcpy(&num_excess, row, sizeof(num_excess));
-        check(num_excess != kNotParted || spread < 16, what + " is not parted");
+        check(num_excess != kNotParted || spread < 16, [&] { return what + " is not parted"; });
         if (num_excess == kNotParted) continue;
         std::vector<int> sum(fits, fits + parted_values_bytes(groups));
         for (std::size_t k = 0; k < sum.size(); k += 8) {
@@ -315,7 +315,7 @@ void test_edges_of_fours(GemmFunction* function) {
             for (const std::size_t each : {first, first + 1, first + 4, first + 5}) {
               (sum[each] > 0 ? above : below) += sum[each];
             }
-            check(above <= 128 && below >= -128, what + ": a four does not fit");
+            check(above <= 128 && below >= -128, [&] { return what + ": a four does not fit"; });
           }
         }
         for (std::int32_t i = 0; i < num_excess; ++i) {
@@ -326,14 +326,15 @@ void test_edges_of_fours(GemmFunction* function) {
           std::int8_t quad[kGemmDepthPerGroup];
           std::memcpy(quad, &excess.quad, sizeof(quad));
           for (const std::size_t k : {0u, 2u}) {
-            check(std::abs(quad[k] + quad[k + 1]) <= 128, what + ": an excess does not fit");
+            check(std::abs(quad[k] + quad[k + 1]) <= 128, [&] { return what + ": an excess does not fit"; });
           }
           for (std::size_t k = 0; k < kGemmDepthPerGroup; ++k) {
             sum.at(static_cast<std::size_t>(excess.group) * kGemmDepthPerGroup + k) += quad[k];
           }
         }
         for (std::size_t k = 0; k < sum.size(); ++k) {
-          check(sum[k] == (k < depth ? values[m * depth + k] : 0), what + ", k = " + std::to_string(k));
+          check(sum[k] == (k < depth ? values[m * depth + k] : 0),
+                [&] { return what + ", k = " + std::to_string(k); });
         }
       }
     }
@@ -372,9 +373,10 @@ void test_splits(GemmFunction* function) {
       for (std::size_t i = 0; i < out.size(); ++i) {
         const std::size_t column = (i - kGuards) % columns;
         const bool is_written = i >= kGuards && column >= begin * 16 && column < end * 16;
-        check(same(out[i], is_written ? expected[i - kGuards] : kCanary), "blocks " + std::to_string(begin) +
-                                                                              " to " + std::to_string(end) +
-                                                                              ", place " + std::to_string(i));
+        check(same(out[i], is_written ? expected[i - kGuards] : kCanary), [&] {
+          return "blocks " + std::to_string(begin) + " to " + std::to_string(end) + ", place " +
+                 std::to_string(i);
+        });
       }
     }
   }

@@ -72,16 +72,18 @@ void check_rows(GridQuantizeFunction* function, const std::vector<float>& input,
         }
         const bool is_zero = i >= width || std::isnan(x[i]);
         const int expected = is_zero ? 0 : static_cast<int>(rounded_quotient(x[i], step, levels));
-        check(value == expected, where + std::to_string(i) + " is " + std::to_string(value) + ", expected " +
-                                     std::to_string(expected));
+        check(value == expected, [&] {
+          return where + std::to_string(i) + " is " + std::to_string(value) + ", expected " +
+                 std::to_string(expected);
+        });
         check(digits.back().values[row * padded_width + i] >= -127,
-              where + std::to_string(i) + " holds -128");
+              [&] { return where + std::to_string(i) + " holds -128"; });
       }
       const bool has_nan = std::any_of(x, x + width, [](float value) { return std::isnan(value); });
       for (std::size_t digit = 0; digit < num_digits; ++digit) {
         const float scale = has_nan ? kNan : digit == 0 ? 1.0f : 256.0f;
-        check(same(digits[digit].scales[row], scale), where + "any: a wrong scale");
-        check(digits[digit].sums[row] == sums[digit], where + "any: a wrong sum");
+        check(same(digits[digit].scales[row], scale), [&] { return where + "any: a wrong scale"; });
+        check(digits[digit].sums[row] == sums[digit], [&] { return where + "any: a wrong sum"; });
       }
     }
   }
@@ -153,9 +155,10 @@ void check_round(RoundToGridFunction* function, const std::vector<float>& input,
   for (std::size_t i = 0; i < input.size(); ++i) {
     const double q = rounded_quotient(input[i], steps[i], static_cast<double>(levels));
     const float expected = static_cast<float>(q * static_cast<double>(steps[i]));
-    check(same(out[i], expected), "element " + std::to_string(i) + " of " + std::to_string(input.size()) +
-                                      " is " + std::to_string(out[i]) + ", expected " +
-                                      std::to_string(expected));
+    check(same(out[i], expected), [&] {
+      return "element " + std::to_string(i) + " of " + std::to_string(input.size()) + " is " +
+             std::to_string(out[i]) + ", expected " + std::to_string(expected);
+    });
   }
   const std::vector<float> result = out.copy();
   function(guarded_input.data(), guarded_steps.data(), levels, guarded_input.data(), out.size());

@@ -40,11 +40,11 @@ void test_names() {
   for (const Isa isa : kAllIsas) {
     const std::string name(name_of(isa));
     if (is_built(isa) && is_supported(isa)) {
-      check(require_isa(name) == isa, name + " names another instruction set");
+      check(require_isa(name) == isa, [&] { return name + " names another instruction set"; });
     } else {
       const std::string message = message_of([&] { require_isa(name); });
       const std::string expected = is_built(isa) ? "does not support" : "are not built";
-      check(message.find(expected) != std::string::npos, "unexpected message: " + message);
+      check(message.find(expected) != std::string::npos, [&] { return "unexpected message: " + message; });
     }
   }
   check(message_of([] { require_isa("avx3"); }).find("avx512vnni") != std::string::npos,
@@ -54,16 +54,18 @@ void test_names() {
 template <typename Function>
 void check_selection(const Kernel<Function>& kernel, Isa limit) {
   const std::string name(kernel.name);
-  check(kernel.rows.back().isa == Isa::reference, name + "'s last implementation is not the portable one");
+  check(kernel.rows.back().isa == Isa::reference,
+        [&] { return name + "'s last implementation is not the portable one"; });
   const KernelRow<Function>& selected = select_kernel(kernel);
-  check(selected.isa <= limit, std::string(selected.name) + " exceeds CHUNKRT_FORCE_ISA");
+  check(selected.isa <= limit, [&] { return std::string(selected.name) + " exceeds CHUNKRT_FORCE_ISA"; });
   for (const KernelRow<Function>& row : kernel.rows) {
     const std::string full_name(row.name);
     check(full_name == name + "_" + std::string(name_of(row.isa)),
-          full_name + " is not named as it should be");
-    check(is_built(row.isa), full_name + " and its instruction set disagree on being built");
+          [&] { return full_name + " is not named as it should be"; });
+    check(is_built(row.isa), [&] { return full_name + " and its instruction set disagree on being built"; });
     const bool is_usable = row.is_supported() && row.isa <= limit;
-    check(!is_usable || row.isa <= selected.isa, full_name + " is better than what was selected");
+    check(!is_usable || row.isa <= selected.isa,
+          [&] { return full_name + " is better than what was selected"; });
   }
 }
 
@@ -81,7 +83,7 @@ void test_selection() {
       check_all_selections(isa);
     } else {
       const std::string message = message_of([] { select_kernel(gemm_f32_s8row_s8col); });
-      check(message.starts_with("CHUNKRT_FORCE_ISA"), "unexpected message: " + message);
+      check(message.starts_with("CHUNKRT_FORCE_ISA"), [&] { return "unexpected message: " + message; });
     }
   }
 }

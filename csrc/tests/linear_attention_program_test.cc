@@ -71,9 +71,10 @@ void test_budgets_and_chunks() {
     }
     const std::vector<float> whole = run(*build(1), kLength);
     for (std::size_t i = 0; i < whole.size(); ++i) {
-      check(std::fabs(expected[i] - whole[i]) <= 1e-5f,
-            "chunks of " + std::to_string(chunk) + ": element " + std::to_string(i) + " is " +
-                std::to_string(expected[i]) + ", in one chunk " + std::to_string(whole[i]));
+      check(std::fabs(expected[i] - whole[i]) <= 1e-5f, [&] {
+        return "chunks of " + std::to_string(chunk) + ": element " + std::to_string(i) + " is " +
+               std::to_string(expected[i]) + ", in one chunk " + std::to_string(whole[i]);
+      });
     }
   }
 }

@@ -128,8 +128,10 @@ void check_near(const std::vector<float>& found, const std::vector<T>& expected,
   for (const T value : expected) limit = std::max(limit, std::fabs(static_cast<double>(value)));
   for (std::size_t i = 0; i < found.size(); ++i) {
     const double error = std::fabs(static_cast<double>(found[i]) - static_cast<double>(expected[i]));
-    check(error <= tolerance * limit, what + ": element " + std::to_string(i) + " is off by " +
-                                          std::to_string(error / limit * 0x1p24) + " units of the largest");
+    check(error <= tolerance * limit, [&] {
+      return what + ": element " + std::to_string(i) + " is off by " +
+             std::to_string(error / limit * 0x1p24) + " units of the largest";
+    });
   }
 }
 

@@ -44,9 +44,10 @@ void test_truth(RmsNormFunction* function) {
         const double expected =
             static_cast<double>(input[row * width + i]) * inverse * static_cast<double>(weight[i]);
         const double error = std::fabs(static_cast<double>(found[row * width + i]) - expected);
-        check(error <= std::fabs(expected) * relative_error,
-              "width " + std::to_string(width) + ", column " + std::to_string(i) + " is off by " +
-                  std::to_string(error / std::fabs(expected) * 0x1p24) + " units");
+        check(error <= std::fabs(expected) * relative_error, [&] {
+          return "width " + std::to_string(width) + ", column " + std::to_string(i) + " is off by " +
+                 std::to_string(error / std::fabs(expected) * 0x1p24) + " units";
+        });
       }
     }
   }

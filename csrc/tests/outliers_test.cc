@@ -68,12 +68,15 @@ void test_take(TakeOutliersFunction* function) {
         check_same(&found.rest[row * width + k], &expected, 1, where + ", the rest");
         if (!is_outlier) continue;
         const std::size_t place = row * capacity + static_cast<std::size_t>(count++);
-        check(found.channels[place] == static_cast<std::int32_t>(k), where + ": a channel is wrong");
+        check(found.channels[place] == static_cast<std::int32_t>(k),
+              [&] { return where + ": a channel is wrong"; });
         check_same(&found.values[place], &x[k], 1, where + ", an outlier");
       }
-      check(found.counts[row] == count, where + " has " + std::to_string(found.counts[row]) +
-                                            " outliers, expected " + std::to_string(count));
-      if (row == 1 && width >= 17) check(count > 0, where + ": this test has no outliers");
+      check(found.counts[row] == count, [&] {
+        return where + " has " + std::to_string(found.counts[row]) + " outliers, expected " +
+               std::to_string(count);
+      });
+      if (row == 1 && width >= 17) check(count > 0, [&] { return where + ": this test has no outliers"; });
     }
   }
 }

@@ -287,7 +287,7 @@ void test_too_large() {
       act();
     } catch (const std::invalid_argument& error) {
       const bool is_named = std::string(error.what()).find("bytes") != std::string::npos;
-      return check(is_named, what + ": " + error.what());
+      return check(is_named, [&] { return what + ": " + error.what(); });
     }
     throw Failure(what + " was not refused");
   };

@@ -47,13 +47,14 @@ void check_row(const Quantized& found, const std::vector<float>& input, std::siz
     const double product = i < width ? static_cast<double>(x[i]) * static_cast<double>(inverse) : 0.0;
     const double expected = std::nearbyint(static_cast<double>(static_cast<float>(product)));
     const int value = found.values[row * padded_width + i];
-    check(value == static_cast<int>(expected), where + ", column " + std::to_string(i) + " is " +
-                                                   std::to_string(value) + ", expected " +
-                                                   std::to_string(expected));
-    check(value >= -127, where + " holds -128");
+    check(value == static_cast<int>(expected), [&] {
+      return where + ", column " + std::to_string(i) + " is " + std::to_string(value) + ", expected " +
+             std::to_string(expected);
+    });
+    check(value >= -127, [&] { return where + " holds -128"; });
     sum += value;
   }
-  check(found.sums[row] == sum, where + " has a wrong sum");
+  check(found.sums[row] == sum, [&] { return where + " has a wrong sum"; });
   const float scale = is_zero ? 0.0f : largest / 127.0f;
   check_same(&found.scales[row], &scale, 1, where + ", the scale");
 }

@@ -233,7 +233,7 @@ Sequence make_sequence(Program& program, Random& random, std::size_t rows) {
 void check_same_states(const Sequence& found, const Sequence& expected, const std::string& what) {
   for (std::size_t i = 0; i < found.states.size(); ++i) {
     check(found.states[i].bytes == expected.states[i].bytes,
-          what + ": state " + std::to_string(i) + " differs");
+          [&] { return what + ": state " + std::to_string(i) + " differs"; });
   }
 }
 
@@ -280,7 +280,7 @@ void check_refused(const std::function<void()>& act, const std::string& expected
     act();
   } catch (const Error& error) {
     return check(std::string(error.what()).find(expected) != std::string::npos,
-                 "expected \"" + expected + "\", got: " + error.what());
+                 [&] { return "expected \"" + expected + "\", got: " + error.what(); });
   }
   throw Failure("not refused: " + expected);
 }
@@ -298,7 +298,7 @@ void check_wrong(Program& program, const std::function<void(Packed&, std::vector
   check_refused<Error>([&] { chunk.run(program); }, expected);
   for (const std::vector<float>& output : chunk.outputs) {
     check(std::ranges::all_of(output, [](float y) { return y == 99.0f; }),
-          expected + ": an output was written");
+          [&] { return expected + ": an output was written"; });
   }
   for (std::size_t s = 0; s < sequences.size(); ++s) check_same_states(sequences[s], before[s], expected);
 }

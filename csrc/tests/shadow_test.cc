@@ -61,11 +61,12 @@ std::size_t check_outliers(FindOutliersFunction* function, const std::vector<flo
       if (!is_outlier(x, step)) continue;
       const std::size_t place = k * num_rows + count++;
       const std::string what = where + std::to_string(x) + " in row " + std::to_string(row);
-      check(rows[place] == static_cast<std::int32_t>(row), what + " is not where it belongs");
+      check(rows[place] == static_cast<std::int32_t>(row), [&] { return what + " is not where it belongs"; });
       check(same(remainders[place], remainder(x, step)),
-            what + " leaves " + std::to_string(remainders[place]));
+            [&] { return what + " leaves " + std::to_string(remainders[place]); });
     }
-    check(counts[k] == static_cast<std::int32_t>(count), where + std::to_string(counts[k]) + " outliers");
+    check(counts[k] == static_cast<std::int32_t>(count),
+          [&] { return where + std::to_string(counts[k]) + " outliers"; });
     in_block[k / 16] += counts[k];
     total += count;
   }

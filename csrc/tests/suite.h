@@ -23,6 +23,12 @@ inline void check(bool condition, const std::string& message) {
   if (!condition) throw Failure(message);
 }
 
+// The same, with a message that is made only then: most of many checks' time would go into their messages.
+template <std::invocable Message>
+void check(bool condition, const Message& message) {
+  if (!condition) throw Failure(message());
+}
+
 // The same float: equal bits, or both NaN.
 inline bool same(float left, float right) {
   return (std::isnan(left) && std::isnan(right)) ||

@@ -140,8 +140,9 @@ void test_budget_is_kept() {
       });
     }
     for (std::thread& caller : callers) caller.join();
-    check(most <= budget,
-          std::to_string(most) + " threads computed under a budget of " + std::to_string(budget));
+    check(most <= budget, [&] {
+      return std::to_string(most) + " threads computed under a budget of " + std::to_string(budget);
+    });
   }
 }
 

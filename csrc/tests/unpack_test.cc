@@ -42,9 +42,11 @@ void check_unpack(UnpackFunction* function, std::size_t depth, std::size_t block
       const std::vector<std::int8_t> found = out.copy();
       for (std::size_t i = 0; i < found.size(); ++i) {
         const int wanted = expected[begin * groups * 64 + i];
-        check(found[i] == wanted, "depth " + std::to_string(depth) + ", blocks " + std::to_string(begin) +
-                                      " to " + std::to_string(end) + ": byte " + std::to_string(i) + " is " +
-                                      std::to_string(found[i]) + ", expected " + std::to_string(wanted));
+        check(found[i] == wanted, [&] {
+          return "depth " + std::to_string(depth) + ", blocks " + std::to_string(begin) + " to " +
+                 std::to_string(end) + ": byte " + std::to_string(i) + " is " + std::to_string(found[i]) +
+                 ", expected " + std::to_string(wanted);
+        });
       }
     }
   }
