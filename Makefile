@@ -28,16 +28,16 @@ PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md L
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
 CPP_SOURCES := $(shell find csrc bench/roofline -name '*.cc' -o -name '*.h')
 
-# Installs a list of requirements out of pyproject.toml, in $(BIN): a Python expression on all that it holds; and
-# options of pip.
+# Installs a list of requirements out of pyproject.toml, in $(BIN): a Python expression on all that it holds. Of their
+# many modules Python compiles those that it imports.
 define install_requirements
 $(BIN)/python -c 'import tomllib; root = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' \
-  | $(PIP) install $(2) --requirement /dev/stdin
+  | $(PIP) install --no-compile --requirement /dev/stdin
 endef
 
-# Installs extras out of pyproject.toml, in $(BIN). Of their many modules Python compiles those that it imports.
+# Installs extras out of pyproject.toml, in $(BIN).
 define install_extras
-$(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]],--no-compile)
+$(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
 
 .PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
