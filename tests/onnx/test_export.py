@@ -32,6 +32,7 @@ def test_windows_equal_the_uncached_decoder(name, window, keys):
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_kind_of_decoder_is_exported(name):
     logits = Window(planned(name), **whole(name, 8), dtype="fp32").run(input_ids(name))
@@ -86,6 +87,7 @@ def test_left_padding_is_invisible(name, dtype):
         np.testing.assert_allclose(content[seen], expected, rtol=0, atol=atol * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_padding_leaves_recurrent_state_alone(name):
     """Bit for bit: a window of padding alone."""
@@ -107,6 +109,7 @@ def test_the_closed_form_of_the_delta_rule_is_stable(window):
     np.testing.assert_allclose(at_once, row_by_row, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2"])
 def test_growing_the_sequence_moves_no_cached_data(name):
     """A window with a short sequence, and then one that sees more of the same caches."""
@@ -132,6 +135,7 @@ def test_shift_invariance_after_sliding(tmp_path, opset):
     np.testing.assert_allclose(slid, alone, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "gemma3_window_5"])
 def test_sliding_equals_attention_to_the_same_tokens_at_absolute_positions(name):
     """In deep decoders too: keys before RoPE, always at the window's places, against keys rotated where they were."""

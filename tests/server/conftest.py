@@ -1,11 +1,22 @@
 """A tiny model with a chat template, and a server of it."""
 
+import functools
+import ssl
+
 import openai
 import pytest
 from chat_model import write_chat_model
 from server_of_tests import serving
 
 import chunkrt
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates():
+    """Every client makes a context for HTTPS, and reads all certificates for it; here one has them for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")
