@@ -113,6 +113,7 @@ class OneConvolution:
         assert relative_error(self.state, self.expected_state) < TOLERANCE
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("channels", "taps", "has_bias"),
     [(16, 3, False), (1000, 3, True), (1024, 3, False), (2048, 3, False), (64, 4, True)],

@@ -293,7 +293,9 @@ def failing_npu(monkeypatch):
     return made
 
 
-AT_RUN = pytest.mark.parametrize("k", [1, 6, NUM_NPU_RUNS], ids=["first", "middle", "last"])
+AT_RUN = pytest.mark.parametrize(
+    "k", [1, pytest.param(6, marks=pytest.mark.exhaustive), NUM_NPU_RUNS], ids=["first", "middle", "last"]
+)
 
 
 @AT_RUN

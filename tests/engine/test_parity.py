@@ -55,7 +55,7 @@ def test_chunked_logits_are_those_of_transformers(name, chunk_length):
     np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", NAMES)
 def test_so_are_those_of_a_backend_that_shares_no_code(name):
     with load(name, npu="onnxrt", chunk_length=8) as engine:
@@ -63,7 +63,7 @@ def test_so_are_those_of_a_backend_that_shares_no_code(name):
     np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(name):
     """In one call, with empty caches: no chunk, no executor, no kernel of ours."""
