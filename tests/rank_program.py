@@ -15,6 +15,7 @@ import chunkrt
 from chunkrt.cli import main
 from chunkrt.engine.ranks.follower import Follower
 from chunkrt.errors import ChunkrtError
+from chunkrt.runtime.ranks import transport
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
 from chunkrt.runtime.run import Run
 
@@ -73,7 +74,7 @@ def shifting(model):
     with chunkrt.load(model, **FLOAT, context_length=40, context_shift=True) as engine:
         session = engine.session()
         session.prefill(PROMPT)
-        print(json.dumps({"tokens": greedy(session, 30)}))
+        print(json.dumps({"tokens": greedy(session, 16)}))
 
 
 def at_once(model):
@@ -82,7 +83,7 @@ def at_once(model):
     def answer(engine):
         session = engine.session()
         session.prefill(PROMPT)
-        return greedy(session, 12)
+        return greedy(session, 6)
 
     with chunkrt.load(model, **FLOAT) as one, chunkrt.load(model, **FLOAT) as other, ThreadPoolExecutor(2) as pool:
         print(json.dumps({"tokens": list(pool.map(answer, (one, other)))}))
@@ -210,6 +211,13 @@ def signalled(name, *arguments):
     command(*arguments)
 
 
+def silent(*arguments):
+    """`chunkrt` with arguments; rank 1 stops in the middle of a prompt. If they are two, rank 0 misses it sooner."""
+    if (os.environ["PMI_RANK"], os.environ["PMI_SIZE"]) == ("0", "2"):
+        transport.LOST_S = 2.0
+    signalled("SIGSTOP", *arguments)
+
+
 def silent_leader(*arguments):
     """`chunkrt` with arguments; rank 0 stops in the middle of a prompt."""
     on_sum(0, 24, lambda: os.kill(os.getpid(), signal.SIGSTOP))
@@ -249,7 +257,8 @@ def plugged(folder, ranks, *arguments):
 
 
 def waiting(model):
-    """Rank 1 dies while rank 0 waits for something else."""
+    """Rank 1 dies while rank 0 waits for something else, and so will never notice."""
+    transport.GRACE_S = 0.0
     if os.environ["PMI_RANK"] == "1":
         load = chunkrt.engine.loading.load_part
 

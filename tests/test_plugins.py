@@ -56,18 +56,61 @@ def installed(tmp_path_factory):
     return target
 
 
-@pytest.fixture(scope="session")
-def python(installed):
-    """A function that runs Python with the package installed: its exit status, stdout and stderr."""
+FORKING = """
+import json, os, runpy, sys
+import chunkrt.cli.run, chunkrt.compile.compiler
+for line in sys.stdin:
+    *files, option, code, arguments = json.loads(line)
+    if not (child := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
+for number, file in enumerate(files):
+    os.dup2(os.open(file, os.O_RDWR), number)
+sys.argv = [option, *arguments]
+if option == "-c":
+    exec(code, {"__name__": "__main__"})
+else:
+    runpy.run_module(code, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param("forked", marks=pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")),
+        pytest.param("started", marks=[pytest.mark.exhaustive] if hasattr(os, "fork") else []),
+    ],
+)
+def python(installed, request, tmp_path_factory):
+    """A function that runs Python with the package installed: its exit status, stdout and stderr.
+
+    A process for each; or forks of one that has imported chunkrt, and has not looked for plug-ins.
+    """
     path = [str(installed), str(Path(chunkrt.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
+    options = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8", "env": environment}
+    start = [sys.executable, "-P"]
 
     def run(*arguments):
-        command = [sys.executable, "-P", *map(str, arguments)]
-        finished = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
+        finished = subprocess.run([*start, *map(str, arguments)], stderr=subprocess.PIPE, **options)
         return finished.returncode, finished.stdout, finished.stderr
 
-    return run
+    def fork(option, code, *arguments):
+        out, err = (tmp_path_factory.mktemp("forked") / name for name in ("out", "err"))
+        for file in (out, err):
+            file.touch()
+        line = [os.devnull, str(out), str(err), option, code, [*map(str, arguments)]]
+        forking.stdin.write(json.dumps(line) + "\n")
+        forking.stdin.flush()
+        return int(forking.stdout.readline()), out.read_text("utf-8"), err.read_text("utf-8")
+
+    if request.param == "started":
+        yield run
+    else:
+        with subprocess.Popen([*start, "-c", FORKING], stdin=subprocess.PIPE, **options) as forking:
+            yield fork
 
 
 @pytest.fixture(scope="session")

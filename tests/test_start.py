@@ -1,7 +1,8 @@
-"""docs/start.md, typed word for word in a shell."""
+"""docs/start.md, word for word: typed in a shell; or called in this process, which has imported it all already."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def typed(home, tmp_path):
+def typed(home, tmp_path, monkeypatch):
     """A function that types lines into a shell, with a home of its own that has the model, and an engine of it."""
+    monkeypatch.chdir(tmp_path)
     place = tmp_path / "home" / "models" / NAME / MODELS[NAME].name
     place.parent.mkdir(parents=True)
     place.symlink_to(MODELS[NAME])
@@ -35,11 +37,12 @@ def typed(home, tmp_path):
     for made in (home / "engines").glob(f"{MODELS[NAME].stem}-*"):
         (engines / made.name).symlink_to(made)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "CHUNKRT_HOME": str(tmp_path / "home")}
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
 
     def type_in(lines):
         shell = ["bash", "-euo", "pipefail", "-c", lines]
-        done = subprocess.run(shell, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, f"{lines}{done.stderr}"
         return done.stdout
 
@@ -50,11 +53,24 @@ def test_there_are_ten_steps():
     assert [int(number) for number, _, _ in STEPS if number] == list(range(1, 11))
 
 
-@pytest.mark.first
+@pytest.mark.exhaustive
 def test_the_steps_work(typed, tmp_path):
     for _, slow, lines in STEPS:
         if lines and not slow:
             assert typed(lines).strip()
+    assert all((tmp_path / name).stat().st_size for name in MADE)
+
+
+@pytest.mark.first
+def test_their_commands_work(typed, command, tmp_path):
+    for line in "".join(lines for _, slow, lines in STEPS if not slow).splitlines():
+        program, *arguments = shlex.split(line)
+        if program != "chunkrt" or {"|", ">"} & set(arguments):
+            typed(line)
+            continue
+        done = command(*arguments)
+        assert done.status == 0, f"{line}\n{done.err}"
+        assert done.out.strip()
     assert all((tmp_path / name).stat().st_size for name in MADE)
 
 

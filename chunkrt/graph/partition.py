@@ -13,6 +13,7 @@ nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +109,9 @@ def partition(model: ir.Model, *, family: str) -> Plan:
     state = {v.name or "" for v in graph.inputs if STATE_KEY in v.metadata_props}
     groups = [list(group) for _, group in groupby(nodes, key=_home)]
     names = _names(groups)
-    subgraphs = tuple(_subgraph(name, group, nodes, graph, state) for name, group in zip(names, groups, strict=True))
+    reads = Counter(v.name for node in nodes for v in node.inputs if v is not None)
+    reads[graph.outputs[0].name] += 1
+    subgraphs = tuple(_subgraph(name, group, reads, graph, state) for name, group in zip(names, groups, strict=True))
     logits = graph.outputs[0]
     return Plan(
         family=family,
@@ -171,13 +174,11 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
 
 
 def _subgraph(
-    name: str, group: Sequence[ir.Node], nodes: Sequence[ir.Node], graph: ir.Graph, state: set[str]
+    name: str, group: Sequence[ir.Node], reads: Counter[str | None], graph: ir.Graph, state: set[str]
 ) -> Subgraph:
-    members = set(group)
+    """`reads`: how often the whole graph reads a value; one that it reads more often than the group is an output."""
     made = {value.name for node in group for value in node.outputs}
-    read = list(dict.fromkeys(v.name or "" for node in group for v in node.inputs if v is not None))
-    outside = {v.name for node in nodes if node not in members for v in node.inputs if v is not None}
-    outside.add(graph.outputs[0].name)
+    read = Counter(v.name or "" for node in group for v in node.inputs if v is not None)
     return Subgraph(
         name=name,
         device=_device(group[0]),
@@ -185,7 +186,7 @@ def _subgraph(
         rows=_rows(group[0]),
         nodes=tuple(_node(node) for node in group),
         inputs=tuple(n for n in read if n not in made and n not in graph.initializers and n not in state),
-        outputs=tuple(v.name or "" for node in group for v in node.outputs if v.name in outside),
+        outputs=tuple(v.name or "" for node in group for v in node.outputs if reads[v.name] > read[v.name or ""]),
         weights=tuple(n for n in read if n in graph.initializers),
         state=tuple(n for n in read if n in state),
     )

@@ -47,6 +47,9 @@ from chunkrt.simulate.dask_cluster import run_on_dask
 
 T = TypeVar("T")
 
+POINTS_OF_A_WORKER = 100
+"""As many as take about as long to simulate as a worker process takes to start."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -143,7 +146,8 @@ def experiment(
         prompt_lengths: tokens, 1 to the model's context.
         placements: devices by patterns of module paths; by default everything is where it is by nature.
         chunks_in_flight: at least 1; None for as many as the executor takes.
-        workers: processes, at least 1; by default the cores of this machine. 1 simulates in this process.
+        workers: processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, at most the cores of
+            this machine. 1 simulates in this process.
         dask: the address of a Dask scheduler, or a `distributed.Client`: its workers simulate, in place of processes.
         progress: told about downloads, and after every simulation.
 
@@ -174,11 +178,15 @@ def experiment(
     label = model.source if isinstance(model, Shape) else str(model)
     grid = _Grid(model=label, placements=found_placements, plans=plans, devices=found_devices)
     places = range(len(found_devices)), range(len(plans))
-    points = list(product(*places, names, prompts, chunks, policy_names, flights))
+    of_grid = list(map(_simulated, product(*places, names, prompts, chunks, policy_names, flights)))
+    points = list(dict.fromkeys(of_grid))
+    workers = min(workers or min(available_cores(), -(-len(points) // POINTS_OF_A_WORKER)), len(points))
     if dask is not None:
-        return Rows(run_on_dask(dask, _row, grid, points, lambda done: progress("simulating", done, len(points))))
-    workers = min(workers or available_cores(), len(points))
-    return _run_here(grid, points, progress) if workers == 1 else _run_on(workers, grid, points, progress)
+        rows = run_on_dask(dask, _row, grid, points, lambda done: progress("simulating", done, len(points)))
+    else:
+        rows = _run_here(grid, points, progress) if workers == 1 else _run_on(workers, grid, points, progress)
+    found = dict(zip(points, rows, strict=True))
+    return Rows(found[point] for point in of_grid)
 
 
 def placement_text(placement: Placement) -> str:
@@ -186,17 +194,24 @@ def placement_text(placement: Placement) -> str:
     return ", ".join(f"{pattern}={device}" for pattern, device in placement.items())
 
 
-def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> Rows:
-    rows = Rows()
+def _simulated(point: _Point) -> _Point:
+    """The point that is simulated for one: no more chunks are in flight than the prompt has."""
+    device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight = point
+    chunks_in_flight = chunks_in_flight and min(chunks_in_flight, -(-prompt_length // chunk_length))
+    return device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight
+
+
+def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> list[Row]:
+    rows = list[Row]()
     for point in points:
         rows.append(_row(grid, point))
         progress("simulating", len(rows), len(points))
     return rows
 
 
-def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> Rows:
+def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> list[Row]:
     """Run on worker processes. They are spawned: a fork would copy locks that threads of this process hold."""
-    rows = Rows()
+    rows = list[Row]()
     others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (grid,)) as pool:
         try:

@@ -105,26 +105,24 @@ def test_an_option_that_does_nothing_is_refused(command, chat_model):
     assert "--top-k does nothing without --temperature above 0" in found.err
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/set heat 1", "unknown setting 'heat'; "),
-        ("/set temperature hot", "temperature is 'hot', expected a number, as in /set temperature 1"),
-        ("/set temperature -1", "temperature: found -1.0"),
-        ("/set n 0", "max_new_tokens is 0, expected at least 1"),
-        ("/save", "name a file, as in /save chat.json"),
-        ("/save nowhere/\\", "cannot write"),
-        ("/load nowhere.json", "cannot read the prompt from nowhere.json"),
-        ("/retry", "there is no answer to try again"),
-        ("/helpme", "unknown command /helpme; /help lists them"),
-    ],
-)
-def test_a_wrong_command_is_one_line_and_the_chat_goes_on(command, chat_model, tmp_path, monkeypatch, line, message):
+def test_wrong_commands_are_one_line_each_and_the_chat_goes_on(command, chat_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere").write_text("")
-    finished = talk(command, chat_model, line, "hi")
+    messages = {
+        "/set heat 1": "unknown setting 'heat'; ",
+        "/set temperature hot": "temperature is 'hot', expected a number, as in /set temperature 1",
+        "/set temperature -1": "temperature: found -1.0",
+        "/set n 0": "max_new_tokens is 0, expected at least 1",
+        "/save": "name a file, as in /save chat.json",
+        "/save nowhere/\\": "cannot write",
+        "/load nowhere.json": "cannot read the prompt from nowhere.json",
+        "/retry": "there is no answer to try again",
+        "/helpme": "unknown command /helpme; /help lists them",
+    }
+    finished = talk(command, chat_model, *messages, "hi")
     assert finished.status == 0
-    assert sum(message in shown for shown in finished.err.splitlines()) == 1
+    for message in messages.values():
+        assert sum(message in shown for shown in finished.err.splitlines()) == 1
     assert finished.out == talk(command, chat_model, "hi").out
 
 
@@ -258,6 +256,7 @@ Stream.compute = slowly
 """
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_a_prefill_leaves_the_turn_out(terminal, tmp_path):
     saved = tmp_path / "chat.json"
     screen = terminal("-n", 4, "--chunk", 2, before=SLOW)  # some 15 seconds for the first turn

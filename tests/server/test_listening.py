@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -111,9 +112,9 @@ def test_who_does_not_read_holds_nobody_up(serve):
     assert (status, err) == (0, "")
 
 
-def test_a_port_that_is_taken_is_one_line(command, serve, chat_folder):
-    with serve() as server:
-        port = server.url.rpartition(":")[2]
+def test_a_port_that_is_taken_is_one_line(command, chat_folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
         expect_one_line(command("serve", chat_folder, "--port", port), f"cannot listen at 127.0.0.1:{port} (")
 
 

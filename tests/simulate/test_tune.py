@@ -17,6 +17,7 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 import chunkrt.simulate.tune as search
+from chunkrt.cli.profile import profile as profile_command
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
@@ -59,7 +60,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A measured profile of the small checkpoint on this machine."""
     path = tmp_path_factory.mktemp("profile") / "here.toml"
     options = ["-o", str(path), "-r", "1", "--chunk", "8", "--threads", "2"]
-    subprocess.run([sys.executable, "-P", "-m", "chunkrt", "profile", GGUF, *options], check=True, capture_output=True)
+    profile_command.main([GGUF, *options], standalone_mode=False)
     return path
 
 
@@ -172,7 +173,7 @@ def test_bad_input_is_one_clear_line(options: dict[str, object], message: str) -
 
 def test_the_command_prints_a_table_and_writes_a_file_that_runs(command, tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
-    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "20,100", "--chunk", "32,64", "-o", path)
+    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "100", "--chunk", "32,64", "-o", path)
     assert finished.status == 0, finished.err
     assert finished.out.count("chosen") == 1 + finished.out.splitlines()[0].count("chosen")
     assert "default" in finished.out
@@ -187,7 +188,7 @@ def test_the_command_tells_everything_as_json(command, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('"model.layers.1" = "cpu"\n')
     out = tmp_path / "tuned.toml"
-    options = ["--chunk", "32", "-p", "64", "--place", mine, "--memory", "1 GiB", "--json"]
+    options = ["--chunk", "32", "-p", "20,64", "--place", mine, "--memory", "1 GiB", "--json"]
     finished = command("tune", GGUF, "--device", "sdxelite", "-o", out, *options)
     found = json.loads(finished.out)
     assert found["settings"] == read_settings(out)
@@ -269,10 +270,10 @@ from chunkrt.cli import main
 run_on = experiments._run_on
 
 def run_and_interrupt(workers, grid, points, progress):
-    return run_on(2, grid, points, lambda *news: os.kill(os.getpid(), signal.SIGINT))
+    return run_on(1, grid, points, lambda *news: os.kill(os.getpid(), signal.SIGINT))
 
 if __name__ == "__main__":
-    experiments._run_on = experiments._run_here = lambda *a: run_and_interrupt(2, *a[-3:])
+    experiments._run_on = experiments._run_here = lambda *a: run_and_interrupt(1, *a[-3:])
     sys.argv = ["chunkrt", "tune", {GGUF!r}, "--device", "sd8gen3", "-p", "64", "-o", "tuned.toml"]
     main()
 """

@@ -85,6 +85,7 @@ RUNS_LONG = [
     "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
     "{% set t = 'ab' * 9999 %}{% for a in t %}{% for b in t %}{% for c in t %}{% endfor %}{% endfor %}{% endfor %}",
     "{% set t = ' ' * 9999999 ~ 'x' %}{% for i in range(9999) %}{{ t | urlize | length }}{% endfor %}",
+    "{{ ('x' * 99999999) | wordwrap(1) }}",
 ]
 TAKES_MUCH_MEMORY = [
     "{{ 'a' * 999999999 }}",
@@ -96,7 +97,6 @@ TAKES_MUCH_MEMORY = [
     "{{ 'a'.replace('a', 'b' * 99999999).replace('b', 'c' * 99) }}",
     "{{ ('x' * 99999).join(('y' * 99999) | list) }}",
     "{{ ('x\n' * 99999) | indent(99999) }}",
-    "{{ ('x' * 99999999) | wordwrap(1) }}",
     "{{ [[[[[1]]]]] | tojson(indent=999999999) }}",
     "{% set ns = namespace(s='ab') %}{% for i in range(36) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
 ]
@@ -104,7 +104,7 @@ TAKES_MUCH_MEMORY = [
 
 @pytest.mark.parametrize(
     ("source", "seconds"),
-    [*((source, 0.5) for source in RUNS_LONG), *((source, 2.0) for source in TAKES_MUCH_MEMORY)],
+    [*((source, 0.1) for source in RUNS_LONG), *((source, 2.0) for source in TAKES_MUCH_MEMORY)],
 )
 def test_a_template_that_would_run_away_is_stopped(source, seconds, monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_SECONDS", seconds)
@@ -118,15 +118,16 @@ def test_calls_without_end_are_stopped():
 
 
 def test_a_template_that_was_stopped_still_renders_what_it_can(monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 1.0)
     template = ChatTemplate(
         "{% if messages | length > 1 %}{{ 9 ** (messages | length * 9 ** 9) }}{% endif %}{{ messages[0].content }}"
     )
     variables = {"add_generation_prompt": True, "bos_token": "", "eos_token": ""}
     for _ in range(2):
         assert template.render([USER], **variables) == USER["content"]
-        with pytest.raises(ModelError, match="more than 1 second"):
-            template.render([USER, USER], **variables)
+        with monkeypatch.context() as patch:
+            patch.setattr(chat_template, "MAX_SECONDS", 0.1)
+            with pytest.raises(ModelError, match=r"more than 0\.1 seconds"):
+                template.render([USER, USER], **variables)
 
 
 def test_threads_share_a_template():
