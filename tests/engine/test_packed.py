@@ -48,7 +48,7 @@ def test_random_interleavings(name, engines):
     assert engine.stats().waiting_runs == 0
 
 
-@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
+@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings_with_faults(name, engines):
     """A failed task fails the sequences of its chunk, which are what they were before; the others go on."""
@@ -57,7 +57,7 @@ def test_random_interleavings_with_faults(name, engines):
     assert faults.num > 1
 
 
-@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
+@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings_with_a_prefix_cache(name, engines):
     """One too small for what they leave; alone they have none."""
@@ -472,10 +472,11 @@ print("over", flush=True)
 """
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_a_process_may_end_while_others_run(num_threads):
+def test_a_process_may_end_while_others_run(num_threads, times):
     """Its daemon threads are in a kernel or wait for their share when the interpreter goes."""
-    for _ in range(2):
+    for _ in range(times):
         finished = subprocess.run(
             [sys.executable, "-P", "-c", AT_EXIT, str(checkpoint(NAME)), str(num_threads)],
             capture_output=True,

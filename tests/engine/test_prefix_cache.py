@@ -82,7 +82,7 @@ def follow_story(seed: int, cached: Engine, plain: Engine, prompts: list[list[in
     return num_cached
 
 
-@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
+@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("limit", [SMALL, LARGE])
 @pytest.mark.parametrize("name", NAMES)
 def test_random_trees_of_prompts(name: str, limit: int) -> None:
@@ -160,7 +160,7 @@ def follow_stories_on_disk(name: str, chunk_length: int, tight: str, folder: Pat
             assert bool(files) == (disk == LARGE) or 1 < disk < LARGE
 
 
-@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
+@pytest.mark.sampled(every=5, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("tight", TIGHT)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_trees_in_threads_with_tight_budgets_in_memory_and_on_disk(
@@ -179,7 +179,7 @@ def test_more_random_trees_in_threads_with_tight_budgets(
     follow_stories_on_disk(name, chunk_length, tight, tmp_path, 6)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
 def test_other_backends_hit_at_borders_of_chunks(name: str, npu: str) -> None:

@@ -69,7 +69,7 @@ def of_one_rank(name):
     return prefill_and_decode(name)
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=17)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_ranks_are_those_of_transformers(name, size):
@@ -183,6 +183,7 @@ def logits_of(source, size, folder, scheme="float", backend="reference"):
     return found[0]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 1), (14, 2), (5, 5), (3, 1)])
 def test_heads_that_ranks_do_not_divide_are_copied_or_padded(heads, kv_heads, size, tmp_path):

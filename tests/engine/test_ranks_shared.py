@@ -73,7 +73,7 @@ def answer(engine, prompt, num_tokens=9):
         return "".join(piece.text for piece in session.generate(max_new_tokens=num_tokens))
 
 
-@pytest.mark.sampled(every=3, name=STATES)
+@pytest.mark.sampled(every=5, name=STATES)
 @pytest.mark.parametrize(
     ("name", "size", "slots"), [(name, size, 2 if size == 2 else None) for name in NAMES for size in (2, 4)]
 )
