@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Lock
 
 from chunkrt.errors import ChunkrtError
 from chunkrt.runtime.batcher import Waiting
+from chunkrt.runtime.gate import Gate
 from chunkrt.runtime.job import Job, Segment
 from chunkrt.runtime.record import ChunkRecord, Pipeline
 from chunkrt.runtime.run import RunResult
@@ -39,8 +39,7 @@ class Ticket:
         self._on_end = on_end
         self._pipeline: Pipeline | None = None
         self._noted: list[tuple[Segment, Sequence[TaskEvent], ChunkRecord]] = []
-        self._gate = Lock()
-        self._gate.acquire()
+        self._gate = Gate()
 
     @property
     def is_over(self) -> bool:
@@ -61,13 +60,7 @@ class Ticket:
     @property
     def waiter(self) -> Callable[[], None]:
         """What does so, for a state that outlives the ticket: with the ticket they would hold each other."""
-        gate = self._gate
-
-        def wait() -> None:
-            with gate:
-                pass
-
-        return wait
+        return self._gate.wait
 
     def note(self, pipeline: Pipeline, segment: Segment, events: Sequence[TaskEvent], record: ChunkRecord) -> None:
         """Remember what a chunk with some of it took. Neighbours that one pipeline computed are one record."""
@@ -126,7 +119,7 @@ class Ticket:
                     self._write_record()
             except Exception as failure:  # too little memory, say: who waits is told
                 self.stop(failure)
-            self._gate.release()
+            self._gate.open()
             with suppress(Exception):  # it tells somebody who may have gone
                 self._on_end()
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from chunkrt.backends.base import Passage
 from chunkrt.runtime.affinity import running_on
+from chunkrt.runtime.gate import Gate
 from chunkrt.runtime.run import Cancel
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
@@ -103,10 +104,7 @@ class Workers:
         """Threads at work. `Thread.is_alive` cannot tell: in Python 3.11 it says no of a thread that runs, once an
         interrupt has come while somebody waited for it."""
         self._no_thread_works = Lock()
-        self._is_finished = Lock()
-        """Held until that is so. Whoever called waits for these, since an interrupt that falls into a condition, which
-        is written in Python, may leave its lock taken for ever."""
-        self._is_finished.acquire()
+        self._finished = Gate()
         self._has_told = False
         self._idle = [(processor, Condition(self._lock)) for processor in schedule.processors]
         self._threads = [
@@ -135,7 +133,7 @@ class Workers:
         """
         try:
             self.start()
-            self._wait()
+            self._finished.wait()
         finally:
             self.close()
         if self.error is not None:
@@ -168,10 +166,6 @@ class Workers:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
-
-    def _wait(self) -> None:
-        with self._is_finished:
-            pass
 
     def _work(self, processor: Processor, idle: Condition, worker: int) -> None:
         with self._lock:
@@ -239,7 +233,7 @@ class Workers:
         if schedule.is_finished:
             if not self._has_told:
                 self._has_told = True
-                self._is_finished.release()
+                self._finished.open()
             for _, idle in self._idle:
                 idle.notify_all()
             return

@@ -1,0 +1,60 @@
+"""Gates: who waits at one leaves once it is open, or when an interrupt comes, whichever thread the system gave it to."""
+
+import signal
+import sys
+import threading
+
+import pytest
+
+from chunkrt.runtime.gate import Gate
+
+LONGEST_S = 60
+
+
+def wait_until_somebody_waits(thread: int) -> None:
+    while sys._current_frames()[thread].f_code is not Gate.wait.__code__:
+        pass
+
+
+def test_an_open_gate_is_no_hindrance() -> None:
+    gate = Gate()
+    gate.open()
+    gate.wait()
+    gate.wait()
+
+
+def test_all_who_wait_go_on_once_it_is_open() -> None:
+    gate = Gate()
+    threads = [threading.Thread(target=gate.wait, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        assert thread.ident is not None
+        wait_until_somebody_waits(thread.ident)
+    gate.open()
+    for thread in threads:
+        thread.join(LONGEST_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system gives no signal to a thread of one's choice")
+def test_an_interrupt_that_another_thread_gets_ends_the_waiting() -> None:
+    gate, has_left = Gate(), threading.Event()
+    here = threading.get_ident()
+    opened_late = []
+
+    def interrupt_here() -> None:
+        wait_until_somebody_waits(here)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if not has_left.wait(LONGEST_S):
+            opened_late.append(True)
+            gate.open()
+
+    thread = threading.Thread(target=interrupt_here)
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        gate.wait()
+    has_left.set()
+    thread.join()
+    assert not opened_late
+    gate.open()
+    gate.wait()
