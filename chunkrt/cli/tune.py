@@ -58,9 +58,7 @@ NUM_SHOWN = 12
 )
 @click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16, or as profiled]")
 @click.option("--memory", help="The most that may be taken, as in 2GB or 800MB.  [default: no limit]")
-@click.option(
-    "--dask", help="Address of a Dask scheduler whose workers simulate.  [default: this machine simulates]"
-)
+@click.option("--dask", help="Address of a Dask scheduler whose workers simulate.  [default: this machine simulates]")
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),

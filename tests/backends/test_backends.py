@@ -564,6 +564,7 @@ class PacksAndKeeps(RunsSegments, KeepsTheState):
     """Segment by segment, and with a state of its own."""
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("wrapper", [PacksAndKeeps, FixedLength])
 def test_under_few_schemes_it_conforms_too(few_schemes, wrapper):
     name, concurrency = ("npu", 1) if wrapper is FixedLength else ("odd", None)

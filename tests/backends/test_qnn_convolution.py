@@ -260,6 +260,7 @@ def test_a_state_goes_back_and_is_kept_as_ever(load):
         np.testing.assert_array_equal(session.prefill(tokens[:40]).logits, first)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", [ON_NPU, {"attention": "npu", "npu_window": 32}])
 def test_a_run_that_fails_or_is_cancelled_leaves_the_state_as_it_was(load, how, monkeypatch):
     with load(**how) as engine:

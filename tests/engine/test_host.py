@@ -138,6 +138,7 @@ def tokens_of(count):
     return np.random.default_rng(3).integers(0, VOCABULARY, count)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -45,7 +45,7 @@ def assert_agrees(folder, model):
             np.testing.assert_allclose(found, original_logits(model, tokens), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_import_gives_the_logits_of_the_original(family):
     folder = FIXTURES / f"optimum_{family}_fp32"

@@ -1,4 +1,4 @@
-"""Gates: who waits at one leaves once it is open, or when an interrupt comes, whichever thread the system gave it to."""
+"""Gates: who waits at one leaves once it is open, or when an interrupt comes, whichever thread gets it."""
 
 import signal
 import sys
@@ -36,7 +36,9 @@ def test_all_who_wait_go_on_once_it_is_open() -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system gives no signal to a thread of one's choice")
+@pytest.mark.skipif(
+    not hasattr(signal, "pthread_kill"), reason="this system gives no signal to a thread of one's choice"
+)
 def test_an_interrupt_that_another_thread_gets_ends_the_waiting() -> None:
     gate, has_left = Gate(), threading.Event()
     here = threading.get_ident()
@@ -50,9 +52,13 @@ def test_an_interrupt_that_another_thread_gets_ends_the_waiting() -> None:
             gate.open()
 
     thread = threading.Thread(target=interrupt_here)
-    with pytest.raises(KeyboardInterrupt):
+
+    def be_interrupted() -> None:
         thread.start()
         gate.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        be_interrupted()
     has_left.set()
     thread.join()
     assert not opened_late

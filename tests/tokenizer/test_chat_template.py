@@ -102,6 +102,7 @@ TAKES_MUCH_MEMORY = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("source", "seconds"),
     [*((source, 0.1) for source in RUNS_LONG), *((source, 2.0) for source in TAKES_MUCH_MEMORY)],
