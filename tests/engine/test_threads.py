@@ -34,7 +34,7 @@ def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """Fills with the process's threads, as they are when a concurrent run has started its own and none has ended."""
     seen: list[set[str]] = []
     has_looked = threading.Event()
-    make, wait = Workers.__init__, Workers._wait
+    make, start = Workers.__init__, Workers.start
 
     def make_held(self, schedule, execute, **options) -> None:
         def held(task) -> None:
@@ -44,13 +44,13 @@ def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         has_looked.clear()
         make(self, schedule, held, **options)
 
-    def look_and_wait(self) -> None:
+    def start_and_look(self) -> None:
+        start(self)
         seen.append(threads_now())
         has_looked.set()
-        wait(self)
 
     monkeypatch.setattr(Workers, "__init__", make_held)
-    monkeypatch.setattr(Workers, "_wait", look_and_wait)
+    monkeypatch.setattr(Workers, "start", start_and_look)
     return seen
 
 
