@@ -139,7 +139,10 @@ void ProgramBuilder::require_state(ValueId id, const Shape& shape, const std::st
               describe(operand.dtype, operand.shape));
 }
 
-void ProgramBuilder::use_as_cache(ValueId state) { definition_.values[state].is_cache = true; }
+void ProgramBuilder::use_as_cache(ValueId state, bool may_be_tiled) {
+  definition_.values[state].is_cache = true;
+  definition_.values[state].may_be_tiled = may_be_tiled;
+}
 
 void ProgramBuilder::need_scratch(std::size_t floats) {
   definition_.scratch_floats = std::max(definition_.scratch_floats, floats);

@@ -27,8 +27,8 @@ class ProgramBuilder {
                  std::shared_ptr<StepTimes> times = nullptr);
 
   ValueId input(std::string name, Dtype dtype, Shape shape);
-  // An input that is updated in place, float32. A cache of attention may in each run be float16 as well, or
-  // int8 with 4 columns more: see kernels/attention/attention.h.
+  // An input that is updated in place, float32. A cache of attention may in each run be float16 as well, int8
+  // with 4 columns more, and for attention in bfloat16 uint16 in tiles: see kernels/attention/attention.h.
   ValueId state(std::string name, Shape shape);
   // `data` is not copied; `owner` keeps it alive as long as the program.
   ValueId constant(const void* data, Dtype dtype, const std::vector<std::size_t>& shape,
@@ -52,8 +52,9 @@ class ProgramBuilder {
   ValueId float_rows(Symbol rows, std::size_t width);  // a temporary float32 [rows, width]
   ValueId floats(std::vector<float> values);
 
-  // Makes a state one of keys or values, whose type is the caller's choice.
-  void use_as_cache(ValueId state);
+  // Makes a state one of keys or values, whose type is the caller's choice; also bfloat16, if it may be
+  // tiled.
+  void use_as_cache(ValueId state, bool may_be_tiled);
   // The floats of scratch that each thread has for a step, at least.
   void need_scratch(std::size_t floats);
 

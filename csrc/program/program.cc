@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "kernels/attention/attention.h"
 #include "program/sizes.h"
 
 namespace chunkrt {
@@ -19,15 +20,17 @@ std::string describe(const TensorView& view) {
   return text + "]";
 }
 
-// What a run may give: a cache as it was declared, in float16, or in int8 with each row's scale.
+// What a run may give: a cache as it was declared, in float16, in int8 with each row's scale, or in tiles.
 bool match_dtype(const Value& value, const TensorView& view) {
   return view.dtype == name_of(value.dtype) ||
-         (value.is_cache && (view.dtype == name_of(Dtype::float16) || view.dtype == name_of(Dtype::int8)));
+         (value.is_cache && (view.dtype == name_of(Dtype::float16) || view.dtype == name_of(Dtype::int8))) ||
+         (value.may_be_tiled && view.dtype == name_of(Dtype::uint16));
 }
 
 Shape shape_in(const Value& value, Dtype dtype) {
   Shape shape = value.shape;
   if (value.is_cache && dtype == Dtype::int8) shape.back().size += sizeof(float);
+  if (value.is_cache && dtype == Dtype::uint16) shape.back().size = tiled_depth(shape.back().size);
   return shape;
 }
 
@@ -59,8 +62,9 @@ std::string expectation(const Value& value, const Sizes& sizes) {
     known += (known.empty() ? " with " : ", ") + std::string(name_of(*dimension.symbol)) + " = " +
              std::to_string(size);
   }
-  const std::string others =
-      value.is_cache ? describe(Dtype::int8, shape_in(value, Dtype::int8)) + ", float16 or " : "";
+  std::string others;
+  if (value.may_be_tiled) others += describe(Dtype::uint16, shape_in(value, Dtype::uint16)) + ", ";
+  if (value.is_cache) others += describe(Dtype::int8, shape_in(value, Dtype::int8)) + ", float16 or ";
   return others + describe(value.dtype, value.shape) + known;
 }
 

@@ -16,6 +16,7 @@ constexpr std::array kDtypes = {
     DtypeRow{Dtype::float32, "float32", 4}, DtypeRow{Dtype::float16, "float16", 2},
     DtypeRow{Dtype::int64, "int64", 8},     DtypeRow{Dtype::int32, "int32", 4},
     DtypeRow{Dtype::int8, "int8", 1},       DtypeRow{Dtype::uint8, "uint8", 1},
+    DtypeRow{Dtype::uint16, "uint16", 2},
 };
 
 constexpr std::array<std::string_view, kAllSymbols.size()> kSymbolNames = {"T", "R", "P", "W"};
@@ -31,7 +32,7 @@ Dtype dtype_named(std::string_view name) {
     if (row.name == name) return row.dtype;
   }
   throw std::invalid_argument("a program has no values of type " + std::string(name) +
-                              "; expected float32, float16, int64, int32, int8 or uint8");
+                              "; expected float32, float16, int64, int32, int8, uint8 or uint16");
 }
 
 std::string_view name_of(Symbol symbol) { return kSymbolNames[static_cast<std::size_t>(symbol)]; }

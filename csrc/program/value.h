@@ -12,7 +12,7 @@
 
 namespace chunkrt {
 
-enum class Dtype { float32, float16, int64, int32, int8, uint8 };
+enum class Dtype { float32, float16, int64, int32, int8, uint8, uint16 };
 
 std::size_t bytes_of(Dtype dtype);
 std::string_view name_of(Dtype dtype);
@@ -64,12 +64,13 @@ enum class ValueKind { input, state, output, constant, temporary };
 struct Value {
   ValueKind kind;
   std::string name = {};  // of inputs, states and outputs
-  Dtype dtype;            // a cache may also be float16 or int8
+  Dtype dtype;            // a cache may be of other types: see builder.h
   Shape shape;
   // Of a state, or an input without rows: its place among what each segment has of its own.
   std::optional<std::size_t> segment_place = {};
   std::size_t bytes_of_row = 0;  // of the chunk, T; 0 if the first dimension is another
   bool is_cache = false;         // a state of keys or values
+  bool may_be_tiled = false;     // a cache that may be of bfloat16, as uint16
   bool is_row_local = false;     // a temporary of which only the rows in work are kept
   // Of a constant.
   const void* data = nullptr;

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/dispatch.h"
 #include "tests/attention_values.h"
 #include "tests/tests.h"
 
@@ -58,8 +59,8 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
   for (std::size_t kv_head = 0; kv_head < s.num_kv_heads; ++kv_head) {
     std::vector<std::vector<double>> keys, values;
     for (std::size_t row = 0; row < s.length; ++row) {
-      std::vector<double> key = cached(result.keys, s, kv_head, row),
-                          value = cached(result.values, s, kv_head, row);
+      std::vector<double> key = cached(result.keys, s, kv_head, row, true),
+                          value = cached(result.values, s, kv_head, row, false);
       for (double& x : key) x = static_cast<double>(static_cast<float>(x));
       for (double& x : value) x = static_cast<double>(static_cast<float>(x));
       keys.push_back(operand(s.has_raw_keys ? roped_in_float(prompt, row, key, 1.0f) : key));
@@ -109,21 +110,24 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
   }
 }
 
+void check_truth(const Shape& shape, float limit, const Kernels& kernels) {
+  const Prompt prompt(shape, limit);
+  const Result result = attend_prompt(prompt, kernels);
+  try {
+    check_output(prompt, result, true);
+    if (limit == 2.0f) check_output(prompt, result, false);
+  } catch (const Failure& failure) {
+    throw Failure(describe(shape) + ", up to " + std::to_string(limit) + ": " + failure.what());
+  }
+}
+
 // Scores of some tens and hundreds too, of which a key's or a query's rounding shifts the weights by more
 // than the bound.
 void test_truth(const Kernels& kernels) {
   for (const Shape& shape : kShapes) {
-    for (const float limit : {2.0f, 20.0f}) {
-      const Prompt prompt(shape, limit);
-      const Result result = attend_prompt(prompt, kernels);
-      try {
-        check_output(prompt, result, true);
-        if (limit == 2.0f) check_output(prompt, result, false);
-      } catch (const Failure& failure) {
-        throw Failure(describe(shape) + ", up to " + std::to_string(limit) + ": " + failure.what());
-      }
-    }
+    for (const float limit : {2.0f, 20.0f}) check_truth(shape, limit, kernels);
   }
+  for (const Shape& shape : kTiledShapes) check_truth(shape, 20.0f, kernels);
 }
 
 void check_same_output(const Result& found, const Result& expected, const std::string& what) {
@@ -144,9 +148,50 @@ void test_splits(const Kernels& kernels) {
   }
 }
 
+// A cache in tiles gives the bits that a float32 cache gives, which is rounded as it is read.
+void test_tiled_cache(const Kernels& kernels) {
+  for (const Shape& shape : kTiledShapes) {
+    Shape in_float = shape;
+    in_float.cache_type = CacheType::float32;
+    const Result expected = attend_prompt(Prompt(in_float), kernels);
+    const Prompt prompt(shape);
+    for (const std::size_t chunk : {1u, 31u, 32u, 33u, 64u, 95u, 1000u}) {
+      if (!has_time_for(kernels, shape, chunk)) continue;
+      const std::string what = describe(shape) + ", chunks of " + std::to_string(chunk);
+      check_same_output(attend_prompt(prompt, kernels, {.chunk = chunk}), expected, what);
+      if (shape.window == 0) continue;
+      check_same_output(attend_prompt(prompt, kernels, {.chunk = chunk, .is_ring = true}), expected,
+                        what + ", a ring");
+    }
+    check_same_output(attend_prompt(prompt, kernels, {.items_per_call = 1, .is_backwards = true}), expected,
+                      describe(shape) + ", item by item from the last");
+  }
+}
+
+// What a cache in tiles holds of each position is what came, roped and rounded.
+void test_append_to_tiles(AttentionFunction* append) {
+  const Kernels kernels = {append, attend_f32_bf16_cache_reference, AttentionMath::bfloat16};
+  for (const Shape& shape : kTiledShapes) {
+    const Prompt prompt(shape);
+    const Result result = attend_prompt(prompt, kernels, {.chunk = 33, .is_backwards = true});
+    for (std::size_t head = 0; head < shape.num_kv_heads; ++head) {
+      for (std::size_t row = 0; row < shape.length; ++row) {
+        const std::size_t column = (shape.num_heads + head) * shape.head_dim;
+        const std::vector<double> key = head_of(prompt, row, column),
+                                  value = head_of(prompt, row, column + shape.num_kv_heads * shape.head_dim);
+        const std::string what = describe(shape) + ", position " + std::to_string(row) + " is wrong";
+        check(cached(result.keys, shape, head, row, true) ==
+                  each_rounded(roped_in_float(prompt, row, key, 1.0f)),
+              "a key: " + what);
+        check(cached(result.values, shape, head, row, false) == each_rounded(value), "a value: " + what);
+      }
+    }
+  }
+}
+
 // The first row sees its own value alone: every bfloat16, the midpoints between neighbours and what lies next
 // to these come out rounded.
-void test_rounding(const Kernels& kernels) {
+void test_rounding(const Kernels& kernels, CacheType type) {
   std::vector<float> inputs;
   for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
     const std::uint32_t bits = upper << 16 | 0x8000u;
@@ -157,7 +202,7 @@ void test_rounding(const Kernels& kernels) {
     }
   }
   const std::size_t head_dim = inputs.size();
-  Prompt prompt({1, 1, head_dim, 0, 1, CacheType::float32});
+  Prompt prompt({1, 1, head_dim, 0, 1, type});
   std::fill_n(prompt.qkv.data(), 2 * head_dim, 0.0f);
   std::copy(inputs.begin(), inputs.end(), prompt.qkv.data() + 2 * head_dim);
   const Result result = attend_prompt(prompt, kernels);
@@ -218,7 +263,12 @@ void test_vanishing_values(const Kernels& kernels) {
 void test_attention_in_bfloat(Suite& suite) {
   run_in_bfloat(suite, "double precision", test_truth);
   run_in_bfloat(suite, "bits of any chunks and of any split", test_splits);
-  run_in_bfloat(suite, "rounding of values", test_rounding);
+  run_in_bfloat(suite, "a cache in tiles", test_tiled_cache);
+  suite.run_rows(append_cache_f32, "a cache in tiles", test_append_to_tiles);
+  run_in_bfloat(suite, "rounding of values", [](const Kernels& kernels) {
+    test_rounding(kernels, CacheType::float32);
+    test_rounding(kernels, CacheType::bfloat16);
+  });
   run_in_bfloat(suite, "rounding and places of keys", test_rounded_keys);
   run_in_bfloat(suite, "values that vanish", test_vanishing_values);
 }

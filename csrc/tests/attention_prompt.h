@@ -54,13 +54,23 @@ inline constexpr Shape kShapes[] = {
     {2, 1, 16, 8, 193, CacheType::float32, 5, true},
 };
 
+// Caches that attention in bfloat16 alone has.
+inline constexpr Shape kTiledShapes[] = {
+    {1, 1, 1, 0, 3, CacheType::bfloat16},         {9, 3, 64, 64, 95, CacheType::bfloat16},
+    {9, 3, 64, 64, 130, CacheType::bfloat16},     {40, 1, 16, 16, 66, CacheType::bfloat16},
+    {3, 3, 33, 18, 193, CacheType::bfloat16},     {4, 2, 80, 80, 129, CacheType::bfloat16},
+    {4, 2, 24, 16, 70, CacheType::bfloat16, 1},   {9, 3, 20, 12, 200, CacheType::bfloat16, 5},
+    {8, 2, 64, 64, 193, CacheType::bfloat16, 64}, {4, 1, 72, 32, 200, CacheType::bfloat16, 65},
+};
+
 inline std::string describe(const Shape& shape) {
   return std::to_string(shape.num_heads) + "/" + std::to_string(shape.num_kv_heads) + " heads of " +
          std::to_string(shape.head_dim) + ", rotary " + std::to_string(shape.rotary_dim) + ", " +
          std::to_string(shape.length) + " rows, " +
-         (shape.cache_type == CacheType::float16 ? "float16"
-          : shape.cache_type == CacheType::int8  ? "int8"
-                                                 : "float32") +
+         (shape.cache_type == CacheType::float16    ? "float16"
+          : shape.cache_type == CacheType::int8     ? "int8"
+          : shape.cache_type == CacheType::bfloat16 ? "bfloat16"
+                                                    : "float32") +
          ", window " + std::to_string(shape.window) + (shape.has_raw_keys ? ", raw keys" : "");
 }
 
@@ -114,6 +124,11 @@ struct Run {
   std::size_t first_position = 0;     // of the prompt; a multiple of the slots
 };
 
+// Of a cache that holds all.
+inline std::size_t cache_slots(const Shape& s) {
+  return s.cache_type == CacheType::bfloat16 ? (s.length + 63) / 64 * 64 : s.length;
+}
+
 // The least multiple of 64 that a ring may have.
 inline std::size_t ring_slots(const Shape& s, std::size_t rows) {
   return (s.window + rows - 1 + 63) / 64 * 64;
@@ -131,7 +146,7 @@ inline void call_in_pieces(AttentionFunction* function, const AttentionArgs& arg
 inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const Run& run = {}) {
   const Shape& s = prompt.shape;
   const std::size_t ring = ring_slots(s, std::min(run.chunk, s.length));
-  const std::size_t slots = run.is_ring ? ring : s.length;
+  const std::size_t slots = run.is_ring ? ring : cache_slots(s);
   // Whatever the cache holds beyond what was appended must not matter: all bits set is a NaN in all types, in
   // int8 as the scale.
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);

@@ -43,9 +43,9 @@ void check_caches(const Prompt& prompt, const Result& result) {
       const std::size_t key_column = (s.num_heads + head) * s.head_dim;
       const std::vector<double> key = head_of(prompt, row, key_column);
       // Both products of a roped key are at most 2, each rounded at most once in float32.
-      check_cached(cached(result.keys, s, head, row), s.has_raw_keys ? key : roped(prompt, row, key),
+      check_cached(cached(result.keys, s, head, row, true), s.has_raw_keys ? key : roped(prompt, row, key),
                    s.cache_type, s.has_raw_keys ? 0.0 : 4.0 * 0x1p-23, "a key");
-      check_cached(cached(result.values, s, head, row),
+      check_cached(cached(result.values, s, head, row, false),
                    head_of(prompt, row, key_column + s.num_kv_heads * s.head_dim), s.cache_type, 0.0,
                    "a value");
     }
@@ -67,7 +67,7 @@ void check_output(const Prompt& prompt, const Result& result) {
       double largest_sum = 0.0, max = -std::numeric_limits<double>::infinity();
       for (std::size_t key = first_key; key <= row; ++key) {
         double sum_of_magnitudes = 0.0;
-        std::vector<double> k = cached(result.keys, s, kv_head, key);
+        std::vector<double> k = cached(result.keys, s, kv_head, key, true);
         if (s.has_raw_keys) k = roped(prompt, key, k);
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           const double product = query[d] * k[d] * scale;
@@ -89,7 +89,7 @@ void check_output(const Prompt& prompt, const Result& result) {
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit;
       std::vector<double> expected_row(s.head_dim), magnitudes(s.head_dim);
       for (std::size_t key = first_key; key <= row; ++key) {
-        const std::vector<double> value = cached(result.values, s, kv_head, key);
+        const std::vector<double> value = cached(result.values, s, kv_head, key, false);
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           expected_row[d] += weights[key] / sum * value[d];
           magnitudes[d] += weights[key] / sum * std::fabs(value[d]);
@@ -238,7 +238,9 @@ void test_not_finite(const Kernels& kernels) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
                   kInfinity = std::numeric_limits<float>::infinity();
   for (const std::size_t window : {0u, 1u, 5u, 40u, 64u, 65u}) {
-    for (const CacheType type : {CacheType::float32, CacheType::float16, CacheType::int8}) {
+    for (const CacheType type :
+         {CacheType::float32, CacheType::float16, CacheType::int8, CacheType::bfloat16}) {
+      if (type == CacheType::bfloat16 && kernels.math != AttentionMath::bfloat16) continue;
       for (const float bad : {kNan, kInfinity, -kInfinity}) {
         const Shape shape = {3, 1, 16, 16, 200, type, window};
         Prompt prompt(shape);
@@ -279,7 +281,7 @@ void test_rounding_to_half(const Kernels& kernels) {
   std::copy(inputs.begin(), inputs.end(), prompt.qkv.data() + head_dim);
   const Result result = attend_prompt(prompt, kernels);
   for (const std::vector<std::byte>& cache : {result.keys, result.values}) {
-    const std::vector<double> halves = cached(cache, shape, 0, 0);
+    const std::vector<double> halves = cached(cache, shape, 0, 0, true);
     for (std::size_t i = 0; i < head_dim; ++i) {
       const double found = halves[i], expected = rounded_to_half(inputs[i]);
       check(found == expected && std::signbit(found) == std::signbit(expected), [&] {

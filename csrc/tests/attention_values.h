@@ -1,6 +1,7 @@
 // What attention's inputs and caches mean, in double precision.
 #pragma once
 
+#include <bit>
 #include <cstring>
 #include <vector>
 
@@ -16,10 +17,12 @@ T read(const std::byte* bytes) {
   return value;
 }
 
-// What a cache of s.length slots means for the position `row` of a head.
+// What a cache that holds all means for the position `row` of a head.
 inline std::vector<double> cached(const std::vector<std::byte>& cache, const Shape& s, std::size_t head,
-                                  std::size_t row) {
-  const std::byte* bytes = cache.data() + (head * s.length + row) * cache_row_bytes(s.cache_type, s.head_dim);
+                                  std::size_t row, bool are_keys) {
+  const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
+  const std::byte* const first = cache.data() + head * cache_slots(s) * row_bytes;
+  const std::byte* const bytes = first + row * row_bytes;
   std::vector<double> values(s.head_dim);
   for (std::size_t d = 0; d < s.head_dim; ++d) {
     switch (s.cache_type) {
@@ -32,6 +35,15 @@ inline std::vector<double> cached(const std::vector<std::byte>& cache, const Sha
       case CacheType::int8:
         values[d] = static_cast<double>(read<std::int8_t>(bytes + d)) *
                     static_cast<double>(read<float>(bytes + s.head_dim));
+        break;
+      case CacheType::bfloat16: {
+        const std::size_t depth = row_bytes / 2, block = row / 64 * 64 * depth, in_block = row % 64;
+        const std::size_t index = are_keys
+                                      ? in_block / 16 * 16 * depth + d / 2 * 32 + in_block % 16 * 2 + d % 2
+                                      : d / 16 * 1024 + in_block / 2 * 32 + d % 16 * 2 + in_block % 2;
+        const std::uint32_t bits = read<std::uint16_t>(first + (block + index) * 2);
+        values[d] = static_cast<double>(std::bit_cast<float>(bits << 16));
+      }
     }
   }
   return values;

@@ -16,6 +16,12 @@
 // head_dim values the int8 of quantize.h (quantize_s8row), then the bytes of their float32 scale; an element
 // read from it is float(q) * scale, rounded once.
 //
+// A bfloat16 cache is for AttentionMath::bfloat16, and for keys that are not raw. It rounds to nearest even,
+// and past the largest number to infinity, and holds each 64 positions from a multiple of 64 on as the tiles
+// that are multiplied (tiles.h), depth being head_dim to a multiple of 32:
+//   keys [4, depth / 2, 16 positions, 2 dimensions], values [depth / 16, 32, 16 dimensions, 2 positions]
+// Of a position that was appended, dimensions past head_dim are zeros.
+//
 // Softmax (online, after Milakov and Gimelshein 2018, and FlashAttention, Dao et al. 2022): for each block of
 // 64 keys, at absolute positions that are multiples of 64, and each query, with m = -inf, l = 0, o = 0 at
 // first:
@@ -34,13 +40,13 @@
 //
 // Numerics of AttentionMath::bfloat16: what is multiplied is rounded to bfloat16, to nearest even, and past
 // its largest number to infinity: each element of a query, once it is roped and multiplied by `scale`; each
-// element of keys and values, as it is read from the cache, and of a raw key as it is roped; and each weight
-// w[j], before it enters l and o. Products are exact in float32 and summed in float32; maxima, e, l and the
-// rescaling are those above, but l's and all other sums are in an order of the instruction set's own, and a
-// processor may take what lies below 2^-126 in size for 0 in products and their sums. So the bits may differ
-// between instruction sets. On one they depend, as above, neither on the split of the work nor on the
-// chunking: a row's sums are its own, over the same blocks, and a key that is not seen adds nothing to them.
-// For what is not finite the above holds too.
+// element of keys and values, as it is read from the cache or, of bfloat16, as it is appended, and of a raw
+// key as it is roped; and each weight w[j], before it enters l and o. Products are exact in float32 and
+// summed in float32; maxima, e, l and the rescaling are those above, but l's and all other sums are in an
+// order of the instruction set's own, and a processor may take what lies below 2^-126 in size for 0 in
+// products and their sums. So the bits may differ between instruction sets. On one they depend, as above,
+// neither on the split of the work nor on the chunking: a row's sums are its own, over the same blocks, and a
+// key that is not seen adds nothing to them. For what is not finite the above holds too.
 #pragma once
 
 #include <cstddef>
@@ -48,15 +54,27 @@
 
 namespace chunkrt {
 
-enum class CacheType { float32, float16, int8 };
+enum class CacheType { float32, float16, int8, bfloat16 };
 
 // What queries, keys, values and weights are multiplied in; which kernel a call is for.
 enum class AttentionMath { float32, bfloat16 };
 
-// Bytes of one position of one head in a cache.
+// Dimensions of one position of one head in a bfloat16 cache.
+constexpr std::size_t tiled_depth(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
+
+// Bytes of one position of one head in a cache; of bfloat16, a 64th of a block.
 constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
-  if (type == CacheType::int8) return head_dim + sizeof(float);
-  return head_dim * (type == CacheType::float16 ? sizeof(std::uint16_t) : sizeof(float));
+  switch (type) {
+    case CacheType::float32:
+      return head_dim * sizeof(float);
+    case CacheType::float16:
+      return head_dim * sizeof(std::uint16_t);
+    case CacheType::bfloat16:
+      return tiled_depth(head_dim) * sizeof(std::uint16_t);
+    case CacheType::int8:
+      break;
+  }
+  return head_dim + sizeof(float);
 }
 
 struct AttentionArgs {
@@ -72,7 +90,7 @@ struct AttentionArgs {
   std::size_t position;   // of row 0
   std::size_t table_row;  // of cos and sin, for row 0
   // Slots of the caches: position + rows or more. Fewer are a ring, which needs a window, and of slots a
-  // multiple of 64 and window + rows - 1 or more.
+  // multiple of 64 and window + rows - 1 or more. Those of a bfloat16 cache always are a multiple of 64.
   std::size_t capacity;
   std::size_t window;     // 0: none
   std::size_t num_heads;  // a multiple of num_kv_heads

@@ -5,6 +5,7 @@
 
 #include "kernels/attention/blocked.h"
 #include "kernels/attention/plain_tiles.h"
+#include "kernels/attention/round_bfloat.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/list.h"
 
@@ -257,6 +258,7 @@ constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, at
 
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,
+                                             .round = round_plainly,
                                              .widen = widen_f32_f16_avx2,
                                              .quantize = quantize_s8row_f32_avx2,
                                              .dequantize = dequantize,

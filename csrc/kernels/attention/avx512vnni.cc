@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "kernels/attention/blocked.h"
+#include "kernels/attention/round_bfloat.h"
 #include "kernels/lanes_avx512.h"
 #include "kernels/list.h"
 
@@ -224,6 +225,7 @@ constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, at
 
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,
+                                             .round = round_plainly,
                                              .widen = widen_f32_f16_avx512vnni,
                                              .quantize = quantize_s8row_f32_avx512vnni,
                                              .dequantize = dequantize,

@@ -38,6 +38,8 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
     case CacheType::float16:
       operations.narrow(values, reinterpret_cast<std::uint16_t*>(row), args.head_dim);
       return;
+    case CacheType::bfloat16:
+      return;  // store_tiled
     case CacheType::int8:
       float scale;
       std::int32_t sum;
@@ -143,6 +145,11 @@ void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t en
       if (!args.has_raw_keys) {
         operations.rope(key, args.cos + index, args.sin + index, args.head_dim, args.rotary_dim, 1.0f, roped);
         key = roped;
+      }
+      if (args.cache_type == CacheType::bfloat16) {
+        store_tiled(args, head, position, key, value, operations.round,
+                    reinterpret_cast<std::uint16_t*>(quantized));
+        continue;
       }
       store(args, args.key_cache, offset, key, quantized, operations);
       store(args, args.value_cache, offset, value, quantized, operations);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/attention/queries.h"
+#include "kernels/attention/tiled_cache.h"
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/quantize/quantize.h"
 
@@ -37,6 +38,7 @@ struct AttentionOperations {
                std::size_t rotary_dim, float scale, float* out);
   // float32 to IEEE 754 binary16, to nearest even.
   void (*narrow)(const float* input, std::uint16_t* out, std::size_t count);
+  RoundFunction* round;
   WidenFunction* widen;
   QuantizeFunction* quantize;
   // out = float(values) * scale.

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "kernels/attention/blocked.h"
+#include "kernels/attention/round_bfloat.h"
 #include "kernels/list.h"
 
 namespace chunkrt {
@@ -246,6 +247,7 @@ constexpr AttendTileFunction* kAttendTile[kQueriesPerTile] = {attend_tile<1>, at
 
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,
+                                             .round = round_plainly,
                                              .widen = widen_f32_f16_neon,
                                              .quantize = quantize_s8row_f32_neon,
                                              .dequantize = dequantize,

@@ -23,7 +23,7 @@ std::size_t items_per_kv_head(const AttentionArgs& args) {
 }  // namespace
 
 TileSizes tile_sizes(std::size_t head_dim) {
-  const std::size_t depth = (head_dim + kDepthPerTile - 1) / kDepthPerTile * kDepthPerTile;
+  const std::size_t depth = tiled_depth(head_dim);
   const std::size_t columns = (head_dim + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
   return {.depth = depth,
           .columns = columns,
@@ -73,8 +73,9 @@ std::size_t table_index(const AttentionArgs& args, std::size_t position) {
 std::size_t row_bytes(const AttentionArgs& args) { return cache_row_bytes(args.cache_type, args.head_dim); }
 
 std::size_t cache_offset(const AttentionArgs& args, std::size_t kv_head, std::size_t position) {
-  const std::size_t slot = kv_head * args.capacity + position % args.capacity;
-  return slot * row_bytes(args);
+  std::size_t slot = position % args.capacity;
+  if (args.cache_type == CacheType::bfloat16) slot = slot / kKeysPerBlock * kKeysPerBlock;
+  return (kv_head * args.capacity + slot) * row_bytes(args);
 }
 
 }  // namespace chunkrt

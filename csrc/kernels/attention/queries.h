@@ -37,8 +37,8 @@ std::size_t table_index(const AttentionArgs& args, std::size_t position);
 // Bytes of a row of a cache.
 std::size_t row_bytes(const AttentionArgs& args);
 
-// Bytes into a cache to the row of a position. Up to the next position that is a multiple of 64, rows follow
-// each other.
+// Bytes into a cache to the row of a position, of bfloat16 to its block. Up to the next position that is a
+// multiple of 64, rows follow each other.
 std::size_t cache_offset(const AttentionArgs& args, std::size_t kv_head, std::size_t position);
 
 }  // namespace chunkrt

@@ -7,6 +7,8 @@
 
 #include "kernels/attention/plain_tiles.h"
 #include "kernels/attention/queries.h"
+#include "kernels/attention/round_bfloat.h"
+#include "kernels/attention/tiled_cache.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/list.h"
 
@@ -143,18 +145,7 @@ void dequantize(const std::int8_t* values, float scale, float* out, std::size_t 
   for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
 }
 
-// The nearest bfloat16, even of two.
-std::uint16_t to_bfloat(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if (std::isnan(value)) return static_cast<std::uint16_t>(bits >> 16 | 0x40u);
-  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
 float from_bfloat(std::uint16_t value) { return std::bit_cast<float>(std::uint32_t{value} << 16); }
-
-void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count) {
-  std::transform(values, values + count, out, to_bfloat);
-}
 
 void pack_keys(const float* keys, std::size_t depth, std::uint16_t* out) {
   for (std::size_t key = 0; key < kRowsPerTile; ++key) {
@@ -198,7 +189,7 @@ void weigh_rows(const ScoredRows& rows) {
 constexpr TileOperations kTileOperations = {.rope = rope,
                                             .widen = widen_f32_f16_reference,
                                             .dequantize = dequantize,
-                                            .round = round_to_bfloat,
+                                            .round = round_plainly,
                                             .pack_keys = pack_keys,
                                             .pack_values = pack_values,
                                             .weigh = weigh_rows};
@@ -219,6 +210,11 @@ void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, st
       if (!args.has_raw_keys) {
         rope(key, args.cos + index, args.sin + index, args, 1.0f, roped);
         key = roped;
+      }
+      if (args.cache_type == CacheType::bfloat16) {
+        store_tiled(args, head, position, key, value, round_plainly,
+                    reinterpret_cast<std::uint16_t*>(quantized));
+        continue;
       }
       store(args, args.key_cache, offset, key, quantized);
       store(args, args.value_cache, offset, value, quantized);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/attention/queries.h"
+#include "kernels/attention/tiled_cache.h"
 #include "kernels/elementwise/elementwise.h"
 
 namespace chunkrt {
@@ -51,8 +52,7 @@ struct TileOperations {
   WidenFunction* widen;
   // out = float(values) * scale.
   void (*dequantize)(const std::int8_t* values, float scale, float* out, std::size_t count);
-  // To bfloat16; `count` is a multiple of 16.
-  void (*round)(const float* values, std::uint16_t* out, std::size_t count);
+  RoundFunction* round;  // `count` is a multiple of 16
   // 16 keys [16, depth] to bfloat16 [depth / 2, 16 keys, 2]: tiles, one after another.
   void (*pack_keys)(const float* keys, std::size_t depth, std::uint16_t* out);
   // 16 rows of values, `stride` floats apart, to a quarter of the tiles of each 16 columns, bfloat16 [8, 16

@@ -10,11 +10,12 @@
 // (kernels/tiles_amx.h), where there are none PlainTiles.
 //
 // All queries go through tiles, few as they may be, so that a row's bits are the same in a chunk and alone.
-// For few of them rounding and packing the block is most of the time; the whole takes about what float32
-// takes with AVX2 (4,600 cycles a block for three queries of 64 dimensions). To spread it over more, an item
-// has kQueriesPerTileItem. Of such an item's time, packing float16 caches is then 13 % with 64 dimensions and
-// 21 % with 128 (with half the queries 23 and 34 %), softmax 77 and 63 %, tiles 10 and 17 %: the vector parts
-// as Zen 3 takes them, a product of tiles counted as 16 cycles.
+// A bfloat16 cache holds what is multiplied. Of another cache each item rounds and packs every block: for few
+// queries most of the time, the whole takes about what float32 takes with AVX2 (4,600 cycles a block for
+// three queries of 64 dimensions). To spread it over more, an item has kQueriesPerTileItem. Of such an item's
+// time, packing float16 caches is then 13 % with 64 dimensions and 21 % with 128 (with half the queries 23
+// and 34 %), softmax 77 and 63 %, tiles 10 and 17 %: the vector parts as Zen 3 takes them, a product of tiles
+// counted as 16 cycles.
 //
 // Included by one file for each instruction set; nothing here is seen outside of it.
 #pragma once
@@ -100,8 +101,8 @@ class TileItem {
       return taken;
     };
     queries_ = reinterpret_cast<std::uint16_t*>(take(sizes_.queries));
-    keys_ = reinterpret_cast<std::uint16_t*>(take(sizes_.keys));
-    values_ = reinterpret_cast<std::uint16_t*>(take(sizes_.values));
+    block_keys_ = keys_ = reinterpret_cast<std::uint16_t*>(take(sizes_.keys));
+    block_values_ = values_ = reinterpret_cast<std::uint16_t*>(take(sizes_.values));
     weights_ = reinterpret_cast<std::uint16_t*>(take(sizes_.weights));
     outs_ = take(sizes_.outs);
     rows_ = take(sizes_.rows);
@@ -114,8 +115,7 @@ class TileItem {
     end_key_ = find_query(args_, item_.kv_head, item_.first_query + item_.num_queries - 1).end_key;
     for (std::size_t start = first_key_ / kKeysPerBlock * kKeysPerBlock; start < end_key_;
          start += kKeysPerBlock) {
-      pack_keys(start);
-      are_finite_ = pack_values(start, first_key_, end_key_);
+      take_block(start);
       for (std::size_t row = 0; row < item_.num_queries; row += kRowsAtOnce) {
         if (item_.num_queries - row > kRowsPerTile) {
           attend_rows<2>(start, row);
@@ -188,10 +188,36 @@ class TileItem {
       case CacheType::float16:
         operations_.widen(reinterpret_cast<const std::uint16_t*>(stored), row, args_.head_dim);
         return;
+      case CacheType::bfloat16:
+        return;  // its blocks are packed
       case CacheType::int8:
         float scale;
         std::memcpy(&scale, stored + args_.head_dim, sizeof(scale));
         operations_.dequantize(reinterpret_cast<const std::int8_t*>(stored), scale, row, args_.head_dim);
+    }
+  }
+
+  // The block of a bfloat16 cache that begins with the key `start`.
+  const std::uint16_t* cached_block(const void* cache, std::size_t start) const {
+    return reinterpret_cast<const std::uint16_t*>(static_cast<const std::byte*>(cache) +
+                                                  cache_offset(args_, item_.kv_head, start));
+  }
+
+  // Keys and values for all rows. A bfloat16 cache has them as they are to be, but for values that some row
+  // does not see.
+  void take_block(std::size_t start) {
+    if (args_.cache_type != CacheType::bfloat16) {
+      pack_keys(start);
+      are_finite_ = pack_values(start, first_key_, end_key_);
+      return;
+    }
+    block_keys_ = cached_block(args_.key_cache, start);
+    if (first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0]) {
+      block_values_ = cached_block(args_.value_cache, start);
+      are_finite_ = true;  // or each row's own concern
+    } else {
+      block_values_ = values_;
+      are_finite_ = pack_values(start, first_key_, end_key_);
     }
   }
 
@@ -205,12 +231,35 @@ class TileItem {
 
   // The values of the keys in [begin, end), and zeros for the block's others. Whether all are finite.
   bool pack_values(std::size_t start, std::size_t begin, std::size_t end) {
+    if (args_.cache_type == CacheType::bfloat16) {
+      return copy_values(cached_block(args_.value_cache, start), distance(start, begin, kKeysPerBlock),
+                         distance(start, end, kKeysPerBlock));
+    }
     bool are_finite = true;
     for (std::size_t key = 0; key < kKeysPerBlock; key += kRowsPerTile) {
       const float* const rows = sixteen_rows(args_.value_cache, start + key, begin, end, false);
       are_finite &= operations_.pack_values(rows, sizes_.depth, sizes_.columns, values_ + key * kRowsPerTile);
     }
     return are_finite;
+  }
+
+  // As pack_values, of a block that is packed; its keys from `begin` to before `end`.
+  bool copy_values(const std::uint16_t* packed, std::size_t begin, std::size_t end) {
+    const auto bits_of = [=](std::size_t key) { return begin <= key && key < end ? 0xffffu : 0u; };
+    std::uint32_t not_finite = 0;
+    for (std::size_t line = 0; line < sizes_.columns * 2; ++line) {  // of 16 columns, two keys
+      const std::size_t key = line % (kKeysPerBlock / 2) * 2;
+      const std::uint32_t seen = bits_of(key) | bits_of(key + 1) << 16;
+      std::uint32_t pairs[kRowsPerTile];
+      std::memcpy(pairs, packed + line * kDepthPerTile, sizeof(pairs));
+      for (std::uint32_t& pair : pairs) {
+        pair &= seen;
+        // An exponent of ones carries into its sign's bit.
+        not_finite |= ((pair & 0x7f80u) + 0x80u) | ((pair >> 16 & 0x7f80u) + 0x80u);
+      }
+      std::memcpy(values_ + line * kDepthPerTile, pairs, sizeof(pairs));
+    }
+    return (not_finite & 0x8000u) == 0;
   }
 
   // A block's part of Down tiles of queries from the row-th on.
@@ -229,7 +278,7 @@ class TileItem {
     }
     if (!is_seen) return;
     float* const outs = outs_ + row * sizes_.columns;
-    score_block<Down>(tiles_, queries_ + row * sizes_.depth, keys_, sizes_.depth, scores_);
+    score_block<Down>(tiles_, queries_ + row * sizes_.depth, block_keys_, sizes_.depth, scores_);
     operations_.weigh({.scores = scores_,
                        .weights = weights_,
                        .outs = outs,
@@ -240,7 +289,8 @@ class TileItem {
                        .num_rows = num_rows,
                        .columns = sizes_.columns});
     if (are_finite_ || see_all) {
-      accumulate_block<Down>(tiles_, weights_, kKeysPerBlock, values_, outs, sizes_.columns, sizes_.columns);
+      accumulate_block<Down>(tiles_, weights_, kKeysPerBlock, block_values_, outs, sizes_.columns,
+                             sizes_.columns);
     } else {
       accumulate_row_by_row(start, first, visible, num_rows, outs);
     }
@@ -268,6 +318,8 @@ class TileItem {
   const TileSizes sizes_;
   const std::size_t row_bytes_;  // of the caches
   std::uint16_t *queries_, *keys_, *values_, *weights_;
+  const std::uint16_t *block_keys_,
+      *block_values_;  // of the block in work: keys_ and values_, or the cache's
   float *outs_, *rows_, *scores_;
   float maxima_[kQueriesPerTileItem], sums_[kQueriesPerTileItem];
   std::size_t first_keys_[kQueriesPerTileItem], end_keys_[kQueriesPerTileItem];

@@ -10,8 +10,16 @@ namespace chunkrt {
 namespace {
 
 CacheType cache_type_of(Dtype dtype) {
-  if (dtype == Dtype::int8) return CacheType::int8;
-  return dtype == Dtype::float16 ? CacheType::float16 : CacheType::float32;
+  switch (dtype) {
+    case Dtype::float16:
+      return CacheType::float16;
+    case Dtype::int8:
+      return CacheType::int8;
+    case Dtype::uint16:
+      return CacheType::bfloat16;
+    default:
+      return CacheType::float32;
+  }
 }
 
 // "input 'position': 3 rows from 62 on do not fit: "
@@ -65,6 +73,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
                 describe(start.dtype, start.shape));
   }
   const Shape& found_shape = builder.value(key_cache).shape;
+  const bool is_in_bfloat = shape.math == AttentionMath::bfloat16;
   const bool is_ring = shape.window > 0 && found_shape.size() == 3 && found_shape[1].symbol == Symbol::W;
   const Symbol slots = is_ring ? Symbol::W : Symbol::P;
   const Shape cache_shape = {fixed(num_kv_heads), rows_dimension(slots), fixed(head_dim)};
@@ -73,7 +82,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
     require(cache.kind == ValueKind::state && cache.shape == cache_shape,
             "attention: expected the caches to be states " + describe(cache.dtype, cache_shape) + ", got " +
                 describe(cache.dtype, cache.shape));
-    builder.use_as_cache(id);
+    builder.use_as_cache(id, is_in_bfloat && !shape.has_raw_keys);
   }
   const Shape table_shape = builder.value(cos).shape;
   require(table_shape.size() == 2 && 2 * table_shape[1].size <= head_dim,
@@ -91,6 +100,11 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
           throw std::invalid_argument("attention: the key and value caches must be of one type, got " +
                                       std::string(name_of(frame.dtypes[key_cache])) + " and " +
                                       std::string(name_of(frame.dtypes[value_cache])));
+        }
+        if (frame.dtypes[key_cache] == Dtype::uint16 && frame.size_of(slots) % kKeysPerBlock != 0) {
+          throw std::invalid_argument("attention: caches in tiles need a multiple of " +
+                                      std::to_string(kKeysPerBlock) + " slots, got " +
+                                      std::to_string(frame.size_of(slots)));
         }
         const std::int64_t first = *frame.get<const std::int64_t>(position);
         const std::int64_t first_table_row = *frame.get<const std::int64_t>(table_row);
@@ -138,7 +152,6 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
                          .scale = shape.scale,
                          .math = shape.math};
   };
-  const bool is_in_bfloat = shape.math == AttentionMath::bfloat16;
   builder.need_scratch(attention_scratch_floats(head_dim, shape.math));
   AttentionFunction* append = select_kernel(append_cache_f32).function;
   AttentionFunction* attend =
