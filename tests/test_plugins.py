@@ -293,15 +293,14 @@ def test_backends_conform(python):
 ROLES = """
 import sys
 import chunkrt, numpy as np
-from chunkrt.engine.checks import default_cache_dtype
 from chunkrt.errors import ConfigError
 with chunkrt.load(sys.argv[1], npu="tiny", chunk_length=8) as engine:
     assert engine.npu_backend is engine.cpu_backend and engine.npu_backend.name == "tiny"
-    assert engine.scheme.name == "w8a8-dynamic" and default_cache_dtype(engine.scheme, engine.cpu_backend) == "float32"
+    assert engine.scheme.name == "w8a8-dynamic" and engine.cache_dtype == "float32"
     both = engine.session().prefill(range(3, 30)).logits
 with chunkrt.load(sys.argv[1], npu="tiny_npu", chunk_length=8) as engine:
     assert (engine.npu_backend.name, engine.cpu_backend.name) == ("tiny_npu", "native")
-    assert engine.scheme.name == "w8a16" and default_cache_dtype(engine.scheme, engine.cpu_backend) == "float16"
+    assert engine.scheme.name == "w8a16" and engine.cache_dtype == "float16"
     session = engine.session()
     prefill = session.prefill(range(3, 30))
     beside = prefill.logits

@@ -21,7 +21,7 @@ from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.utilisation import utilisation
 
-_GGML_TYPES = {"float32": "f32", "float16": "f16", "int8": "q8_0"}
+_GGML_TYPES = {"float32": "f32", "float16": "f16", "int8": "q8_0", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)

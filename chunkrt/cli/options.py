@@ -96,7 +96,7 @@ ALIASES = {
     "cache_dtype": ("-ctk", "--cache-type-k"),
 }
 """What peers call an option, llama.cpp before all."""
-_CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8"}
+_CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8", "bf16": "bfloat16"}
 _FOR_NPUS = (
     "soc",
     "htp",

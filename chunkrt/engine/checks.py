@@ -13,8 +13,10 @@ from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.state_tensors import CacheDtype
 
 
-def default_cache_dtype(scheme: Scheme, backend: Backend) -> CacheDtype:
-    """What the backend that attends takes first; float32 under "float"."""
+def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend) -> CacheDtype:
+    """What attention in bfloat16 reads as it is; or what who attends takes first, under "float" float32."""
+    if options.attention_math == "bfloat16" and not options.context_shift:
+        return "bfloat16"
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
 
 

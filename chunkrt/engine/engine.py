@@ -244,7 +244,7 @@ class Engine(ManyPrompts):
     @property
     def cache_dtype(self) -> CacheDtype:
         """Of keys and values."""
-        return self.options.cache_dtype or default_cache_dtype(self.scheme, self.cpu_backend)
+        return self.options.cache_dtype or default_cache_dtype(self.options, self.scheme, self.cpu_backend)
 
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder; sequences call this.

@@ -269,8 +269,8 @@ class EngineOptions:
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
-        "Of keys and values: f32, f16 or q8_0; int8, which is q8_0, on native alone, has a scale for each position of "
-        "a head.  "
+        "Of keys and values: f32, f16, q8_0 or bf16; int8, which is q8_0, on native alone, has a scale for each "
+        "position of a head; bfloat16 is for --attention-math bfloat16, and its default.  "
         "[default: float16 on native, else float32]",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",
@@ -285,6 +285,13 @@ class EngineOptions:
             raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
             raise ConfigError(f"npu {self.npu!r} has no caches of int8; choose float32 or float16, or another npu")
+        if self.cache_dtype == "bfloat16":
+            if self.attention_math != "bfloat16":
+                raise ConfigError(
+                    "caches of bfloat16 are for attention in bfloat16; choose attention_math 'bfloat16' too"
+                )
+            if self.context_shift:
+                raise ConfigError("caches of bfloat16 do not shift; choose float16, or leave context_shift away")
         if self.attention_math == "bfloat16" and self.npu in BACKENDS and self.npu != "native":
             raise ConfigError(f"npu {self.npu!r} has no attention in bfloat16; choose float32, or another npu")
 

@@ -168,6 +168,12 @@ class Plan:
         return next((node.inputs[0] for node in nodes if node.inputs[1] == "logit_rows"), None)
 
     @cached_property
+    def value_caches(self) -> frozenset[str]:
+        """The state tensors that hold attention's values."""
+        nodes = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
+        return frozenset(node.inputs[6] for node in nodes)
+
+    @cached_property
     def has_raw_keys(self) -> bool:
         """Whether keys are cached before RoPE, so that they can move to another position."""
         return any(node.op == "RawKeyAttention" for s in self.subgraphs for node in s.nodes)

@@ -79,14 +79,14 @@ class StateForms:
         return [[list(map(list, self.caches)), list(map(list, self.rings))], sorted(self.recurrent.items())]
 
 
-def copied(arrays: Mapping[str, Array], forms: tuple[Form, ...], slots: slice | Array) -> tuple[Array, ...]:
-    """What tensors hold at some slots, in the arrays of a piece."""
+def copied(tensors: StateTensors, forms: tuple[Form, ...], slots: slice | Array) -> tuple[Array, ...]:
+    """What caches or rings hold at some slots, in the arrays of a piece."""
     found = []
     for form in forms:
         num_positions = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
         into = form.empty(num_positions)
         for index, name in enumerate(form.names):
-            into[index] = arrays[name][:, slots]
+            into[index] = tensors.rows(name, slots)
         found.append(into)
     return tuple(found)
 
@@ -98,14 +98,14 @@ def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
     for piece in prefix.pieces:
         end = min(piece.end, prefix.position)
         for form, values in zip(forms.caches, piece.caches, strict=True):
-            key, length = np.s_[:, piece.start : end], end - piece.start
-            writes += [(tensors.caches[n], key, values[i, :, :length]) for i, n in enumerate(form.names)]
+            slots, length = slice(piece.start, end), end - piece.start
+            writes += [tensors.to_be_rows(n, slots, values[i, :, :length]) for i, n in enumerate(form.names)]
         first = max(piece.start, prefix.rings_from)
         if first < end and tensors.rings:
             assert piece.rings is not None
-            slots, held = np.arange(first, end) % size, slice(first - piece.start, end - piece.start)
+            in_rings, held = np.arange(first, end) % size, slice(first - piece.start, end - piece.start)
             for form, values in zip(forms.rings, piece.rings, strict=True):
-                writes += [(tensors.rings[n], np.s_[:, slots], values[i, :, held]) for i, n in enumerate(form.names)]
+                writes += [tensors.to_be_rows(n, in_rings, values[i, :, held]) for i, n in enumerate(form.names)]
     writes += [(array, ..., value) for array, value in zip(tensors.recurrent.values(), prefix.recurrent, strict=True)]
     return tuple(writes)
 

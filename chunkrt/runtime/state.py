@@ -44,7 +44,7 @@ class State:
         chunk_length: tokens of a chunk at most; by default as many as the capacity. Rings are sized by it.
 
     Raises:
-        ConfigError: the capacity, the dtype or the chunk length is out of range.
+        ConfigError: the capacity, the dtype or the chunk length is out of range, or bfloat16 caches get raw keys.
         ModelError: a tensor of the plan is of none of the three kinds.
     """
 
@@ -203,8 +203,8 @@ class State:
         return PrefixPiece(
             start,
             end,
-            copied(tensors.caches, forms.caches, slice(start, end)) if caches else (),
-            copied(tensors.rings, forms.rings, in_rings) if has_rings else None,
+            copied(tensors, forms.caches, slice(start, end)) if caches else (),
+            copied(tensors, forms.rings, in_rings) if has_rings else None,
         )
 
     def recurrent(self) -> tuple[Array, ...]:

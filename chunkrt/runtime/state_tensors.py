@@ -2,7 +2,7 @@
 
 Three kinds. A cache [kv_heads, P, head_dim] holds the keys or values of every position. A window's ring
 [kv_heads, W, head_dim] holds those of the last positions, position p at slot p modulo W. A recurrent tensor of fixed
-shape holds what a layer made of everything so far.
+shape holds what a layer made of everything so far. Where a position lies in bfloat16: `tiled_cache.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from chunkrt.errors import ModelError
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, Tensor, resolve
 from chunkrt.runtime.buffers import Array, aligned_zeros
+from chunkrt.runtime.tiled_cache import BLOCK, by_slot, tiled_shape, whole_blocks
 
-CacheDtype = Literal["float32", "float16", "int8"]
+CacheDtype = Literal["float32", "float16", "int8", "bfloat16"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 SCALE_BYTES = 4
 """In an int8 cache the float32 scale of each position of a head follows its head_dim values, as bytes."""
@@ -48,10 +49,15 @@ class StateTensors:
         chunk_length: tokens of a chunk at most; rings are sized by it.
 
     Raises:
+        ConfigError: keys are raw, and caches of bfloat16 hold no such.
         ModelError: a tensor of the plan is of none of the three kinds.
     """
 
     def __init__(self, plan: Plan, capacity: int, dtype: CacheDtype, chunk_length: int) -> None:
+        if dtype == "bfloat16" and plan.has_raw_keys:
+            raise ConfigError(
+                "caches of bfloat16 hold keys after RoPE alone, and a context that shifts has them before"
+            )
         slots = plan.slots(capacity, chunk_length)
         kinds: dict[str, dict[str, Array]] = {"P": {}, "W": {}, "": {}}
         for tensor in plan.state_tensors:
@@ -63,14 +69,14 @@ class StateTensors:
             if kind == "W" and plan.window is None:
                 raise ModelError(f"state {tensor.name!r} is a ring, but no layer of the plan has a window")
             shape = resolve(tensor.shape, slots)
-            if kind and dtype == "int8":
-                shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
-            kinds[kind][tensor.name] = aligned_zeros(shape, dtype if kind else np.float32)
+            kinds[kind][tensor.name] = _cache(shape, dtype) if kind else aligned_zeros(shape, np.float32)
         self.caches, self.rings, self.recurrent = kinds["P"], kinds["W"], kinds[""]
         by_name = self.caches | self.rings | self.recurrent
         self.by_name: Mapping[str, Array] = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
-        self.position_bytes = sum(array.nbytes for array in self.caches.values()) // capacity
+        self.position_bytes: int = sum(array.nbytes // array.shape[1] for array in self.caches.values())
         """Bytes that grow with every position: those of the caches."""
+        self._are_tiled = dtype == "bfloat16"
+        self._values = plan.value_caches if self._are_tiled else frozenset[str]()
         self.ring_slots = slots["W"]
         self.window = plan.window
 
@@ -82,6 +88,26 @@ class StateTensors:
         """Whether all that rows from `position` on need is here, if rings hold what comes after `first`."""
         return not self.recurrent and (not self.rings or first <= self.first_seen(position))
 
+    def rows(self, name: str, slots: slice | Array) -> Array:
+        """What a cache or ring holds at some slots, [heads, slots, width]; of bfloat16 a copy."""
+        array = self.by_name[name]
+        if not self._are_tiled:
+            return array[:, slots]
+        view, key = self._by_slot(name, slots)
+        found: Array = view[key].reshape(len(array), -1, array.shape[2])
+        return found
+
+    def to_be_rows(self, name: str, slots: slice | Array, rows: Array) -> Write:
+        """What to write so that `rows` gives these."""
+        if not self._are_tiled:
+            return self.by_name[name], np.s_[:, slots], rows
+        view, key = self._by_slot(name, slots)
+        return view, key, rows.reshape(*rows.shape[:2], *view.shape[-2:])
+
+    def _by_slot(self, name: str, slots: slice | Array) -> tuple[Array, Any]:
+        slots = np.arange(slots.start or 0, slots.stop) if isinstance(slots, slice) else slots
+        return by_slot(self.by_name[name], slots, are_values=name in self._values)
+
     def overwritten(self, first: int, position: int, num_tokens: int) -> Iterator[Array]:
         """The parts that a run changes, of those that hold anything: rings hold positions `first` to `position`."""
         yield from self.recurrent.values()
@@ -90,32 +116,39 @@ class StateTensors:
         count = min(position, position + num_tokens - size) - first
         if count > 0:
             start = first % size
+            begin, end, beyond = self._whole(start, start + count, start + count - size)
             for array in self.rings.values():
-                yield array[:, start : start + count]
-                if start + count > size:
-                    yield array[:, : start + count - size]
+                yield array[:, begin:end]
+                if beyond > 0:
+                    yield array[:, :beyond]
+
+    def _whole(self, start: int, *ends: int) -> tuple[int, ...]:
+        """Where what lies together with the slots from `start` to an end begins and ends."""
+        return (start // BLOCK * BLOCK, *map(whole_blocks, ends)) if self._are_tiled else (start, *ends)
 
     def held(self, position: int) -> dict[str, Array]:
         """All, of caches the part up to a position."""
-        return {name: array[:, :position] if name in self.caches else array for name, array in self.by_name.items()}
+        _, end = self._whole(0, position)
+        return {name: array[:, :end] if name in self.caches else array for name, array in self.by_name.items()}
 
     def seen(self, position: int) -> dict[str, Array]:
         """What rows from `position` on see; of rings, a copy in the order of positions."""
         slots = np.arange(self.first_seen(position), position) % self.ring_slots
-        caches = {name: array[:, :position] for name, array in self.caches.items()}
-        return caches | {name: array[:, slots] for name, array in self.rings.items()} | self.recurrent
+        caches = {name: self.rows(name, slice(position)) for name in self.caches}
+        return caches | {name: self.rows(name, slots) for name in self.rings} | self.recurrent
 
     def to_be(self, held: Mapping[str, Array], position: int) -> tuple[Write, ...]:
         """What to write so that `held` gives this again."""
-        keys = dict.fromkeys(self.caches, np.s_[:, :position])
+        _, end = self._whole(0, position)
+        keys = dict.fromkeys(self.caches, np.s_[:, :end])
         return tuple((self.by_name[name], keys.get(name, ...), array) for name, array in held.items())
 
     def to_be_seen(self, seen: Mapping[str, Array], position: int) -> tuple[Write, ...]:
         """What to write so that `seen` gives this again, and rings hold nothing else."""
         slots = np.arange(self.first_seen(position), position) % self.ring_slots
         keys: dict[str, Any] = dict.fromkeys(self.caches, slice(position)) | dict.fromkeys(self.rings, slots)
-        writes = [(self.by_name[name], np.s_[:, keys.get(name, slice(None))], array) for name, array in seen.items()]
-        return (*self.to_be_empty(), *writes)
+        rows = (self.to_be_rows(name, key, seen[name]) for name, key in keys.items())
+        return (*self.to_be_empty(), *rows, *((array, ..., seen[name]) for name, array in self.recurrent.items()))
 
     def to_be_empty(self) -> tuple[Write, ...]:
         """What to write at position 0."""
@@ -123,6 +156,8 @@ class StateTensors:
 
     def to_be_shifted(self, first: int, position: int, keep: int, drop: int) -> tuple[Write, ...]:
         """What to write so that positions from `keep + drop` move down by `drop`; rings hold those from `first` on.
+
+        Keys are raw then, and no cache is of bfloat16.
 
         Of kept positions rings take along only those from 0 on, if they hold them all.
         """
@@ -134,3 +169,11 @@ class StateTensors:
         old = old[(old >= keep + drop) | ((old < keep) & (first == 0))]
         new, size = np.where(old < keep, old, old - drop), self.ring_slots
         return (*writes, *((array, np.s_[:, new % size], array[:, old % size]) for array in self.rings.values()))
+
+
+def _cache(shape: tuple[int, ...], dtype: CacheDtype) -> Array:
+    """A cache or ring of such values [heads, slots, head_dim]."""
+    heads, slots, head_dim = shape
+    if dtype == "bfloat16":
+        return aligned_zeros(tiled_shape(heads, slots, head_dim), np.uint16)
+    return aligned_zeros((heads, slots, head_dim + SCALE_BYTES) if dtype == "int8" else shape, dtype)

@@ -17,7 +17,7 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 MAX_ROWS = 33
 
 
-def decoder_layer(threads: int, times: StepTimes | None = None) -> Program:
+def decoder_layer(threads: int, times: StepTimes | None = None, *, is_in_bfloat: bool = False) -> Program:
     """Every operator once or more: a small decoder with random weights, always the same."""
     rng = np.random.default_rng(0)
     builder = ProgramBuilder(ThreadPool(threads), MAX_ROWS, times)
@@ -39,7 +39,12 @@ def decoder_layer(threads: int, times: StepTimes | None = None) -> Program:
     qkv = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, QKV)
     tables = constant(CONTEXT, HEAD_DIM // 2), constant(CONTEXT, HEAD_DIM // 2)
     attended = builder.attention(
-        qkv, position, position, *tables, *caches, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=0.3
+        *(qkv, position, position, *tables, *caches),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        scale=0.3,
+        is_in_bfloat=is_in_bfloat,
     )
     hidden = linear(attended, HEADS * HEAD_DIM, HIDDEN, hidden)
     gate_up = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, 2 * INNER)
@@ -254,6 +259,25 @@ def test_wrong_arrays_are_refused(change: Callable[[dict[str, np.ndarray]], None
     change(arrays)
     with pytest.raises(ValueError, match=message):
         run_arrays(arrays)
+
+
+def tiled(slots: int, width: int = 32) -> list[np.ndarray]:
+    return [np.zeros((KV_HEADS, slots, width), np.uint16) for _ in range(2)]
+
+
+def test_caches_in_tiles_are_for_attention_in_bfloat16_alone() -> None:
+    program = decoder_layer(2, is_in_bfloat=True)
+    np.testing.assert_array_equal(run(program, 33, state=tiled(64)), run(program, 33))
+    with pytest.raises(ValueError, match="caches in tiles need a multiple of 64 slots, got 63"):
+        run(program, 3, state=tiled(63))
+    with pytest.raises(
+        ValueError, match=r"expected uint16 \[2, P, 32\], int8 \[2, P, 12\], .*, got uint16 \[2, 64, 8\]"
+    ):
+        run(program, 3, state=tiled(64, 8))
+    with pytest.raises(ValueError, match="the key and value caches must be of one type"):
+        run(program, 3, state=[tiled(64)[0], caches()[1]])
+    with pytest.raises(ValueError, match=r"'keys': expected int8 \[2, P, 12\], float16 or float32 .*, got uint16"):
+        run(decoder_layer(2), 3, state=tiled(64))
 
 
 def arguments() -> dict[str, np.ndarray]:

@@ -42,6 +42,8 @@ class NativeBackend:
         selected_kernels()  # a forced instruction set that cannot run is an error here, not of some node later
         self._pool = ThreadPool(threads)
         self._attention_math: AttentionMath = attention_math
+        if attention_math == "bfloat16":
+            self.cache_dtypes = (*self.cache_dtypes, "bfloat16")
         self._times = times
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
