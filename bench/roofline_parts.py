@@ -12,7 +12,7 @@ from roofline_work import Peaks, Spread, step_bounds
 
 from chunkrt._native import StepTimes
 from chunkrt.backends.native.backend import NativeBackend
-from chunkrt.engine.engine import Engine, default_cache_dtype
+from chunkrt.engine.engine import Engine
 from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan
 from chunkrt.pictures import COLOURS, plain, save_picture
@@ -102,7 +102,7 @@ class Parts:
         self._position = min(DECODE_POSITION, num_tokens - DECODED_TOKENS)
         self._prefill = f"pp{num_tokens}"
         self._tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, num_tokens).tolist()
-        self._state = State(engine.plan, engine.context_length, default_cache_dtype(engine.scheme, engine.cpu_backend))
+        self._state = State(engine.plan, engine.context_length, engine.cache_dtype)
         self._clocked = {
             threads: (
                 _Clocked(engine, engine.plan, engine.chunk_length, threads),

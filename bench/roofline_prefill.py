@@ -16,7 +16,7 @@ import numpy as np
 from roofline_work import Work, work_of
 
 import chunkrt
-from chunkrt.engine.engine import Engine, default_cache_dtype
+from chunkrt.engine.engine import Engine
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.state import State
 from chunkrt.simulate.work import cut
@@ -113,7 +113,7 @@ def _fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[str, An
         session.rewind(0)
         length = min(MEMORY_TOKENS, engine.context_length)
         session.prefill(_tokens(engine, length))
-        state = State(engine.plan, length, default_cache_dtype(engine.scheme, engine.cpu_backend))
+        state = State(engine.plan, length, engine.cache_dtype)
         return {
             "load_to_first_token_s": seconds,
             "before_bytes": before,
