@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 unexport PYTHONDONTWRITEBYTECODE # what tests import, and processes that they start, is compiled once
-PYTEST = $(BIN)/pytest --numprocesses $(JOBS)
+PYTEST = $(BIN)/pytest --numprocesses $(shell expr $(JOBS) + $(JOBS) / 2) # tests wait now and then
 PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu

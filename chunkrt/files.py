@@ -42,6 +42,10 @@ def no_progress(what: str, done: int, total: int) -> None:
     """A Progress that nobody is told of."""
 
 
+SILENT_SECONDS = 1.0
+"""For so long a process waits for another without a word."""
+
+
 @contextmanager
 def locked(path: Path, doing: str) -> Iterator[None]:
     """Hold a lock file; the system releases it if the process dies.
@@ -54,7 +58,7 @@ def locked(path: Path, doing: str) -> Iterator[None]:
     """
     lock = FileLock(path)
     try:
-        held = lock.acquire(timeout=0)
+        held = lock.acquire(timeout=SILENT_SECONDS)
     except Timeout:
         _tell_of_waiting(doing)
         held = lock.acquire()

@@ -31,6 +31,7 @@ def test_attempts_at_one_path_take_turns(tmp_path, monkeypatch):
     """Before, the second deleted what the first was writing."""
     writing, waiting = threading.Event(), threading.Event()
     monkeypatch.setattr(files, "_tell_of_waiting", lambda doing: waiting.set())
+    monkeypatch.setattr(files, "SILENT_SECONDS", 0)
 
     def first():
         with written_aside(tmp_path / "out") as aside:

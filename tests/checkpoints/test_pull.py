@@ -427,6 +427,7 @@ def test_of_two_that_pull_at_once_one_fetches_and_the_other_waits(server, direct
     entry = offer(server)
     fetching, waiting = threading.Event(), threading.Event()
     monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
+    monkeypatch.setattr(shared_folder, "SILENT_SECONDS", 0)
 
     def hold(done, total):
         fetching.set()

@@ -139,6 +139,7 @@ def test_of_two_threads_one_compiles_and_the_other_waits(tmp_path, monkeypatch):
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
     compiling, waiting, compiled = threading.Event(), threading.Event(), []
     monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
+    monkeypatch.setattr(shared_folder, "SILENT_SECONDS", 0)
 
     def progress(what, done, total):
         compiling.set()

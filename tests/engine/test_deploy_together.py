@@ -17,6 +17,7 @@ def test_of_two_compilations_into_one_folder_the_second_is_told_that_it_is_there
     output = tmp_path / "out"
     writing, waiting = threading.Event(), threading.Event()
     monkeypatch.setattr(files, "_tell_of_waiting", lambda doing: waiting.set())
+    monkeypatch.setattr(files, "SILENT_SECONDS", 0)
 
     def first():
         with files.written_aside(output) as aside:

@@ -288,7 +288,7 @@ def test_the_command_line_says_it_in_one_line(folder, damage):
 
 
 def run_bounded(folder):
-    """`chunkrt run` of a model, in a process of bounded address space."""
+    """`chunkrt run` of a model, in a process of bounded address space, which waits for no other that compiles."""
     program = (
         "import resource, onnx, onnxruntime, numpy, onnx_ir\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -296,8 +296,9 @@ def run_bounded(folder):
         "from chunkrt.cli import main\n"
         "main()\n"
     )
+    environment = os.environ | {"CHUNKRT_HOME": str(folder.with_name("home"))}
     command = [sys.executable, "-P", "-c", program, "run", str(folder), "-p", "a", "-n", "1"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
 @settings(
