@@ -330,7 +330,7 @@ def num_on_npu(executor):
     return sum(subgraph.device == "npu" for subgraph in executor.plan.subgraphs)
 
 
-@pytest.mark.sampled(every=5, num_tokens=[80], name=["lfm2", "phi3_longrope_short"])
+@pytest.mark.sampled(every=5, num_tokens=[80], name=["phi3_longrope_short"])
 @FEW_OR_MANY
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
