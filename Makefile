@@ -11,7 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 unexport PYTHONDONTWRITEBYTECODE # what tests import, and processes that they start, is compiled once
-PYTEST = $(BIN)/pytest --numprocesses $(shell expr $(JOBS) + $(JOBS) / 2) # tests wait now and then
+# More workers than processors, as tests wait now and then; and no threads of NumPy's beside them.
+PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(shell expr $(JOBS) + $(JOBS) / 2)
 PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 ARM := qemu-aarch64-static -L /usr/aarch64-linux-gnu

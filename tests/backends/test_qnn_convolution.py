@@ -235,6 +235,7 @@ def test_convolutions_are_placed_one_by_one(load):
         assert static == ["model.layers.0.conv.linear_attention"]
 
 
+@pytest.mark.exhaustive  # of attention it is not
 def test_where_a_prompt_is_parted_changes_no_bit(load):
     """Padding reaches no state: a part that ends within a chunk has some."""
     tokens = tokens_of(3 * CHUNK)
@@ -314,6 +315,7 @@ def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, 
             check_interleaving(engine, seed, tokens_of(128), most=4, longest=50)
 
 
+@pytest.mark.exhaustive  # of attention it is not
 def test_a_prefix_that_is_found_again_changes_no_bit(load):
     tokens = tokens_of(80)
     with load(attention="npu", npu_window=32) as engine:

@@ -182,7 +182,7 @@ def test_last_words_are_one_line_at_most(end, line):
     assert finished.stderr == line
 
 
-@pytest.mark.sampled(name=["lfm2"])
+@pytest.mark.exhaustive  # of two ranks the next test runs these sessions, and more
 @needs_mpi
 @pytest.mark.parametrize(
     ("name", "sizes"), [("llama_gqa", (2,)), ("gemma3_window_5", (2,)), ("lfm2", (4,)), ("qwen3_next", (2,))]
