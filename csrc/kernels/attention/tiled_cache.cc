@@ -1,6 +1,9 @@
 // Stores to a cache of bfloat16, the layout of attention.h.
 #include "kernels/attention/tiled_cache.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "kernels/attention/tile_operations.h"
 
 namespace chunkrt {
@@ -16,23 +19,21 @@ std::uint16_t* find_block(const AttentionArgs& args, void* cache, std::size_t kv
 void store_tiled(const AttentionArgs& args, std::size_t kv_head, std::size_t position, const float* key,
                  const float* value, RoundFunction* round, std::uint16_t* rounded) {
   const std::size_t depth = tiled_depth(args.head_dim), in_block = position % kKeysPerBlock;
+  std::fill(rounded + args.head_dim, rounded + depth, std::uint16_t{0});
+
   std::uint16_t* const keys = find_block(args, args.key_cache, kv_head, position) +
                               in_block / kRowsPerTile * kRowsPerTile * depth + in_block % kRowsPerTile * 2;
-  const auto place_key = [keys](std::size_t d) -> std::uint16_t& {
-    return keys[d / 2 * kDepthPerTile + d % 2];
-  };
   round(key, rounded, args.head_dim);
-  for (std::size_t d = 0; d < args.head_dim; ++d) place_key(d) = rounded[d];
+  for (std::size_t d = 0; d < depth; d += 2) {
+    std::memcpy(keys + d / 2 * kDepthPerTile, rounded + d, 2 * sizeof(*rounded));
+  }
 
   std::uint16_t* const values =
       find_block(args, args.value_cache, kv_head, position) + in_block / 2 * kDepthPerTile + in_block % 2;
-  const auto place_value = [values](std::size_t d) -> std::uint16_t& {
-    return values[d / kRowsPerTile * kRowsPerTile * kKeysPerBlock + d % kRowsPerTile * 2];
-  };
   round(value, rounded, args.head_dim);
-  for (std::size_t d = 0; d < args.head_dim; ++d) place_value(d) = rounded[d];
-
-  for (std::size_t d = args.head_dim; d < depth; ++d) place_key(d) = place_value(d) = 0;
+  for (std::size_t d = 0; d < depth; d += kRowsPerTile) {
+    for (std::size_t i = 0; i < kRowsPerTile; ++i) values[d * kKeysPerBlock + i * 2] = rounded[d + i];
+  }
 }
 
 }  // namespace chunkrt

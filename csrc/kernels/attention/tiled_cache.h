@@ -9,7 +9,7 @@ namespace chunkrt {
 using RoundFunction = void(const float* values, std::uint16_t* out, std::size_t count);
 
 // Puts a key, roped, and a value of one head to their position. Threads may do so at once for others, though
-// neighbours share lines of memory. `rounded`: room for head_dim.
+// neighbours share lines of memory. `rounded`: room for tiled_depth(head_dim).
 void store_tiled(const AttentionArgs& args, std::size_t kv_head, std::size_t position, const float* key,
                  const float* value, RoundFunction* round, std::uint16_t* rounded);
 
