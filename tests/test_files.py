@@ -51,6 +51,28 @@ def test_attempts_at_one_path_take_turns(tmp_path, monkeypatch):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"out": "second"}
 
 
+def test_who_waits_for_a_moment_alone_says_nothing(tmp_path, caplog, monkeypatch):
+    asked = threading.Event()
+
+    class Asked(files.FileLock):
+        def acquire(self, *arguments, **options):
+            asked.set()
+            return super().acquire(*arguments, **options)
+
+    def second():
+        with files.locked(tmp_path / "lock", "working"):
+            pass
+
+    monkeypatch.setattr(files, "SILENT_SECONDS", 60)
+    with ThreadPoolExecutor(1) as threads:
+        with files.locked(tmp_path / "lock", "working"):
+            monkeypatch.setattr(files, "FileLock", Asked)
+            waiting = threads.submit(second)
+            assert asked.wait(60)
+        waiting.result()
+    assert not caplog.records
+
+
 def test_a_lock_that_its_holder_removed_is_taken_anew(tmp_path):
     """Each of many attempts finds what the one before left, whoever waits for whom."""
     (tmp_path / "count").write_text("0")
