@@ -54,12 +54,12 @@ def step(engine: Engine, other: Engine, session: Session, folder: Path, random: 
     return session, logits
 
 
-def story(name: str, cache_dtype: str, folder: Path, seed: int, **options: object) -> list[np.ndarray]:
+def story(name: str, cache_dtype: str, folder: Path, seed: int) -> list[np.ndarray]:
     """The logits of one story; of a file the reader may have another context and other chunks."""
     random, found = Random(seed), []
     with (
-        load(name, cache_dtype, **options) as engine,
-        load(name, cache_dtype, **{**options, "context_length": CONTEXT - 9, "chunk_length": 32}) as other,
+        load(name, cache_dtype) as engine,
+        load(name, cache_dtype, context_length=CONTEXT - 9, chunk_length=32) as other,
     ):
         session = engine.session()
         for _ in range(12):
