@@ -68,6 +68,7 @@ test-all: test test-exhaustive ## run all tests of this processor
 tests-ready: $(VENV)/.wheel $(VENV)/.test
 	@$(MAKE) --no-print-directory $(VENV)/.package
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model will be skipped" >&2
+	@$(BIN)/pytest --collect-only --quiet >/dev/null || true # compiles what each worker imports, who tells of errors
 
 lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of all code
 	$(BIN)/ruff check --extend-exclude build .

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from zipfile import ZipFile
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ModelError
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.buffers import Array
-from chunkrt.runtime.state_file import Numbers, StateFile
+from chunkrt.runtime.state_file import Numbers, StateFile, read_array
 
 _NUMBERS = ("num_tokens", "num_dropped", "num_logits", "follows_text", "context_keep")
-_ARRAYS = ("session.tokens", "session.dropped", "session.logits", "session.model")
+_MODEL = "session.model"
+_ARRAYS = ("session.tokens", "session.dropped", "session.logits", _MODEL)
 _MODEL_BYTES = 32
 
 
@@ -86,12 +88,7 @@ class SessionFile(StateFile):
             return {**expect(found), **self._forms(found)}
 
         read, found = super().read(expect_all, (*numbers, *_NUMBERS), (*arrays, *_ARRAYS))
-        tokens, dropped, logits, model = (read[name] for name in _ARRAYS)
-        if (model != self._model).any():
-            raise ModelError(
-                f"{self.path} is a session with another model or scheme, or attention in another arithmetic; load that "
-                "one"
-            )
+        tokens, dropped, logits, _ = (read[name] for name in _ARRAYS)
         if len(dropped) and found["context_keep"] != self._context_keep:
             raise ModelError(
                 f"{self.path} is of a context that was shifted with context_keep {found['context_keep']}, not "
@@ -106,6 +103,13 @@ class SessionFile(StateFile):
             follows_text=bool(found["follows_text"]),
         )
         return {name: read[name] for name in arrays}, found
+
+    def _check(self, archive: ZipFile) -> None:
+        if (read_array(archive, _MODEL, self._model) != self._model).any():
+            raise ModelError(
+                f"{self.path} is a session with another model or scheme, or attention in another arithmetic; load that "
+                "one"
+            )
 
     def _forms(self, numbers: Numbers) -> dict[str, Array]:
         num_tokens, num_dropped, num_logits = (numbers[name] for name in _NUMBERS[:3])

@@ -58,18 +58,24 @@ class StateFile:
             with zipfile.ZipFile(self.path) as archive:
                 check_archive(archive)
                 _check_names(archive, {*numbers, *arrays})
-                found = {name: int(_read(archive, name, np.empty((), np.int64))) for name in numbers}
+                self._check(archive)
+                found = {name: int(read_array(archive, name, np.empty((), np.int64))) for name in numbers}
                 forms = expect(found)
                 for name, form in forms.items():
                     with archive.open(f"{name}.npy") as file:
                         _check_header(file, name, form)
                 if damaged := archive.testzip():
                     raise ValueError(f"{damaged!r} is damaged")
-                return {name: _read(archive, name, form) for name, form in forms.items()}, found
+                return {name: read_array(archive, name, form) for name, form in forms.items()}, found
+        except ModelError:
+            raise
         except Exception as error:  # damaged archives and headers raise whatever their bytes lead to
             raise ModelError(
                 f"cannot load a state from {self.path}: {str(error) or type(error).__name__}; prefill again"
             ) from error
+
+    def _check(self, archive: zipfile.ZipFile) -> None:
+        """What a kind of file asks of an archive that has all its names; raises ModelError."""
 
 
 def state_file(path: str | os.PathLike[str] | StateFile) -> StateFile:
@@ -93,7 +99,8 @@ def _check_names(archive: zipfile.ZipFile, names: Collection[str]) -> None:
         )
 
 
-def _read(archive: zipfile.ZipFile, name: str, form: Array) -> Array:
+def read_array(archive: zipfile.ZipFile, name: str, form: Array) -> Array:
+    """One tensor of the file, [shape] and dtype as in `form`; raises ValueError if it is of another form."""
     num_bytes = prod(form.shape) * form.dtype.itemsize
     with archive.open(f"{name}.npy") as file:
         _check_header(file, name, form)

@@ -186,28 +186,39 @@ void test_append_to_tiles(AttentionFunction* append) {
   }
 }
 
-// The first row sees its own value alone: every bfloat16, the midpoints between neighbours and what lies next
-// to these come out rounded.
-void test_rounding(const Kernels& kernels, CacheType type) {
+// Every normal bfloat16, the midpoints between neighbours and what lies next to these; and what they are rounded.
+struct Roundings {
   std::vector<float> inputs;
+  std::vector<double> expected;
+};
+
+Roundings all_roundings() {
+  Roundings found;
   for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
     const std::uint32_t bits = upper << 16 | 0x8000u;
     for (const std::uint32_t each : {bits - 0x8000u, bits - 1, bits, bits + 1}) {
       const float value = std::bit_cast<float>(each);
-      const double size = std::fabs(rounded_to_bfloat(static_cast<double>(value)));
-      if (size >= 0x1p-126 && std::isfinite(size)) inputs.push_back(value);
+      const double rounded = rounded_to_bfloat(static_cast<double>(value));
+      if (std::fabs(rounded) < 0x1p-126 || !std::isfinite(rounded)) continue;
+      found.inputs.push_back(value);
+      found.expected.push_back(rounded);
     }
   }
-  const std::size_t head_dim = inputs.size();
+  return found;
+}
+
+// The first row sees its own value alone, which comes out rounded.
+void test_rounding(const Kernels& kernels, CacheType type) {
+  static const Roundings all = all_roundings();
+  const std::size_t head_dim = all.inputs.size();
   Prompt prompt({1, 1, head_dim, 0, 1, type});
   std::fill_n(prompt.qkv.data(), 2 * head_dim, 0.0f);
-  std::copy(inputs.begin(), inputs.end(), prompt.qkv.data() + 2 * head_dim);
+  std::copy(all.inputs.begin(), all.inputs.end(), prompt.qkv.data() + 2 * head_dim);
   const Result result = attend_prompt(prompt, kernels);
   for (std::size_t i = 0; i < head_dim; ++i) {
-    const double expected = rounded_to_bfloat(static_cast<double>(inputs[i]));
-    check(static_cast<double>(result.out[i]) == expected, [&] {
-      return std::to_string(inputs[i]) + " became " + std::to_string(result.out[i]) + ", expected " +
-             std::to_string(expected);
+    check(static_cast<double>(result.out[i]) == all.expected[i], [&] {
+      return std::to_string(all.inputs[i]) + " became " + std::to_string(result.out[i]) + ", expected " +
+             std::to_string(all.expected[i]);
     });
   }
 }

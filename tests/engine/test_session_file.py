@@ -191,7 +191,7 @@ def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
     with load("llama_rope_parameters") as engine, pytest.raises(ModelError, match="another model or scheme"):
         engine.load_session(tmp_path / "said")
     with (
-        load("llama_rope_linear", attention_math="bfloat16", cache_dtype="float16") as engine,
+        load("llama_rope_linear", attention_math="bfloat16") as engine,
         pytest.raises(ModelError, match="attention in another arithmetic"),
     ):
         engine.load_session(tmp_path / "said")

@@ -197,12 +197,6 @@ class TileItem {
     }
   }
 
-  // The block of a bfloat16 cache that begins with the key `start`.
-  const std::uint16_t* cached_block(const void* cache, std::size_t start) const {
-    return reinterpret_cast<const std::uint16_t*>(static_cast<const std::byte*>(cache) +
-                                                  cache_offset(args_, item_.kv_head, start));
-  }
-
   // Keys and values for all rows. A bfloat16 cache has them as they are to be, but for values that some row
   // does not see.
   void take_block(std::size_t start) {
@@ -211,9 +205,9 @@ class TileItem {
       are_finite_ = pack_values(start, first_key_, end_key_);
       return;
     }
-    block_keys_ = cached_block(args_.key_cache, start);
+    block_keys_ = tiled_block(args_, args_.key_cache, item_.kv_head, start);
     if (first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0]) {
-      block_values_ = cached_block(args_.value_cache, start);
+      block_values_ = tiled_block(args_, args_.value_cache, item_.kv_head, start);
       are_finite_ = true;  // or each row's own concern
     } else {
       block_values_ = values_;
@@ -232,8 +226,8 @@ class TileItem {
   // The values of the keys in [begin, end), and zeros for the block's others. Whether all are finite.
   bool pack_values(std::size_t start, std::size_t begin, std::size_t end) {
     if (args_.cache_type == CacheType::bfloat16) {
-      return copy_values(cached_block(args_.value_cache, start), distance(start, begin, kKeysPerBlock),
-                         distance(start, end, kKeysPerBlock));
+      return copy_values(tiled_block(args_, args_.value_cache, item_.kv_head, start),
+                         distance(start, begin, kKeysPerBlock), distance(start, end, kKeysPerBlock));
     }
     bool are_finite = true;
     for (std::size_t key = 0; key < kKeysPerBlock; key += kRowsPerTile) {
