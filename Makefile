@@ -36,10 +36,8 @@ $(BIN)/python -c 'import tomllib; root = tomllib.load(open("pyproject.toml", "rb
   | $(PIP) install --no-compile --requirement /dev/stdin
 endef
 
-# Installs extras out of pyproject.toml, in $(BIN).
-define install_extras
-$(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
-endef
+# The requirements of extras.
+extras = [r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]]
 
 .PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
@@ -60,7 +58,7 @@ test-cpp: $(VENV)/.wheel ## run the C++ tests
 
 test-exhaustive: ## run every case of what `test` takes samples of, or those in TESTS="tests/quant tests/onnx"
 	@$(MAKE) --no-print-directory -j2 tests-ready
-	@$(MAKE) --no-print-directory $(VENV)/.exhaustive
+	@$(MAKE) --no-print-directory $(VENV)/.exhaustive $(VENV)/.docs
 	$(PYTEST) -rs -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive $(TESTS)
 
 test-all: test test-exhaustive ## run all tests of this processor
@@ -138,7 +136,7 @@ export CHECK_PYTHON
 
 $(VENV)/.created:
 	@$(PYTHON) -c "$$CHECK_PYTHON"
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV) # a new pip takes half of an old one's time
 	@touch $@
 
 $(VENV)/.build: $(VENV)/.created pyproject.toml
@@ -158,16 +156,17 @@ $(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies
 	$(PIP) install --no-deps --force-reinstall build/wheel/*.whl
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.dependencies
-	$(call install_extras,test qnn plot mpi serve structured docs)
-	@touch $@
+# With the dependencies, as whatever is installed at once is resolved once.
+$(VENV)/.test: $(VENV)/.build
+	$(call install_requirements,root["project"]["dependencies"] + $(call extras,test qnn plot mpi serve structured))
+	@touch $(VENV)/.dependencies $@
 
 $(VENV)/.wheels $(VENV)/.docs: $(VENV)/.%: $(VENV)/.build
-	$(call install_extras,$*)
+	$(call install_requirements,$(call extras,$*))
 	@touch $@
 
 $(VENV)/.lint $(VENV)/.exhaustive: $(VENV)/.%: $(VENV)/.test
-	$(call install_extras,$*)
+	$(call install_requirements,$(call extras,$*))
 	@touch $@
 
 build/parity/.installed:

@@ -294,7 +294,9 @@ def failing_npu(monkeypatch):
 
 
 AT_RUN = pytest.mark.parametrize(
-    "k", [1, pytest.param(6, marks=pytest.mark.exhaustive), NUM_NPU_RUNS], ids=["first", "middle", "last"]
+    "k",
+    [*(pytest.param(k, marks=pytest.mark.exhaustive) for k in (1, 6)), NUM_NPU_RUNS],
+    ids=["first", "middle", "last"],
 )
 
 
@@ -504,6 +506,7 @@ def at_once(calls):
     return found
 
 
+@pytest.mark.sampled(decode_on=["npu"])
 @pytest.mark.parametrize("decode_on", ["cpu", "npu"])
 def test_sequences_that_share_chunks_get_the_bits_that_they_get_alone(model, decode_on, home):
     """Four decode through the one graph of 8 rows that prompts have; nothing is compiled for it."""
