@@ -13,6 +13,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCE = Path(__file__).parent.resolve()
+DATA = [f"chunkrt.simulate.{folder}" for folder in ("devices", "links", "shapes")]
 
 
 class CMakeBuild(build_ext):
@@ -42,13 +43,13 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=[*find_packages(include=["chunkrt*"]), "chunkrt.models"],
+    packages=[*find_packages(include=["chunkrt*"]), *DATA, "chunkrt.models"],
     package_dir={"chunkrt.models": "models"},  # the catalogue, which a wheel carries inside the package
     package_data={
         "chunkrt": ["py.typed", "*.pyi", "*.txt"],
         "chunkrt.models": ["*.toml"],
         "chunkrt.server": ["*.html"],
-        "chunkrt.simulate": ["devices/*.toml", "links/*.toml", "shapes/*.toml"],
+        **{folder: ["*.toml"] for folder in DATA},
     },
     ext_modules=[Extension("chunkrt._native", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
