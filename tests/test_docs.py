@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("material", reason="needs the extra 'docs'; `make docs` builds the site, where a link is an error too")
+pytest.importorskip("material", reason="needs the extra 'docs'; `make docs`, which has it, refuses such links too")
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort

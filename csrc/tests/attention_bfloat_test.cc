@@ -186,7 +186,8 @@ void test_append_to_tiles(AttentionFunction* append) {
   }
 }
 
-// Every normal bfloat16, the midpoints between neighbours and what lies next to these; and what they are rounded.
+// Every normal bfloat16, the midpoints between neighbours and what lies next to these; and each of them
+// rounded.
 struct Roundings {
   std::vector<float> inputs;
   std::vector<double> expected;
