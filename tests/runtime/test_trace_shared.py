@@ -108,7 +108,6 @@ def test_joined_records_hold_every_task_once_and_leave_no_chunk_out(records: lis
     together = joined(records)
     assert [record for record in together if not record.chunks] == [record for record in records if not record.chunks]
     spans = [(joint.start_ns, joint.end_ns) for joint in together if joint.chunks]
-    assert len(spans) > 1
     assert all(end < start for (_, end), (start, _) in pairwise(sorted(spans)))
     numbers = [chunk.number for joint in together for chunk in joint.chunks]
     assert sorted(numbers) == sorted(chunks_of(records))
@@ -178,6 +177,13 @@ def test_how_full_chunks_were_by_hand() -> None:
     assert found is not None
     assert (found.chunks, found.rows, found.padding) == (6, 30, 9 / 24)
     assert packing([replace(one, chunks=())]) is None
+
+
+def test_a_time_without_chunks_parts_what_is_joined() -> None:
+    spans: Spans = [(s, c, "cpu", at + s, at + s + 1) for c, at in ((0, 0), (1, 4), (2, 12)) for s in range(5)]
+    parts = joined([made([[(1, 0, 8)], [(2, 0, 8)], [(1, 8, 3)]], spans)])
+    assert [(part.start_ns, part.end_ns) for part in parts] == [(0, 9), (12, 17)]
+    assert [[chunk.number for chunk in part.chunks] for part in parts] == [[0, 1], [2]]
 
 
 def lines(record: RunRecord) -> list[str]:
