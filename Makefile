@@ -36,8 +36,10 @@ $(BIN)/python -c 'import tomllib; root = tomllib.load(open("pyproject.toml", "rb
   | $(PIP) install --no-compile --requirement /dev/stdin
 endef
 
-# The requirements of extras.
-extras = [r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]]
+# Installs extras out of pyproject.toml, in $(BIN).
+define install_extras
+$(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
+endef
 
 .PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
@@ -58,15 +60,15 @@ test-cpp: $(VENV)/.wheel ## run the C++ tests
 
 test-exhaustive: ## run every case of what `test` takes samples of, or those in TESTS="tests/quant tests/onnx"
 	@$(MAKE) --no-print-directory -j2 tests-ready
-	@$(MAKE) --no-print-directory $(VENV)/.exhaustive $(VENV)/.docs
+	@$(MAKE) --no-print-directory $(VENV)/.exhaustive
+	@$(MAKE) --no-print-directory $(VENV)/.docs
 	$(PYTEST) -rs -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive $(TESTS)
 
 test-all: test test-exhaustive ## run all tests of this processor
 
 tests-ready: $(VENV)/.wheel $(VENV)/.test
-	@$(MAKE) --no-print-directory $(VENV)/.package
+	@$(MAKE) --no-print-directory $(VENV)/.compiled
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model will be skipped" >&2
-	@$(BIN)/pytest --collect-only --quiet >/dev/null || true # compiles what each worker imports, who tells of errors
 
 lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of all code
 	$(BIN)/ruff check --extend-exclude build .
@@ -134,9 +136,10 @@ if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
 endef
 export CHECK_PYTHON
 
+# With a new pip, which takes half of an old one's time.
 $(VENV)/.created:
 	@$(PYTHON) -c "$$CHECK_PYTHON"
-	$(PYTHON) -m venv --upgrade-deps $(VENV) # a new pip takes half of an old one's time
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	@touch $@
 
 $(VENV)/.build: $(VENV)/.created pyproject.toml
@@ -156,17 +159,21 @@ $(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies
 	$(PIP) install --no-deps --force-reinstall build/wheel/*.whl
 	@touch $@
 
-# With the dependencies, as whatever is installed at once is resolved once.
-$(VENV)/.test: $(VENV)/.build
-	$(call install_requirements,root["project"]["dependencies"] + $(call extras,test qnn plot mpi serve structured))
-	@touch $(VENV)/.dependencies $@
+$(VENV)/.test: $(VENV)/.dependencies
+	$(call install_extras,test qnn plot mpi serve structured)
+	@touch $@
+
+# What each worker imports, compiled once; workers tell of errors.
+$(VENV)/.compiled: $(VENV)/.package $(VENV)/.test
+	@$(BIN)/pytest --collect-only --quiet >/dev/null || true
+	@touch $@
 
 $(VENV)/.wheels $(VENV)/.docs: $(VENV)/.%: $(VENV)/.build
-	$(call install_requirements,$(call extras,$*))
+	$(call install_extras,$*)
 	@touch $@
 
 $(VENV)/.lint $(VENV)/.exhaustive: $(VENV)/.%: $(VENV)/.test
-	$(call install_requirements,$(call extras,$*))
+	$(call install_extras,$*)
 	@touch $@
 
 build/parity/.installed:

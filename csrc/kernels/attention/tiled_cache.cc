@@ -8,6 +8,12 @@
 
 namespace chunkrt {
 
+std::uint16_t* tiled_block(const AttentionArgs& args, void* cache, std::size_t kv_head,
+                           std::size_t position) {
+  return reinterpret_cast<std::uint16_t*>(static_cast<std::byte*>(cache) +
+                                          cache_offset(args, kv_head, position));
+}
+
 void store_tiled(const AttentionArgs& args, std::size_t kv_head, std::size_t position, const float* key,
                  const float* value, RoundFunction* round, std::uint16_t* rounded) {
   const std::size_t depth = tiled_depth(args.head_dim), in_block = position % kKeysPerBlock;

@@ -9,11 +9,7 @@ namespace chunkrt {
 using RoundFunction = void(const float* values, std::uint16_t* out, std::size_t count);
 
 // The block of a position in a cache.
-inline std::uint16_t* tiled_block(const AttentionArgs& args, void* cache, std::size_t kv_head,
-                                  std::size_t position) {
-  return reinterpret_cast<std::uint16_t*>(static_cast<std::byte*>(cache) +
-                                          cache_offset(args, kv_head, position));
-}
+std::uint16_t* tiled_block(const AttentionArgs& args, void* cache, std::size_t kv_head, std::size_t position);
 
 // Puts a key, roped, and a value of one head to their position. Threads may do so at once for others, though
 // neighbours share lines of memory. `rounded`: room for tiled_depth(head_dim).
