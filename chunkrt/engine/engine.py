@@ -68,70 +68,70 @@ class Engine(ManyPrompts):
         self.manifest = read_manifest(folder)
         if self.manifest.ranks != (ranks := ranks_of(communicator)):
             raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
-        self._verification = Verification(folder, self.manifest)
-        self.plan: Plan = plan_to_run(folder, self.manifest, options)
-        self.scheme: Scheme = self.manifest.scheme
-        self.context_length = choose_context_length(self.plan, options)
-        check_shift(self.context_length, options)
-        self.weights = open_weights(folder)
-        self.weights.check(
-            entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
-        )
-        self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
-        self.is_closed = False
-        self._process_id = os.getpid()
-        self._lock = threading.Lock()
-        cpus = find_cpus(options.affinity)
-        with running_on(cpus):  # the native pool starts its threads here
-            self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
-        self._mirror = mirror
-        """Where this is rank 0 of several, the engines of the others."""
-        self.chunk_length = choose_chunk_length(
-            options,
-            self.context_length,
-            has_npu=self.npu_backend is not self.cpu_backend,
-            manifest=self.manifest,
-        )
-        self.dispatcher = Dispatcher(
-            self.plan,
-            self.scheme,
-            registered_operators(),
-            Switches.parse(options.ops),
-            default=default_base(options.npu),
-        )
-        check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
-        self._cache_memory = CacheMemory(options.cache_memory, options.queue)
-        if options.cache_memory is not None:
-            check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
-        sampler = self.dispatcher.sampler()
-        assert sampler.function is not None
-        self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
-            partial(PluginSampler, sampler.function, sampler.origin) if sampler.is_plugin else sampler.function
-        )
-        executors = ExecutorBuilder(
-            plan=self.plan,
-            placement=self.manifest.placement,
-            options=options,
-            chunk_length=self.chunk_length,
-            weights=self.weights,
-            dispatcher=self.dispatcher,
-            npu_backend=self.npu_backend,
-            cpu_backend=self.cpu_backend,
-            link=None if communicator is None else LinkBackend(communicator),
-            cpus=cpus,
-            progress=progress,
-        ).build()
-        self.npu_backend = executors.npu_backend
-        self._has_ranks = communicator is not None
-        self._conductor = Conductor(
-            executors.lanes,
-            find_batcher(options.batcher),
-            followers=mirror,
-            takes_turns=communicator is not None and mirror is None,
-        )
-        self.prefix_cache = open_cache(
-            self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
-        )
+        with Verification(folder, self.manifest) as self._verification:
+            self.plan: Plan = plan_to_run(folder, self.manifest, options)
+            self.scheme: Scheme = self.manifest.scheme
+            self.context_length = choose_context_length(self.plan, options)
+            check_shift(self.context_length, options)
+            self.weights = open_weights(folder)
+            self.weights.check(
+                entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
+            )
+            self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
+            self.is_closed = False
+            self._process_id = os.getpid()
+            self._lock = threading.Lock()
+            cpus = find_cpus(options.affinity)
+            with running_on(cpus):  # the native pool starts its threads here
+                self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
+            self._mirror = mirror
+            """Where this is rank 0 of several, the engines of the others."""
+            self.chunk_length = choose_chunk_length(
+                options,
+                self.context_length,
+                has_npu=self.npu_backend is not self.cpu_backend,
+                manifest=self.manifest,
+            )
+            self.dispatcher = Dispatcher(
+                self.plan,
+                self.scheme,
+                registered_operators(),
+                Switches.parse(options.ops),
+                default=default_base(options.npu),
+            )
+            check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
+            self._cache_memory = CacheMemory(options.cache_memory, options.queue)
+            if options.cache_memory is not None:
+                check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
+            sampler = self.dispatcher.sampler()
+            assert sampler.function is not None
+            self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
+                partial(PluginSampler, sampler.function, sampler.origin) if sampler.is_plugin else sampler.function
+            )
+            executors = ExecutorBuilder(
+                plan=self.plan,
+                placement=self.manifest.placement,
+                options=options,
+                chunk_length=self.chunk_length,
+                weights=self.weights,
+                dispatcher=self.dispatcher,
+                npu_backend=self.npu_backend,
+                cpu_backend=self.cpu_backend,
+                link=None if communicator is None else LinkBackend(communicator),
+                cpus=cpus,
+                progress=progress,
+            ).build()
+            self.npu_backend = executors.npu_backend
+            self._has_ranks = communicator is not None
+            self._conductor = Conductor(
+                executors.lanes,
+                find_batcher(options.batcher),
+                followers=mirror,
+                takes_turns=communicator is not None and mirror is None,
+            )
+            self.prefix_cache = open_cache(
+                self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
+            )
 
     @property
     def identity(self) -> Mapping[str, object]:

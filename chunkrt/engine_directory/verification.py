@@ -6,15 +6,15 @@ whole: the first run waits for the end.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
+from threading import Event, Thread
 
 from chunkrt.engine_directory.manifest import HASHED_WHEN_READ, Manifest, digest
 from chunkrt.errors import ModelError
 
 
 class Verification:
-    """Reads files in a thread of its own, from construction on.
+    """Reads files in a thread of its own, from construction on. As a context it is stopped where the body fails.
 
     Args:
         folder, manifest: an engine directory and what it says of itself; the sizes of the files are known to be right.
@@ -22,39 +22,51 @@ class Verification:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         large = {name: found for name, (size, found) in manifest.files.items() if size > HASHED_WHEN_READ}
-        self._error: ModelError | None = None
-        self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._verify, args=(folder, large), name="verification", daemon=True)
-        self._thread.start()
+        self._error: BaseException | None = None
+        self._is_stopped = Event()
+        self._is_over = Event()  # joining a thread would not do: in Python 3.11 an interrupt of it makes it seem over
+        if large:
+            Thread(target=self._work, args=(folder, large), name="verification", daemon=True).start()
+        else:
+            self._is_over.set()
+
+    def __enter__(self) -> Verification:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.stop()
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` would come back at once."""
-        return not self._thread.is_alive()
+        return self._is_over.is_set()
 
     def wait(self) -> None:
         """Come back when all files have proved whole. Raises ModelError if one is not, or cannot be read."""
-        self._thread.join()
+        self._is_over.wait()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         """End it early; `wait` then says nothing of what was left."""
         self._is_stopped.set()
-        self._thread.join()
+        self._is_over.wait()
 
-    def _verify(self, folder: Path, expected: dict[str, str]) -> None:
-        for name, recorded in expected.items():
-            path = folder / name
-            try:
-                found = digest(path, recorded.partition(":")[0], self._is_stopped.is_set)
-            except OSError as error:
-                self._error = ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again")
-                return
-            if self._is_stopped.is_set():
-                return
-            if found != recorded:
-                self._error = ModelError(
-                    f"{path} is not what was written when the model was compiled; compile it again"
-                )
-                return
+    def _work(self, folder: Path, expected: dict[str, str]) -> None:
+        try:
+            for name, recorded in expected.items():
+                self._verify(folder / name, recorded)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._is_over.set()
+
+    def _verify(self, path: Path, recorded: str) -> None:
+        """Hold one file against what was recorded of it, unless all has been stopped."""
+        try:
+            found = digest(path, recorded.partition(":")[0], self._is_stopped.is_set)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
+        if found != recorded and not self._is_stopped.is_set():
+            raise ModelError(f"{path} is not what was written when the model was compiled; compile it again")

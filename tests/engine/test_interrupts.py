@@ -75,12 +75,12 @@ def save(opened, tokens, path):
     opened._sequence.state.save(path)
 
 
-def interrupted_at(act, name, at, path, threads=1):
+def interrupted_at(act, loaded, name, at, path):
     """Whether the interrupt came before the act had ended; then what the session says is checked."""
     tokens = input_ids(name)
-    opened = begin(load(name, threads=threads), tokens)
+    opened = begin(loaded, tokens)
     try:
-        with InterruptAt(at, CALLER if threads == 1 else WORKERS):
+        with InterruptAt(at, CALLER if loaded.options.num_threads == 1 else WORKERS):
             act(opened, tokens, path)
     except KeyboardInterrupt:
         assert_says_what_its_tokens_say(opened, name, f"{act.__name__} of {name}, place {at}")
@@ -93,8 +93,8 @@ def interrupted_at(act, name, at, path, threads=1):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
 def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(act, name, step, tmp_path):
-    at = 1
-    while interrupted_at(act, name, at, tmp_path / "state.npz"):
+    loaded, at = load(name), 1
+    while interrupted_at(act, loaded, name, at, tmp_path / "state.npz"):
         at += step
     assert at > step
 
@@ -105,9 +105,9 @@ def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(ac
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
 def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(act, name, first, step, tmp_path):
-    assert load(name, threads=2)._conductor.lanes.prompts.is_concurrent
-    at = first
-    while interrupted_at(act, name, at, tmp_path, threads=2):
+    loaded, at = load(name, threads=2), first
+    assert loaded._conductor.lanes.prompts.is_concurrent
+    while interrupted_at(act, loaded, name, at, tmp_path):
         at += step
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt-")]
     assert at > step
@@ -121,20 +121,23 @@ def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(
 def test_an_interrupt_anywhere_while_others_share_chunks_does_so_too(act, name, first, step, tmp_path, monkeypatch):
     """And the others get what they get alone."""
     loaded, tokens = load(name), input_ids(name)[:12]
-    expected, found, is_over = fresh_logits(name, tuple(tokens[:-2])), [], threading.Event()
+    expected, found = fresh_logits(name, tuple(tokens[:-2])), []
+    has_found, is_over = threading.Event(), threading.Event()
 
     def work():
         while not is_over.is_set():
             with loaded.session() as opened:
                 found.append(opened.prefill([*tokens[:-2], *NEXT]).logits)
+            has_found.set()
 
     monkeypatch.setattr(loaded._conductor, "_others_ask", lambda: True)  # whether they meet is not left to chance
     shared = loaded.stats().shared_chunks
     other = threading.Thread(target=work)
     other.start()
     try:
+        assert has_found.wait(60)
         at = first
-        while interrupted_at(act, name, at, tmp_path):
+        while interrupted_at(act, loaded, name, at, tmp_path):
             at += step
     finally:
         is_over.set()

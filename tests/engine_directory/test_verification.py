@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import sys
+import threading
 from random import Random
 
 import pytest
@@ -10,7 +13,8 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 from chunkrt.engine_directory import manifest, verification
 from chunkrt.engine_directory.manifest import FAST_HASH, MANIFEST, PLAN, WEIGHTS, fingerprint
-from chunkrt.errors import ModelError
+from chunkrt.engine_directory.verification import Verification
+from chunkrt.errors import ConfigError, ModelError
 
 MESSAGE = r"weights\.safetensors is not what was written when the model was compiled; compile it again"
 
@@ -91,3 +95,59 @@ def test_closing_does_not_wait_for_what_is_left(folder, monkeypatch):
     engine = chunkrt.load(folder)
     engine.close()
     assert begun
+
+
+def test_a_load_that_fails_ends_it(folder, monkeypatch):
+    ended = []
+
+    def slow(path, algorithm, is_stopped):
+        while not is_stopped():
+            pass
+        ended.append(path)
+        return ""
+
+    monkeypatch.setattr(verification, "digest", slow)
+    with pytest.raises(ConfigError, match="context_length"):
+        chunkrt.load(folder, context_length=10**9)
+    assert ended
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
+def test_who_was_interrupted_waits_again(folder, monkeypatch):
+    """And is told what is wrong, rather than that all is well."""
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def held(path, algorithm, is_stopped):
+        assert waits.wait(60)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert goes_on.wait(60)
+        return "another"
+
+    monkeypatch.setattr(verification, "digest", held)
+    verified = Verification(folder, manifest.read_manifest(folder))
+
+    def wait():
+        waits.set()
+        verified.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert not verified.is_done
+    goes_on.set()
+    with pytest.raises(ModelError, match=MESSAGE):
+        verified.wait()
+
+
+def test_what_the_thread_did_not_foresee_is_told(folder, monkeypatch):
+    def fail(*_):
+        raise MemoryError("no room for a piece")
+
+    monkeypatch.setattr(verification, "digest", fail)
+    with chunkrt.load(folder) as engine, pytest.raises(MemoryError, match="no room for a piece"):
+        engine.session().prefill([1, 2, 3])
+
+
+def test_without_large_files_there_is_no_thread(monkeypatch):
+    monkeypatch.setattr(verification, "Thread", None)
+    with chunkrt.load(checkpoint("llama_gqa")) as engine:
+        engine.session().prefill([1, 2, 3])

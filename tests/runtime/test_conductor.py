@@ -312,14 +312,18 @@ def test_traces_of_sequences_that_share_chunks(kind: str, tmp_path: Path) -> Non
     """Beside an NPU's stream, single tokens are computed by another thread at the same time."""
     plan = make_plan(layers=2)
     conductor = make_conductor(plan, kind)
+    states = [State(plan, CONTEXT) for _ in range(4)]
+    prompts = [Run(tokens(count), state) for count, state in zip((60, 45, 9, 2), states, strict=True)]
     records: list[RunRecord] = []
+    for result in begun_together(conductor, prompts):
+        assert isinstance(result, RunResult)
+        records.extend(result.records)
 
-    def go(num_tokens: int) -> None:
-        state = State(plan, CONTEXT)
-        for count in (num_tokens, *[1] * 12):
+    def go_on(state: State) -> None:
+        for count in [1] * 6 + [20] + [1] * 6:
             records.extend(conductor.run(Run(tokens(count), state)).records)
 
-    assert in_threads([partial(go, num_tokens) for num_tokens in (60, 45, 9, 2)]) == [None] * 4
+    assert in_threads([partial(go_on, state) for state in states]) == [None] * 4
     path = tmp_path / "out.json"
     write_trace(path, records, "toy")
     CheckedTrace(path)

@@ -118,9 +118,8 @@ def test_joined_records_hold_every_task_once_and_leave_no_chunk_out(records: lis
 
 
 def test_the_timeline_of_a_run_shows_who_was_beside_it(records: list[RunRecord]) -> None:
-    longest = max(records, key=lambda record: record.num_tokens)
+    longest = max((record for record in records if record.chunks), key=lambda record: record.num_tokens)
     picture = make_picture(with_others(longest, records))
-    assert f"sequence {longest.sequence}" in [row.name for row in picture.sequences]
     (row,) = [row for row in picture.sequences if row.name == f"sequence {longest.sequence}"]
     told = {f"chunk {chunk.number}, {rows_of(chunk)[row.name]}" for chunk in longest.chunks}
     assert told <= {bar.text for bar in row.bars}
