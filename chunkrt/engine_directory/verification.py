@@ -11,6 +11,7 @@ from threading import Event, Thread
 
 from chunkrt.engine_directory.manifest import HASHED_WHEN_READ, Manifest, digest
 from chunkrt.errors import ModelError
+from chunkrt.gate import Gate
 
 
 class Verification:
@@ -24,11 +25,11 @@ class Verification:
         large = {name: found for name, (size, found) in manifest.files.items() if size > HASHED_WHEN_READ}
         self._error: BaseException | None = None
         self._is_stopped = Event()
-        self._is_over = Event()  # joining a thread would not do: in Python 3.11 an interrupt of it makes it seem over
+        self._end = Gate()  # joining a thread would not do: in Python 3.11 an interrupt of it makes it seem over
         if large:
             Thread(target=self._work, args=(folder, large), name="verification", daemon=True).start()
         else:
-            self._is_over.set()
+            self._end.open()
 
     def __enter__(self) -> Verification:
         return self
@@ -40,18 +41,18 @@ class Verification:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would come back at once."""
-        return self._is_over.is_set()
+        return self._end.is_open
 
     def wait(self) -> None:
         """Come back when all files have proved whole. Raises ModelError if one is not, or cannot be read."""
-        self._is_over.wait()
+        self._end.wait()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         """End it early; `wait` then says nothing of what was left."""
         self._is_stopped.set()
-        self._is_over.wait()
+        self._end.wait()
 
     def _work(self, folder: Path, expected: dict[str, str]) -> None:
         try:
@@ -60,7 +61,7 @@ class Verification:
         except BaseException as error:
             self._error = error
         finally:
-            self._is_over.set()
+            self._end.open()
 
     def _verify(self, path: Path, recorded: str) -> None:
         """Hold one file against what was recorded of it, unless all has been stopped."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from chunkrt.errors import ChunkrtError
+from chunkrt.gate import Gate
 from chunkrt.runtime.batcher import Waiting
-from chunkrt.runtime.gate import Gate
 from chunkrt.runtime.job import Job, Segment
 from chunkrt.runtime.record import ChunkRecord, Pipeline
 from chunkrt.runtime.run import RunResult

@@ -13,8 +13,8 @@ from time import perf_counter_ns
 from typing import TypeVar
 
 from chunkrt.backends.base import Passage
+from chunkrt.gate import Gate
 from chunkrt.runtime.affinity import running_on
-from chunkrt.runtime.gate import Gate
 from chunkrt.runtime.run import Cancel
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent

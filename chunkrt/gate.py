@@ -21,6 +21,11 @@ class Gate:
         self._lock = Lock()
         self._lock.acquire()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `wait` would come back at once."""
+        return self._is_open
+
     def open(self) -> None:
         """Let those through who wait; once."""
         self._is_open = True

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from chunkrt.runtime.gate import Gate
+from chunkrt.gate import Gate
 
 LONGEST_S = 60
 
