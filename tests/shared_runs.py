@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from threading import Barrier, Thread
+from collections.abc import Sequence
+from threading import Thread
 from typing import Any
 
-import chunkrt
-from chunkrt.runtime.record import ChunkRecord, RunRecord
+from gates import wait_until_waiting
 
-MOST_ROUNDS = 50
+import chunkrt
+from chunkrt.runtime.record import RunRecord
 
 
 def shared_records(model: Any, prompts: list[list[int]], *, steps: int = 4, **options: Any) -> list[RunRecord]:
-    """The records of prompts that are taken, and answered by some tokens, at the same time.
-
-    Whether two runs meet is the machine's affair; they are asked for again until some chunk has held rows of all.
-    """
+    """The records of prompts that are taken at the same time, and then some tokens, one by one; the last of these each
+    session takes when no other does."""
     with chunkrt.load(model, **options) as engine:
-        for _ in range(MOST_ROUNDS):
-            records: list[list[RunRecord]] = [[] for _ in prompts]
-            start = Barrier(len(prompts))
-
-            def take(prompt: list[int], ran: list[RunRecord], start: Barrier = start) -> None:
-                session = engine.session()
-                session.on_run = ran.append
-                start.wait(60)
-                session.prefill(prompt)
-                for token in prompt[:steps]:
-                    session.prefill([token])
-
-            threads = [Thread(target=take, args=args) for args in zip(prompts, records, strict=True)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-            found = [record for ran in records for record in ran]
-            if max(len(chunk.segments) for record in found for chunk in [*record.chunks] or [_NOBODYS]) == len(prompts):
-                return found
-    raise AssertionError(f"in {MOST_ROUNDS} rounds no chunk has held rows of all {len(prompts)} sequences")
+        records: list[list[RunRecord]] = [[] for _ in prompts]
+        sessions = [engine.session() for _ in prompts]
+        for session, ran in zip(sessions, records, strict=True):
+            session.on_run = ran.append
+        _prefill_together(engine, sessions, prompts)
+        for step in range(steps - 1):
+            _prefill_together(engine, sessions, [prompt[step : step + 1] for prompt in prompts])
+        for session, prompt in zip(sessions, prompts, strict=True):
+            session.prefill(prompt[steps - 1 : steps])
+    found = [record for ran in records for record in ran]
+    assert max(len(chunk.segments) for record in found for chunk in record.chunks) == len(prompts)
+    return found
 
 
-_NOBODYS = ChunkRecord(0, ())
+def _prefill_together(engine: Any, sessions: Sequence[Any], pieces: Sequence[list[int]]) -> None:
+    """Whether runs meet is the machine's affair: nothing is computed before all have asked."""
+    threads = [Thread(target=each.prefill, args=(piece,)) for each, piece in zip(sessions, pieces, strict=True)]
+    with engine._conductor._turn:
+        for thread in threads:
+            thread.start()
+            wait_until_waiting(thread.ident)
+    for thread in threads:
+        thread.join(60)

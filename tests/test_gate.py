@@ -1,19 +1,14 @@
 """Gates: who waits at one leaves once it is open, or when an interrupt comes, whichever thread gets it."""
 
 import signal
-import sys
 import threading
 
 import pytest
+from gates import wait_until_waiting
 
 from chunkrt.gate import Gate
 
 LONGEST_S = 60
-
-
-def wait_until_somebody_waits(thread: int) -> None:
-    while sys._current_frames()[thread].f_code is not Gate.wait.__code__:
-        pass
 
 
 def test_an_open_gate_is_no_hindrance() -> None:
@@ -28,8 +23,7 @@ def test_all_who_wait_go_on_once_it_is_open() -> None:
     threads = [threading.Thread(target=gate.wait, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
-        assert thread.ident is not None
-        wait_until_somebody_waits(thread.ident)
+        wait_until_waiting(thread.ident)
     gate.open()
     for thread in threads:
         thread.join(LONGEST_S)
@@ -45,7 +39,7 @@ def test_an_interrupt_that_another_thread_gets_ends_the_waiting() -> None:
     opened_late = []
 
     def interrupt_here() -> None:
-        wait_until_somebody_waits(here)
+        wait_until_waiting(here)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         if not has_left.wait(LONGEST_S):
             opened_late.append(True)

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 from fixture_checkpoints import checkpoint
+from gates import wait_until_waiting
 
 import chunkrt
 from chunkrt.engine_directory import manifest, verification
 from chunkrt.engine_directory.manifest import FAST_HASH, MANIFEST, PLAN, WEIGHTS, fingerprint
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.gate import Gate
 
 MESSAGE = r"weights\.safetensors is not what was written when the model was compiled; compile it again"
 
@@ -119,8 +119,7 @@ def test_who_was_interrupted_waits_again(folder, monkeypatch):
     here, goes_on = threading.get_ident(), threading.Event()
 
     def held(path, algorithm, is_stopped):
-        while sys._current_frames()[here].f_code is not Gate.wait.__code__:
-            pass
+        wait_until_waiting(here)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         assert goes_on.wait(60)
         return "another"
