@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/attention/tile_operations.h"
 #include "kernels/dispatch.h"
 #include "tests/attention_values.h"
 #include "tests/tests.h"
@@ -267,6 +268,67 @@ void test_vanishing_values(const Kernels& kernels) {
   check_same_output(attend_prompt(prompt, kernels, {.chunk = 1}), expected, "row by row");
 }
 
+#if defined(__x86_64__) || defined(_M_X64)
+// What a row of scores becomes, and what the rows before it have become.
+struct Weighed {
+  std::vector<float> scores, outs, maxima, sums;
+  std::vector<std::uint16_t> weights;
+};
+
+// Random rows of a block after others, of which each sees the keys from `first` to before `visible`.
+Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows, std::size_t first,
+                          std::size_t visible) {
+  constexpr std::size_t kColumns = 80;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  Random random(static_cast<std::uint32_t>(num_rows + 100 * first + 10000 * visible));
+  Weighed rows = {random.floats(num_rows * kKeysPerBlock, 100.0f), random.floats(num_rows * kColumns, 2.0f),
+                  random.floats(num_rows, 100.0f), random.floats(num_rows, 2.0f),
+                  std::vector<std::uint16_t>(num_rows * kKeysPerBlock)};
+  std::size_t place = 41 * (first + visible);
+  for (const float special : {kNan, kInfinity, -kInfinity, 0.0f, -0.0f}) {
+    rows.scores[place++ * 41 % rows.scores.size()] = special;
+  }
+  rows.maxima[place % num_rows] = -kInfinity;
+  const std::vector<std::size_t> firsts(num_rows, first), ends(num_rows, visible);
+  operations.weigh({.scores = rows.scores.data(),
+                    .weights = rows.weights.data(),
+                    .outs = rows.outs.data(),
+                    .maxima = rows.maxima.data(),
+                    .sums = rows.sums.data(),
+                    .first = firsts.data(),
+                    .visible = ends.data(),
+                    .num_rows = num_rows,
+                    .columns = kColumns});
+  return rows;
+}
+
+// Which operations lie around the tiles changes no bit.
+void test_operations() {
+  const TileOperations expected_by = tile_operations_avx2(), found_by = tile_operations_avx512vnni();
+  for (const std::size_t num_rows : {1u, 7u, 16u, 17u, 32u}) {
+    for (std::size_t first = 0; first < kKeysPerBlock; first += 7) {
+      for (std::size_t visible = 0; visible <= kKeysPerBlock; visible += visible < 60 ? 5 : 1) {
+        const Weighed expected = weigh_random_rows(expected_by, num_rows, first, visible);
+        const Weighed found = weigh_random_rows(found_by, num_rows, first, visible);
+        const std::string what = std::to_string(num_rows) + " rows that see keys from " +
+                                 std::to_string(first) + " to before " + std::to_string(visible);
+        check(found.weights == expected.weights, "weights of " + what);
+        check_same(found.outs.data(), expected.outs.data(), expected.outs.size(), "outputs of " + what);
+        check_same(found.maxima.data(), expected.maxima.data(), num_rows, "maxima of " + what);
+        check_same(found.sums.data(), expected.sums.data(), num_rows, "sums of " + what);
+      }
+    }
+  }
+  const std::vector<float>& values = all_roundings().inputs;
+  const std::size_t count = values.size() / kRowsPerTile * kRowsPerTile;
+  std::vector<std::uint16_t> expected(count), found(count);
+  expected_by.round(values.data(), expected.data(), count);
+  found_by.round(values.data(), found.data(), count);
+  check(found == expected, "roundings");
+}
+#endif
+
 }  // namespace
 
 void test_attention_in_bfloat(Suite& suite) {
@@ -280,6 +342,9 @@ void test_attention_in_bfloat(Suite& suite) {
   });
   run_in_bfloat(suite, "rounding and places of keys", test_rounded_keys);
   run_in_bfloat(suite, "values that vanish", test_vanishing_values);
+#if defined(__x86_64__) || defined(_M_X64)
+  if (is_supported(Isa::avx512vnni)) suite.run("attend_f32_bf16: operations beside tiles", test_operations);
+#endif
 }
 
 }  // namespace chunkrt::testing

@@ -2,8 +2,11 @@
 #include <immintrin.h>
 #include <math.h>
 
+#include <cstring>
+
 #include "kernels/attention/blocked.h"
 #include "kernels/attention/round_bfloat.h"
+#include "kernels/attention/tile_operations.h"
 #include "kernels/lanes_avx512.h"
 #include "kernels/list.h"
 
@@ -233,7 +236,106 @@ constexpr AttentionOperations kOperations = {.rope = rope,
                                              .attend_tile = kAttendTile,
                                              .queries_per_tile = kQueriesPerTile};
 
+// The nearest bfloat16, in the upper half of each lane; the lower half is left as it comes.
+__m512i to_bfloat(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  return _mm512_mask_or_epi32(nearest, is_nan, bits, _mm512_set1_epi32(0x400000));
+}
+
+void store_upper_halves(std::uint16_t* out, __m512i values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(_mm512_srli_epi32(values, 16)));
+}
+
+void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    store_upper_halves(out + i, to_bfloat(_mm512_loadu_ps(values + i)));
+  }
+}
+
+// A row's scores of a block, -inf where a key is not seen.
+class SeenScores {
+ public:
+  SeenScores(const float* scores, std::size_t first, std::size_t visible)
+      : scores_(scores), seen_(~std::uint64_t{0} >> (kKeysPerBlock - visible) & ~std::uint64_t{0} << first) {}
+
+  __m512 load(std::size_t key) const {
+    const auto lanes = static_cast<__mmask16>(seen_ >> key);
+    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes, scores_ + key);
+  }
+
+ private:
+  static_assert(kKeysPerBlock == 64);
+  const float* scores_;
+  std::uint64_t seen_;  // a bit for each key
+};
+
+float find_maximum(const SeenScores& scores, float maximum) {
+  __m512 max = _mm512_set1_ps(maximum);
+#pragma GCC unroll 4
+  for (std::size_t key = 0; key < kKeysPerBlock; key += kLanes) max = _mm512_max_ps(scores.load(key), max);
+  return _mm512_reduce_max_ps(max);
+}
+
+// The weights of a row's scores, and their sum, in the order of avx2.cc.
+float weigh_row(const SeenScores& scores, float maximum, std::uint16_t* weights) {
+  const __m512 max = _mm512_set1_ps(maximum);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  __m512 sum = _mm512_setzero_ps();
+#pragma GCC unroll 4
+  for (std::size_t key = 0; key < kKeysPerBlock; key += kLanes) {
+    const __m512i weight = to_bfloat(exp_of_nonpositive(_mm512_sub_ps(scores.load(key), max)));
+    store_upper_halves(weights + key, weight);
+    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_and_si512(weight, upper)));
+  }
+  return horizontal_sum(sum);
+}
+
+void weigh_rows(const ScoredRows& rows) {
+  const auto scores_of = [&](std::size_t row) {
+    return SeenScores(rows.scores + row * kKeysPerBlock, rows.first[row], rows.visible[row]);
+  };
+  for (std::size_t begin = 0; begin < rows.num_rows; begin += kLanes) {
+    const std::size_t end = begin + kLanes < rows.num_rows ? begin + kLanes : rows.num_rows;
+    float differences[kLanes] = {}, rescale[kLanes];
+    for (std::size_t row = begin; row < end; ++row) {
+      if (rows.first[row] >= rows.visible[row]) continue;
+      const float maximum = find_maximum(scores_of(row), rows.maxima[row]);
+      differences[row - begin] = rows.maxima[row] - maximum;
+      rows.maxima[row] = maximum;
+    }
+    _mm512_storeu_ps(rescale, exp_of_nonpositive(_mm512_loadu_ps(differences)));
+    for (std::size_t row = begin; row < end; ++row) {
+      std::uint16_t* const weights = rows.weights + row * kKeysPerBlock;
+      if (rows.first[row] >= rows.visible[row]) {
+        std::memset(weights, 0, kKeysPerBlock * sizeof(*weights));
+        continue;
+      }
+      const float factor = rescale[row - begin];
+      const float sum = weigh_row(scores_of(row), rows.maxima[row], weights);
+      rows.sums[row] = fmaf(rows.sums[row], factor, sum);
+      if (factor == 1.0f) continue;
+      float* const out = rows.outs + row * rows.columns;
+      for (std::size_t d = 0; d < rows.columns; d += kLanes) {
+        _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), _mm512_set1_ps(factor)));
+      }
+    }
+  }
+}
+
 }  // namespace
+
+TileOperations tile_operations_avx512vnni() {
+  TileOperations operations = tile_operations_avx2();  // packs blocks of other caches
+  operations.rope = rope;
+  operations.widen = widen_f32_f16_avx512vnni;
+  operations.dequantize = dequantize;
+  operations.round = round_to_bfloat;
+  operations.weigh = weigh_rows;
+  return operations;
+}
 
 void append_cache_f32_avx512vnni(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                  float* scratch) {

@@ -22,20 +22,6 @@ std::size_t items_per_kv_head(const AttentionArgs& args) {
 
 }  // namespace
 
-TileSizes tile_sizes(std::size_t head_dim) {
-  const std::size_t depth = tiled_depth(head_dim);
-  const std::size_t columns = (head_dim + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
-  return {.depth = depth,
-          .columns = columns,
-          .queries = kQueriesPerTileItem * depth / 2,
-          .keys = kKeysPerBlock * depth / 2,
-          .values = kKeysPerBlock * columns / 2,
-          .weights = kRowsAtOnce * kKeysPerBlock / 2,
-          .outs = kQueriesPerTileItem * columns,
-          .rows = kRowsPerTile * depth,
-          .scores = kRowsAtOnce * kKeysPerBlock};
-}
-
 std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math) {
   if (math == AttentionMath::bfloat16) {
     const TileSizes sizes = tile_sizes(head_dim);

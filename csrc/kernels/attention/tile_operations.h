@@ -63,6 +63,10 @@ struct TileOperations {
 
 #if defined(__x86_64__) || defined(_M_X64)
 const TileOperations& tile_operations_avx2();
+TileOperations tile_operations_avx512vnni();  // which give the same bits
+
+// The best that this processor has.
+const TileOperations& tile_operations();
 #endif
 
 }  // namespace chunkrt

@@ -5,8 +5,8 @@
 //
 // `Tiles` provides configure(rows): the tiles of sums and of activations get so many rows, 16 or fewer, and
 // all are zeroed; and, on a tile named by its number, zero, load, multiply and store. Its destructor gives
-// the tiles back. `store` takes a block's 16 sums of one row. For processors it is AmxTiles
-// (kernels/tiles_amx.h), for tests on any processor a portable twin.
+// the tiles back. For processors it is AmxTiles (kernels/tiles_amx.h), for tests on any processor a portable
+// twin. `store` takes a block's 16 sums of each of some rows, kSumsStride from row to row.
 //
 // Included by one file for each instruction set; nothing here is seen outside of it.
 #pragma once
@@ -27,7 +27,9 @@ constexpr std::size_t kFewestRows = kTileRows / 2;
 
 static_assert(kGemmBytesPerGroup == kTileBytes && kGemmColumnsPerBlock == kTileRows);
 
-using TileSums = std::int32_t[kTilesDown * kTileRows][kTilesAcross * kGemmColumnsPerBlock];
+constexpr std::size_t kSumsStride = kTilesAcross * kGemmColumnsPerBlock;
+
+using TileSums = std::int32_t[kTilesDown * kTileRows][kSumsStride];
 
 // The last groups of a depth that is no multiple of a tile's: copies that have a whole tile, since a load
 // past the end of the weights might touch memory that is not there. Beyond the depth activations are zero,
@@ -76,7 +78,7 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
                                 sizeof(end.right[0]));
   }
 
-  store_sums<Down, Across>(tiles, &sums[0][0], kTilesAcross * kGemmColumnsPerBlock);
+  store_sums<Down, Across>(tiles, &sums[0][0], kSumsStride);
 }
 
 // `num_rows` rows from `row` on, which Down tiles hold, of Across blocks.
@@ -85,10 +87,8 @@ void multiply_rows(Tiles& tiles, const GemmArgs& args, std::size_t row, std::siz
                    std::size_t block, const Store& store) {
   alignas(kTileBytes) TileSums sums;
   multiply_tiles<Down, Across>(tiles, args, row, num_rows, block, sums);
-  for (std::size_t m = 0; m < num_rows; ++m) {
-    for (std::size_t b = 0; b < Across; ++b) {
-      store(args, row + m, block + b, &sums[m][b * kGemmColumnsPerBlock]);
-    }
+  for (std::size_t b = 0; b < Across; ++b) {
+    store(args, row, num_rows, block + b, &sums[0][b * kGemmColumnsPerBlock]);
   }
 }
 
