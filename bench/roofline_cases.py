@@ -33,14 +33,15 @@ class KernelCase:
     line: str
     unit: str
     work: float
-    kind: Literal["int8", "float32"] | None
+    kind: Literal["int8", "bfloat16", "float32"] | None
     read_bytes: float
     walked_bytes: float
 
 
-def kernel_cases(ring_bytes: int) -> list[KernelCase]:
-    """All that is measured."""
-    return [*_gemm_cases(ring_bytes), *_attention_cases(), *_row_cases()]
+def kernel_cases(ring_bytes: int, *, with_bfloat16: bool) -> list[KernelCase]:
+    """All that is measured; attention in bfloat16 where there are instructions for its products."""
+    attention = [*_attention_cases("float32"), *(_attention_cases("bfloat16") if with_bfloat16 else [])]
+    return [*_gemm_cases(ring_bytes), *attention, *_row_cases()]
 
 
 def _gemm_cases(ring_bytes: int) -> list[KernelCase]:
@@ -62,20 +63,20 @@ def _gemm_cases(ring_bytes: int) -> list[KernelCase]:
     ]
 
 
-def _attention_cases() -> list[KernelCase]:
-    cases = []
+def _attention_cases(math: Literal["bfloat16", "float32"]) -> list[KernelCase]:
+    cases, kernel = [], "attention" if math == "float32" else "attention_bfloat16"
     for model, (_, _, heads, kv_heads, head_dim) in DECODERS.items():
         for position in POSITIONS:
             pairs = CHUNK * position + CHUNK * (CHUNK + 1) // 2
-            cache_bytes = 2 * 2 * kv_heads * head_dim * (position + CHUNK)  # keys and values, float16
+            cache_bytes = 2 * 2 * kv_heads * head_dim * (position + CHUNK)  # keys and values, two bytes each
             cases.append(
                 KernelCase(
-                    kernel="attention",
+                    kernel=kernel,
                     what=f"{model}, {CHUNK} rows at {position}",
-                    line=f"attention {CHUNK} {position} {heads} {kv_heads} {head_dim}",
+                    line=f"{kernel} {CHUNK} {position} {heads} {kv_heads} {head_dim}",
                     unit="GFLOP/s",
                     work=4 * pairs * heads * head_dim,
-                    kind="float32",
+                    kind=math,
                     read_bytes=cache_bytes,
                     walked_bytes=cache_bytes,
                 )

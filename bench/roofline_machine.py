@@ -107,7 +107,8 @@ class Machine:
         self._caches, self._ring_bytes = cache_bytes, ring_bytes
         self._samples: dict[str, list[float]] = {}
         self.thread_counts = thread_counts
-        self.cases = kernel_cases(ring_bytes)
+        kinds = {row["kind"] for row in self._about["peaks"]}
+        self.cases = kernel_cases(ring_bytes, with_bfloat16="bfloat16" in kinds)
 
     @property
     def selected(self) -> dict[str, str]:

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from chunkrt import ChunkrtError
+from chunkrt.backends.base import AttentionMath
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.files import check_writable
@@ -54,6 +56,9 @@ def find_checkpoint(model: str) -> Path:
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--tests", default="pp128,pp512,pp1024,pp4096,tg64", show_default=True)
 @click.option("--chunk", type=click.IntRange(1), help="chunkrt's chunk length; by default its own.")
+@click.option(
+    "--attention-math", type=click.Choice(get_args(AttentionMath)), help="What chunkrt's attention multiplies in."
+)
 @click.option("--peers", "kinds", help=f"Who is measured beside chunkrt: {', '.join(PEERS)}. By default all.")
 @click.option(
     "--shape",
@@ -71,6 +76,7 @@ def peers(
     rounds: int,
     tests: str,
     chunk: int | None,
+    attention_math: str | None,
     kinds: str | None,
     shape: str | None,
     seed: int,
@@ -84,7 +90,8 @@ def peers(
         wanted = [Test.parse(text) for text in tests.split(",")]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    contenders = choose(kinds.split(",") if kinds else ["llama.cpp"] if shape else PEERS, chunk)
+    own = {"chunk_length": chunk, "attention_math": attention_math}
+    contenders = choose(kinds.split(",") if kinds else ["llama.cpp"] if shape else PEERS, own)
     peers_dir = peers_dir.resolve()
     try:
         if python:
@@ -128,15 +135,20 @@ def peers(
             raise click.ClickException(f"{plot_file} cannot be drawn: {error}; pip install matplotlib") from error
 
 
-def choose(kinds: Sequence[str], chunk: int | None, contenders: Sequence[Contender] = CONTENDERS) -> list[Contender]:
-    """chunkrt's contenders and those of the kinds, in the order of the list. Raises UsageError for other kinds."""
+def choose(
+    kinds: Sequence[str], own: Mapping[str, object], contenders: Sequence[Contender] = CONTENDERS
+) -> list[Contender]:
+    """chunkrt's contenders, with those of its own options that are not None, and the kinds', in the order of the list.
+
+    Raises UsageError for other kinds.
+    """
     peers = list(dict.fromkeys(c.kind for c in contenders if c.kind != "chunkrt"))
     for kind in kinds:
         if kind not in peers:
             raise click.UsageError(f"there is no peer {kind!r}; there are: {', '.join(peers)}")
-    own = {"chunk_length": chunk} if chunk else {}
+    given = {name: value for name, value in own.items() if value is not None}
     return [
-        replace(c, options=own | dict(c.options)) if c.kind == "chunkrt" else c
+        replace(c, options=given | dict(c.options)) if c.kind == "chunkrt" else c
         for c in contenders
         if c.kind == "chunkrt" or c.kind in kinds
     ]

@@ -74,7 +74,8 @@ def serving(
     json_file: Path | None,
 ) -> None:
     """Measure MODEL (a catalogue name or a GGUF file) with many sequences at once, in chunkrt and other runtimes."""
-    contenders = choose(kinds.split(",") if kinds else [c.kind for c in SERVERS if c.kind != "chunkrt"], chunk, SERVERS)
+    wanted = kinds.split(",") if kinds else [c.kind for c in SERVERS if c.kind != "chunkrt"]
+    contenders = choose(wanted, {"chunk_length": chunk}, SERVERS)
     contenders = [
         replace(c, options={"num_sequences": sessions, **c.options}) if c.kind == "llama.cpp" else c for c in contenders
     ]

@@ -69,6 +69,7 @@ Ring::Ring(std::size_t size) : words(size / 8 + kAlignment / 8), num_bytes(size)
 std::string selected_isa(const std::string& kernel) {
   if (kernel == "gemm") return std::string(name_of(select_kernel(gemm_f32_s8row_s8col).isa));
   if (kernel == "attention") return std::string(name_of(select_kernel(attend_f32_f32_cache).isa));
+  if (kernel == "attention_bfloat16") return std::string(name_of(select_kernel(attend_f32_bf16_cache).isa));
   if (kernel == "rms_norm") return std::string(name_of(select_kernel(rms_norm_f32_f32).isa));
   if (kernel == "quantize") return std::string(name_of(select_kernel(quantize_s8row_f32).isa));
   if (kernel == "silu_mul") return std::string(name_of(select_kernel(silu_mul_f32_f32_f32).isa));
@@ -134,12 +135,14 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
 }
 
 Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, std::size_t num_heads,
-               std::size_t num_kv_heads, std::size_t head_dim) {
+               std::size_t num_kv_heads, std::size_t head_dim, bool is_in_bfloat) {
   require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && head_dim % 2 == 0,
           "attention: expected a multiple of the kv heads, and an even head_dim");
-  const std::size_t capacity = position + rows;
-  const std::size_t cache = num_kv_heads * capacity * head_dim;
-  constexpr std::uint16_t kHalf = 0x3800;  // 0.5 in binary16
+  const CacheType type = is_in_bfloat ? CacheType::bfloat16 : CacheType::float16;
+  const AttentionMath math = is_in_bfloat ? AttentionMath::bfloat16 : AttentionMath::float32;
+  const std::size_t capacity = round_up(position + rows, 64);
+  const std::size_t cache = num_kv_heads * capacity * cache_row_bytes(type, head_dim) / sizeof(std::uint16_t);
+  const std::uint16_t half = is_in_bfloat ? 0x3f00 : 0x3800;  // 0.5
   struct Caches {
     std::vector<std::uint16_t> keys, values;
     std::vector<float> scratch;
@@ -153,10 +156,11 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
                              .arranged = {},
                              .sums = {}});
   const auto caches = std::make_shared<std::vector<Caches>>(
-      num_threads, Caches{std::vector(cache, kHalf), std::vector(cache, kHalf),
-                          std::vector<float>(attention_scratch_floats(head_dim))});
+      num_threads, Caches{std::vector(cache, half), std::vector(cache, half),
+                          std::vector<float>(attention_scratch_floats(head_dim, math))});
   AttentionFunction* append = select_kernel(append_cache_f32).function;
-  AttentionFunction* attend = select_kernel(attend_f32_f32_cache).function;
+  AttentionFunction* attend =
+      select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache).function;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
     Caches& state = (*caches)[thread];
@@ -165,7 +169,7 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
                                 .sin = mine.weight.data(),
                                 .key_cache = state.keys.data(),
                                 .value_cache = state.values.data(),
-                                .cache_type = CacheType::float16,
+                                .cache_type = type,
                                 .has_raw_keys = false,
                                 .out = mine.output.data(),
                                 .rows = rows,
@@ -177,7 +181,8 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
                                 .num_kv_heads = num_kv_heads,
                                 .head_dim = head_dim,
                                 .rotary_dim = head_dim,
-                                .scale = 0.125f};
+                                .scale = 0.125f,
+                                .math = math};
     for (; calls > 0; --calls) {
       append(args, 0, rows, state.scratch.data());
       attend(args, 0, attend_items(args), state.scratch.data());

@@ -26,9 +26,10 @@ std::string selected_isa(const std::string& kernel);
 Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size_t depth, std::size_t columns,
           bool is_streamed);
 
-// One call appends `rows` keys and values after `position` others to a float16 cache, and attends.
+// One call appends `rows` keys and values after `position` others to a float16 or a bfloat16 cache, and
+// attends, in float32 or in bfloat16.
 Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, std::size_t num_heads,
-               std::size_t num_kv_heads, std::size_t head_dim);
+               std::size_t num_kv_heads, std::size_t head_dim, bool is_in_bfloat);
 
 // One call is [rows, width].
 Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width);

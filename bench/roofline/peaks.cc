@@ -9,8 +9,9 @@ namespace {
 
 #if defined(__x86_64__) && defined(__linux__)
 
-constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni, &kPeaksAmx};
-constexpr std::size_t kNumTables = 4;
+constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni, &kPeaksAmx,
+                                        &kPeaksAmxBf16};
+constexpr std::size_t kNumTables = 5;
 
 #elif defined(__x86_64__)
 

@@ -10,7 +10,7 @@ namespace chunkrt::roofline {
 
 // A loop. `work` is what one round does, in multiply-adds.
 struct Peak {
-  const char* kind;  // of the products: "int8", "int4" or "float32"
+  const char* kind;  // of the products: "int8", "int4", "bfloat16" or "float32"
   const char* instructions;
   const char* mix;  // how many sums do not wait for each other, and where the second operand comes from
   double work;
@@ -27,7 +27,7 @@ struct PeakTable {
   ReadFunction* read;  // nullptr where another instruction set's serves as well
 };
 
-extern const PeakTable kPeaksAvx2, kPeaksAvxVnni, kPeaksAvx512Vnni, kPeaksAmx;
+extern const PeakTable kPeaksAvx2, kPeaksAvxVnni, kPeaksAvx512Vnni, kPeaksAmx, kPeaksAmxBf16;
 extern const PeakTable kPeaksNeon, kPeaksNeonDotprod, kPeaksNeonI8mm;
 
 // The tables that were built, best last.

@@ -146,12 +146,12 @@ def test_contenders_are_consistent_data():
         assert form.of == "checkpoint" or form.of in data.FORMS
 
 
-def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_the_chunk_length():
-    chosen = peers("command").choose(["torch"], 64)
+def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_its_options():
+    chosen = peers("command").choose(["torch"], {"chunk_length": 64, "attention_math": None})
     assert {contender.kind for contender in chosen} == {"chunkrt", "torch"}
-    assert chosen[0].options["chunk_length"] == 64
+    assert chosen[0].options == {"chunk_length": 64}
     with pytest.raises(Exception, match=r"no peer 'llama'; there are: llama\.cpp"):
-        peers("command").choose(["llama"], 64)
+        peers("command").choose(["llama"], {})
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the reasons are a Unix system's")

@@ -10,6 +10,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
+from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES, Scheme
 from chunkrt.runtime.tasks import Task
@@ -206,6 +207,14 @@ def test_what_has_no_peak_has_no_share(machine: Machine) -> None:
     case = next(case for case in machine.cases if case.kernel == "attention")
     row = machine.kernel_row(case, 1)
     assert (row["share_of_peak"], row["share_of_roofline"]) == (None, None)
+
+
+def test_every_instruction_set_has_a_file_of_peaks() -> None:
+    root = Path(__file__).parents[2]
+    files = {path.stem for path in (root / "csrc" / "kernels").glob("*/*.cc")}
+    for isa in (isa["name"] for isa in cpu_info()["isas"] if isa["name"] != "reference"):
+        assert isa in files
+        assert (root / "bench" / "roofline" / f"peaks_{isa}.cc").is_file()
 
 
 def test_all_tables_are_as_wide_as_their_heads(machine: Machine) -> None:
