@@ -60,6 +60,7 @@ class TileTwin {
   }
 
   void prefetch(const void*) {}
+  void prefetch_near(const void*) {}
 
  private:
   struct Tile {
