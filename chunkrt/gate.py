@@ -34,4 +34,5 @@ class Gate:
     def wait(self) -> None:
         """Wait until it is open. An interrupt gets through."""
         while not self._is_open:
-            self._lock.acquire(timeout=LOOK_S)
+            if self._lock.acquire(timeout=LOOK_S):
+                self._lock.release()  # for the next that waits

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from threading import Thread
 from typing import Any
 
-from gates import wait_until_waiting
+from gates import LONGEST_S, wait_until_waiting
 
 import chunkrt
 from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.ticket import Ticket
 
 
 def shared_records(model: Any, prompts: list[list[int]], *, steps: int = 4, **options: Any) -> list[RunRecord]:
@@ -26,7 +27,7 @@ def shared_records(model: Any, prompts: list[list[int]], *, steps: int = 4, **op
         for session, prompt in zip(sessions, prompts, strict=True):
             session.prefill(prompt[steps - 1 : steps])
     found = [record for ran in records for record in ran]
-    assert max(len(chunk.segments) for record in found for chunk in record.chunks) == len(prompts)
+    assert max((len(chunk.segments) for record in found for chunk in record.chunks), default=0) == len(prompts)
     return found
 
 
@@ -36,6 +37,7 @@ def _prefill_together(engine: Any, sessions: Sequence[Any], pieces: Sequence[lis
     with engine._conductor._turn:
         for thread in threads:
             thread.start()
-            wait_until_waiting(thread.ident)
+            wait_until_waiting(thread.ident, Ticket.wait)
     for thread in threads:
-        thread.join(60)
+        thread.join(LONGEST_S)
+        assert not thread.is_alive()

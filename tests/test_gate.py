@@ -4,11 +4,9 @@ import signal
 import threading
 
 import pytest
-from gates import wait_until_waiting
+from gates import LONGEST_S, wait_until_waiting
 
 from chunkrt.gate import Gate
-
-LONGEST_S = 60
 
 
 def test_an_open_gate_is_no_hindrance() -> None:

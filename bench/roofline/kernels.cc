@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <random>
 #include <stdexcept>
 
@@ -14,9 +15,28 @@ namespace {
 
 constexpr std::size_t kAlignment = 64;
 
+// As the memory of a program is, of which no tile's row lies in two cache lines.
+template <typename T>
+struct AlignedAllocator {
+  using value_type = T;
+
+  AlignedAllocator() = default;
+  template <typename Other>
+  AlignedAllocator(const AlignedAllocator<Other>&) {}
+
+  T* allocate(std::size_t count) {
+    return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{kAlignment}));
+  }
+  void deallocate(T* memory, std::size_t) { ::operator delete(memory, std::align_val_t{kAlignment}); }
+  bool operator==(const AlignedAllocator&) const = default;
+};
+
+template <typename T>
+using Aligned = std::vector<T, AlignedAllocator<T>>;
+
 // Values in [-1, 1), the same every time.
-std::vector<float> floats(std::size_t count) {
-  std::vector<float> values(count);
+Aligned<float> floats(std::size_t count) {
+  Aligned<float> values(count);
   std::uint32_t state = 1;
   for (float& value : values) {
     state = state * 1664525u + 1013904223u;
@@ -27,9 +47,9 @@ std::vector<float> floats(std::size_t count) {
 
 // What one thread computes with; threads share no cache line that they write.
 struct Operands {
-  std::vector<float> input, weight, output, scales;
-  std::vector<std::int8_t> values, arranged;
-  std::vector<std::int32_t> sums;
+  Aligned<float> input, weight, output, scales;
+  Aligned<std::int8_t> values, arranged;
+  Aligned<std::int32_t> sums;
 };
 
 using OperandsPerThread = std::shared_ptr<std::vector<Operands>>;
@@ -39,10 +59,10 @@ OperandsPerThread operands(std::size_t num_threads, const Operands& one) {
 }
 
 // Values as rows of activations have them on an int8 grid: near 0, and now and then at its ends.
-std::vector<std::int8_t> on_a_grid(std::size_t count) {
+Aligned<std::int8_t> on_a_grid(std::size_t count) {
   std::mt19937 bits(1);
   std::normal_distribution<float> values(0.0f, 24.0f);
-  std::vector<std::int8_t> out(count);
+  Aligned<std::int8_t> out(count);
   for (std::int8_t& value : out) value = static_cast<std::int8_t>(std::clamp(values(bits), -127.0f, 127.0f));
   return out;
 }
@@ -86,11 +106,11 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
   const KernelRow<GemmFunction>& selected = select_kernel(gemm_f32_s8row_s8col);
   Operands one = {.input = {},
                   .weight = floats(columns),
-                  .output = std::vector<float>(rows * columns),
+                  .output = Aligned<float>(rows * columns),
                   .scales = floats(rows),
                   .values = on_a_grid(rows * groups * kGemmDepthPerGroup),
                   .arranged = {},
-                  .sums = std::vector<std::int32_t>(rows)};
+                  .sums = Aligned<std::int32_t>(rows)};
   for (std::size_t i = 0; i < one.values.size(); ++i) {
     one.sums[i / (groups * kGemmDepthPerGroup)] += one.values[i];
   }
@@ -99,7 +119,7 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
     part_rows_avx2(one.values.data(), groups, 0, rows, one.arranged.data());
   })
   CHUNKRT_WITH_TILES(if (selected.isa == Isa::amx) {
-    one.arranged.resize(round_up(rows, 16) * tiled_row_bytes(groups));
+    one.arranged.resize(round_up(rows, kTiledRows) * tiled_row_bytes(groups));
     tile_rows(one.values.data(), groups, 0, rows, one.arranged.data());
   })
   CHUNKRT_ON_ARM(if (selected.isa == Isa::neon_i8mm) {
@@ -148,20 +168,20 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
   const std::size_t cache = num_kv_heads * capacity * cache_row_bytes(type, head_dim) / sizeof(std::uint16_t);
   const std::uint16_t half = is_in_bfloat ? 0x3f00 : 0x3800;  // 0.5
   struct Caches {
-    std::vector<std::uint16_t> keys, values;
-    std::vector<float> scratch;
+    Aligned<std::uint16_t> keys, values;
+    Aligned<float> scratch;
   };
   const OperandsPerThread own =
       operands(num_threads, {.input = floats(rows * (num_heads + 2 * num_kv_heads) * head_dim),
                              .weight = floats(capacity * head_dim / 2),  // for cosines and sines alike
-                             .output = std::vector<float>(rows * num_heads * head_dim),
+                             .output = Aligned<float>(rows * num_heads * head_dim),
                              .scales = {},
                              .values = {},
                              .arranged = {},
                              .sums = {}});
   const auto caches = std::make_shared<std::vector<Caches>>(
-      num_threads, Caches{std::vector(cache, half), std::vector(cache, half),
-                          std::vector<float>(attention_scratch_floats(head_dim, math))});
+      num_threads, Caches{Aligned<std::uint16_t>(cache, half), Aligned<std::uint16_t>(cache, half),
+                          Aligned<float>(attention_scratch_floats(head_dim, math))});
   AttentionFunction* append = select_kernel(append_cache_f32).function;
   AttentionFunction* attend =
       select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache).function;
@@ -197,7 +217,7 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
 Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width) {
   const OperandsPerThread own = operands(num_threads, {.input = floats(rows * width),
                                                        .weight = floats(width),
-                                                       .output = std::vector<float>(rows * width),
+                                                       .output = Aligned<float>(rows * width),
                                                        .scales = {},
                                                        .values = {},
                                                        .arranged = {},
@@ -216,14 +236,13 @@ Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width) {
 
 Body quantize(std::size_t num_threads, std::size_t rows, std::size_t width) {
   const std::size_t padded_width = round_up(width, kGemmDepthPerGroup);
-  const OperandsPerThread own =
-      operands(num_threads, {.input = floats(rows * width),
-                             .weight = {},
-                             .output = {},
-                             .scales = std::vector<float>(rows),
-                             .values = std::vector<std::int8_t>(rows * padded_width),
-                             .arranged = {},
-                             .sums = std::vector<std::int32_t>(rows)});
+  const OperandsPerThread own = operands(num_threads, {.input = floats(rows * width),
+                                                       .weight = {},
+                                                       .output = {},
+                                                       .scales = Aligned<float>(rows),
+                                                       .values = Aligned<std::int8_t>(rows * padded_width),
+                                                       .arranged = {},
+                                                       .sums = Aligned<std::int32_t>(rows)});
   QuantizeFunction* kernel = select_kernel(quantize_s8row_f32).function;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
@@ -240,7 +259,7 @@ Body quantize(std::size_t num_threads, std::size_t rows, std::size_t width) {
 Body silu_mul(std::size_t num_threads, std::size_t rows, std::size_t width) {
   const OperandsPerThread own = operands(num_threads, {.input = floats(rows * 2 * width),
                                                        .weight = {},
-                                                       .output = std::vector<float>(rows * width),
+                                                       .output = Aligned<float>(rows * width),
                                                        .scales = {},
                                                        .values = {},
                                                        .arranged = {},

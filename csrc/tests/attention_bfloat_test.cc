@@ -3,6 +3,7 @@
 #include "tests/attention_bfloat.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <vector>
 
@@ -275,7 +276,8 @@ struct Weighed {
   std::vector<std::uint16_t> weights;
 };
 
-// Random rows of a block after others, of which each sees the keys from `first` to before `visible`.
+// Random rows of a block after others. The first sees the keys from `first` to before `visible`, each later
+// one some other keys, or none.
 Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows, std::size_t first,
                           std::size_t visible) {
   constexpr std::size_t kColumns = 80;
@@ -290,7 +292,11 @@ Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows
     rows.scores[place++ * 41 % rows.scores.size()] = special;
   }
   rows.maxima[place % num_rows] = -kInfinity;
-  const std::vector<std::size_t> firsts(num_rows, first), ends(num_rows, visible);
+  std::vector<std::size_t> firsts, ends;
+  for (std::size_t row = 0; row < num_rows; ++row) {
+    firsts.push_back((first + row * 13) % kKeysPerBlock);
+    ends.push_back((visible + row * 29) % (kKeysPerBlock + 1));
+  }
   operations.weigh({.scores = rows.scores.data(),
                     .weights = rows.weights.data(),
                     .outs = rows.outs.data(),
@@ -320,12 +326,28 @@ void test_operations() {
       }
     }
   }
-  const std::vector<float>& values = all_roundings().inputs;
-  const std::size_t count = values.size() / kRowsPerTile * kRowsPerTile;
-  std::vector<std::uint16_t> expected(count), found(count);
-  expected_by.round(values.data(), expected.data(), count);
-  found_by.round(values.data(), found.data(), count);
+  // Every upper half of a float32's bits, with halves of a bfloat16's unit and what lies beside them.
+  std::vector<float> values;
+  for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
+    for (const std::uint32_t lower : {0x0000u, 0x7fffu, 0x8000u, 0x8001u}) {
+      values.push_back(std::bit_cast<float>(upper << 16 | lower));
+    }
+  }
+  std::vector<std::uint16_t> expected(values.size()), found(values.size());
+  expected_by.round(values.data(), expected.data(), values.size());
+  found_by.round(values.data(), found.data(), values.size());
   check(found == expected, "roundings");
+
+  constexpr std::size_t kDims = 80;
+  const std::vector<float> input = Random(1).floats(kDims, 4.0f), angles = Random(2).floats(kDims, 1.0f);
+  for (const std::size_t rotary_dim : {0u, 2u, 30u, 64u, 80u}) {
+    std::vector<float> expected_row(kDims), found_row(kDims);
+    expected_by.rope(input.data(), angles.data(), angles.data() + kDims / 2, kDims, rotary_dim, 0.37f,
+                     expected_row.data());
+    found_by.rope(input.data(), angles.data(), angles.data() + kDims / 2, kDims, rotary_dim, 0.37f,
+                  found_row.data());
+    check_same(found_row.data(), expected_row.data(), kDims, "rope of " + std::to_string(rotary_dim));
+  }
 }
 #endif
 
@@ -343,7 +365,12 @@ void test_attention_in_bfloat(Suite& suite) {
   run_in_bfloat(suite, "rounding and places of keys", test_rounded_keys);
   run_in_bfloat(suite, "values that vanish", test_vanishing_values);
 #if defined(__x86_64__) || defined(_M_X64)
-  if (is_supported(Isa::avx512vnni)) suite.run("attend_f32_bf16: operations beside tiles", test_operations);
+  const std::string operations = "attend_f32_bf16: operations around tiles";
+  if (is_supported(Isa::avx512vnni)) {
+    suite.run(operations, test_operations);
+  } else {
+    suite.skip(operations, "avx512vnni not supported by this processor");
+  }
 #endif
 }
 

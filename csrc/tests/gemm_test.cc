@@ -28,7 +28,7 @@ std::optional<RowArrangement> arrangement(GemmFunction* function) {
 #if defined(__linux__) && defined(__x86_64__)
   has_tiles |= function == gemm_by_tile_instructions || function == gemm_f32_s8row_s8col_amx;
 #endif
-  if (has_tiles) return RowArrangement{tile_rows, tiled_row_bytes, 16};
+  if (has_tiles) return RowArrangement{tile_rows, tiled_row_bytes, kTiledRows};
   CHUNKRT_ON_X86(if (function == gemm_f32_s8row_s8col_avx2) {
     return RowArrangement{part_rows_avx2, parted_row_bytes, 1};
   })
@@ -116,13 +116,16 @@ struct Problem {
             .arranged = arranged(function)};
   }
 
-  // Its rows as an implementation wants them; nullptr if it does not care.
+  // Its rows as an implementation wants them, the same one at every call; nullptr if it does not care.
   const std::int8_t* arranged(GemmFunction* function) const {
     const std::optional<RowArrangement> how = arrangement(function);
     if (!how) return nullptr;
+    if (arranged_left) return arranged_left->data();
     const std::size_t whole = (shape.rows + how->rows_together - 1) / how->rows_together * how->rows_together;
     std::vector<std::int8_t> rows(whole * how->row_bytes(groups), 99);
-    how->arrange(padded_left.data(), groups, 0, shape.rows, rows.data());
+    const std::size_t part = shape.rows / how->rows_together / 2 * how->rows_together;
+    how->arrange(padded_left.data(), groups, part, shape.rows, rows.data());
+    how->arrange(padded_left.data(), groups, 0, part, rows.data());
     return arranged_left.emplace(rows).data();
   }
 
@@ -199,7 +202,7 @@ void test_epilogues(GemmFunction* function) {
 
 // The residual may be the output itself.
 void test_residual_in_place(GemmFunction* function) {
-  for (const std::size_t rows : {1u, 2u, 7u}) {
+  for (const std::size_t rows : {1u, 2u, 7u, 33u}) {
     const Problem problem({rows, 37, 29});
     const std::vector<float> expected = problem.expected(true, true);
     const GuardedBuffer<float> out(problem.residual.copy());
@@ -371,7 +374,7 @@ void test_splits(GemmFunction* function) {
   const std::vector<float> expected = problem.expected(true, true);
   for (const auto& [begin, end] :
        std::vector<std::pair<std::size_t, std::size_t>>{{0, 1}, {1, 4}, {4, 9}, {9, 10}, {3, 3}, {0, 10}}) {
-    for (const std::size_t rows_at_once : {33u, 10u}) {
+    for (const std::size_t rows_at_once : {33u, 16u, 10u}) {
       const GuardedBuffer<float> out(std::vector<float>(kGuards + rows * columns, kCanary));
       for (std::size_t row = 0; row < rows; row += rows_at_once) {
         GemmArgs args = rows_from(

@@ -59,12 +59,14 @@ class Suite {
     }
   }
 
+  // Says that a test is not run, and why.
+  void skip(const std::string& name, const std::string& reason);
+
   // Prints the counts; returns the exit status, which is 0 unless a test failed or none ran.
   int finish() const;
 
  private:
   bool is_wanted(const std::string& name) const;
-  void skip(const std::string& name, const std::string& reason);
 
   std::string filter_;
   std::size_t num_passed_ = 0, num_failed_ = 0, num_skipped_ = 0;

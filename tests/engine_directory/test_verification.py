@@ -119,7 +119,7 @@ def test_who_was_interrupted_waits_again(folder, monkeypatch):
     here, goes_on = threading.get_ident(), threading.Event()
 
     def held(path, algorithm, is_stopped):
-        wait_until_waiting(here)
+        wait_until_waiting(here, Verification.wait)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         assert goes_on.wait(60)
         return "another"

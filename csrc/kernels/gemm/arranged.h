@@ -28,7 +28,8 @@ struct RowArrangement {
   std::size_t rows_together;                     // the first of a call is the first of so many
 };
 
-constexpr std::size_t tiled_row_bytes(std::size_t groups) { return (groups + 15) / 16 * 64; }
+inline constexpr std::size_t kTiledRows = 16, kTiledBytes = 64;  // of a tile, and of its row
+std::size_t tiled_row_bytes(std::size_t groups);
 constexpr std::size_t paired_row_bytes(std::size_t groups) { return (groups + 1) / 2 * 8; }
 constexpr std::size_t paired_block_row_bytes(std::size_t groups) { return groups / 8 * 40; }
 

@@ -5,9 +5,10 @@
 // in int32, is added to a third.
 //
 // `Tiles` provides configure(rows): the tiles of sums and of activations get so many rows, 16 or fewer, and
-// all are zeroed; and, on a tile named by its number, zero, load, multiply and store. Its destructor gives
-// the tiles back. For processors it is AmxTiles (kernels/tiles_amx.h), for tests on any processor a portable
-// twin. `store` takes a block's 16 sums of each of some rows, kSumsStride from row to row.
+// all are zeroed; and, on a tile named by its number, zero, load, multiply and store; and, of a line of
+// memory, prefetch and prefetch_near. Its destructor gives the tiles back. For processors it is AmxTiles
+// (kernels/tiles_amx.h), for tests on any processor a portable twin. `store` takes a block's 16 sums of each
+// of some rows, kSumsStride from row to row.
 //
 // Included by one file for each instruction set; nothing here is seen outside of it.
 #pragma once

@@ -138,7 +138,7 @@ std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<G
     return RowArrangement{.arrange = part_rows_avx2, .row_bytes = parted_row_bytes, .rows_together = 1};
   })
   CHUNKRT_WITH_TILES(if (kernel.isa == Isa::amx) {
-    return RowArrangement{.arrange = tile_rows, .row_bytes = tiled_row_bytes, .rows_together = 16};
+    return RowArrangement{.arrange = tile_rows, .row_bytes = tiled_row_bytes, .rows_together = kTiledRows};
   })
   CHUNKRT_ON_ARM(if (kernel.isa == Isa::neon_i8mm) {
     return RowArrangement{.arrange = pair_rows_neon_i8mm, .row_bytes = paired_row_bytes, .rows_together = 2};
