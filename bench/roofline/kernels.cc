@@ -118,10 +118,6 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
     one.arranged.resize(rows * parted_row_bytes(groups));
     part_rows_avx2(one.values.data(), groups, 0, rows, one.arranged.data());
   })
-  CHUNKRT_WITH_TILES(if (selected.isa == Isa::amx) {
-    one.arranged.resize(round_up(rows, kTiledRows) * tiled_row_bytes(groups));
-    tile_rows(one.values.data(), groups, 0, rows, one.arranged.data());
-  })
   CHUNKRT_ON_ARM(if (selected.isa == Isa::neon_i8mm) {
     one.arranged.resize(round_up(rows, 2) * paired_row_bytes(groups));
     pair_rows_neon_i8mm(one.values.data(), groups, 0, rows, one.arranged.data());

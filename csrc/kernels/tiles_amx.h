@@ -90,9 +90,7 @@ class TileRegisters {
     if constexpr (Tile == 3) _tile_stored(3, sums, stride);
   }
 
-  // Into the second-level cache, and into the first.
   void prefetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T1); }
-  void prefetch_near(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0); }
 };
 
 // Tiles of int8, sums in int32.

@@ -22,30 +22,31 @@ struct Shape {
   std::size_t rows, depth, columns;
 };
 
-// How an implementation wants its rows.
-std::optional<RowArrangement> arrangement(GemmFunction* function) {
-  bool has_tiles = function == gemm_by_tile_twin;
-#if defined(__linux__) && defined(__x86_64__)
-  has_tiles |= function == gemm_by_tile_instructions || function == gemm_f32_s8row_s8col_amx;
-#endif
-  if (has_tiles) return RowArrangement{tile_rows, tiled_row_bytes, kTiledRows};
-  CHUNKRT_ON_X86(if (function == gemm_f32_s8row_s8col_avx2) {
-    return RowArrangement{part_rows_avx2, parted_row_bytes, 1};
-  })
-  CHUNKRT_ON_ARM(if (function == gemm_f32_s8row_s8col_neon_i8mm) {
-    return RowArrangement{pair_rows_neon_i8mm, paired_row_bytes, 2};
-  })
+// How one of the implementations wants its rows, if this processor has it; to the others it is nothing.
+std::optional<RowArrangement> arrangement() {
+  CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) return RowArrangement{part_rows_avx2, parted_row_bytes, 1};)
+  CHUNKRT_ON_ARM(
+      if (is_supported(Isa::neon_i8mm)) return RowArrangement{pair_rows_neon_i8mm, paired_row_bytes, 2};)
   return {};
 }
 
+std::vector<std::int8_t> arranged(const std::int8_t* left, std::size_t rows, std::size_t groups) {
+  const std::optional<RowArrangement> how = arrangement();
+  if (!how) return {};
+  const std::size_t whole = (rows + how->rows_together - 1) / how->rows_together * how->rows_together;
+  std::vector<std::int8_t> out(whole * how->row_bytes(groups), 99);
+  how->arrange(left, groups, 0, rows, out.data());
+  return out;
+}
+
 // The arguments of the rows from `row` on.
-GemmArgs rows_from(GemmFunction* function, GemmArgs args, std::size_t row) {
+GemmArgs rows_from(GemmArgs args, std::size_t row) {
   args.rows -= row;
   args.left += row * args.groups * kGemmDepthPerGroup;
   args.left_scales += row;
   args.left_sums += row;
   if (args.residual != nullptr) args.residual += row * args.residual_stride;
-  const std::optional<RowArrangement> how = arrangement(function);
+  const std::optional<RowArrangement> how = arrangement();
   if (!how || row % how->rows_together != 0) {
     args.arranged = nullptr;
   } else {
@@ -85,6 +86,7 @@ struct Problem {
         packed_right[((block * groups + group) * 16 + n % 16) * 4 + k % 4] = right[k * shape.columns + n];
       }
     }
+    arranged_left.emplace(arranged(padded_left.data(), shape.rows, groups));
     for (std::size_t m = 0; m < shape.rows; ++m) {
       for (std::size_t k = 0; k < shape.depth; ++k) {
         for (std::size_t n = 0; n < shape.columns; ++n) {
@@ -99,7 +101,7 @@ struct Problem {
       : Problem(shape_, Random(1).int8s(shape_.rows * shape_.depth),
                 Random(2).int8s(shape_.depth * shape_.columns)) {}
 
-  GemmArgs args(GemmFunction* function, float* out, bool has_bias, bool has_residual) const {
+  GemmArgs args(float* out, bool has_bias, bool has_residual) const {
     return {.left = padded_left.data(),
             .left_scales = left_scales.data(),
             .left_sums = left_sums.data(),
@@ -113,20 +115,7 @@ struct Problem {
             .groups = groups,
             .residual_stride = shape.columns + 1,
             .out_stride = shape.columns,
-            .arranged = arranged(function)};
-  }
-
-  // Its rows as an implementation wants them, the same one at every call; nullptr if it does not care.
-  const std::int8_t* arranged(GemmFunction* function) const {
-    const std::optional<RowArrangement> how = arrangement(function);
-    if (!how) return nullptr;
-    if (arranged_left) return arranged_left->data();
-    const std::size_t whole = (shape.rows + how->rows_together - 1) / how->rows_together * how->rows_together;
-    std::vector<std::int8_t> rows(whole * how->row_bytes(groups), 99);
-    const std::size_t part = shape.rows / how->rows_together / 2 * how->rows_together;
-    how->arrange(padded_left.data(), groups, part, shape.rows, rows.data());
-    how->arrange(padded_left.data(), groups, 0, part, rows.data());
-    return arranged_left.emplace(rows).data();
+            .arranged = arrangement() ? arranged_left->data() : nullptr};
   }
 
   std::vector<float> expected(bool has_bias, bool has_residual) const {
@@ -149,14 +138,14 @@ struct Problem {
   GuardedBuffer<std::int8_t> padded_left, packed_right;
   GuardedBuffer<float> left_scales, right_scales, bias, residual;
   GuardedBuffer<std::int32_t> left_sums;
-  mutable std::optional<GuardedBuffer<std::int8_t>> arranged_left;
+  std::optional<GuardedBuffer<std::int8_t>> arranged_left;
   std::vector<std::int64_t> sums;
 };
 
 void check_problem(GemmFunction* function, const Problem& problem, bool has_bias, bool has_residual) {
   const std::vector<float> expected = problem.expected(has_bias, has_residual);
   GuardedBuffer<float> out(expected.size());
-  const GemmArgs args = problem.args(function, out.data(), has_bias, has_residual);
+  const GemmArgs args = problem.args(out.data(), has_bias, has_residual);
   function(args, 0, problem.blocks);
   check_same(out.data(), expected.data(), expected.size(), describe(problem.shape));
 
@@ -206,7 +195,7 @@ void test_residual_in_place(GemmFunction* function) {
     const Problem problem({rows, 37, 29});
     const std::vector<float> expected = problem.expected(true, true);
     const GuardedBuffer<float> out(problem.residual.copy());
-    GemmArgs args = problem.args(function, out.data(), true, false);
+    GemmArgs args = problem.args(out.data(), true, false);
     args.residual = out.data();
     args.out_stride = args.residual_stride;
     function(args, 0, problem.blocks);
@@ -377,8 +366,7 @@ void test_splits(GemmFunction* function) {
     for (const std::size_t rows_at_once : {33u, 16u, 10u}) {
       const GuardedBuffer<float> out(std::vector<float>(kGuards + rows * columns, kCanary));
       for (std::size_t row = 0; row < rows; row += rows_at_once) {
-        GemmArgs args = rows_from(
-            function, problem.args(function, out.data() + kGuards + row * columns, true, true), row);
+        GemmArgs args = rows_from(problem.args(out.data() + kGuards + row * columns, true, true), row);
         args.rows = std::min(rows_at_once, rows - row);
         function(args, begin, end);
       }
@@ -400,8 +388,7 @@ void test_rows_alone(GemmFunction* function) {
   const std::vector<float> expected = problem.expected(true, false);
   std::vector<float> out(expected.size());
   for (std::size_t row = 0; row < problem.shape.rows; ++row) {
-    GemmArgs args = rows_from(
-        function, problem.args(function, out.data() + row * problem.shape.columns, true, false), row);
+    GemmArgs args = rows_from(problem.args(out.data() + row * problem.shape.columns, true, false), row);
     args.rows = 1;
     function(args, 0, problem.blocks);
   }

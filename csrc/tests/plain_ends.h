@@ -9,19 +9,15 @@
 namespace chunkrt::testing {
 namespace {
 
-void store_plainly(const GemmArgs& args, std::size_t first_row, std::size_t num_rows, std::size_t block,
-                   const std::int32_t* sums) {
-  constexpr std::size_t kStride = 2 * kGemmColumnsPerBlock;
-  for (std::size_t row = first_row; row < first_row + num_rows; ++row, sums += kStride) {
-    for (std::size_t i = 0; i < kGemmColumnsPerBlock; ++i) {
-      const std::size_t column = block * kGemmColumnsPerBlock + i;
-      if (column >= args.columns) break;
-      float value = static_cast<float>(sums[i]) * args.left_scales[row];
-      value = value * args.right_scales[column];
-      if (args.bias != nullptr) value = value + args.bias[column];
-      if (args.residual != nullptr) value = value + args.residual[row * args.residual_stride + column];
-      args.out[row * args.out_stride + column] = value;
-    }
+void store_plainly(const GemmArgs& args, std::size_t row, std::size_t block, const std::int32_t* sums) {
+  for (std::size_t i = 0; i < kGemmColumnsPerBlock; ++i) {
+    const std::size_t column = block * kGemmColumnsPerBlock + i;
+    if (column >= args.columns) return;
+    float value = static_cast<float>(sums[i]) * args.left_scales[row];
+    value = value * args.right_scales[column];
+    if (args.bias != nullptr) value = value + args.bias[column];
+    if (args.residual != nullptr) value = value + args.residual[row * args.residual_stride + column];
+    args.out[row * args.out_stride + column] = value;
   }
 }
 

@@ -60,7 +60,6 @@ class TileTwin {
   }
 
   void prefetch(const void*) {}
-  void prefetch_near(const void*) {}
 
  private:
   struct Tile {

@@ -3,9 +3,6 @@
 //
 // AVX2, gemm: each row parted, see parted.h.
 //
-// AMX, gemm: tile by tile, [rows / 16, depth / 64, 16 rows, 64 k], the depth padded with zeros. Beside a last
-// row is anything.
-//
 // NEON with i8mm: two rows as one of pairs, 8 k of the first and then 8 k of the second, which smmla takes
 // for its 2 x 2 tiles; the depth is padded with zeros to whole pairs. Beside an odd last row is anything. For
 // block_gemm each 32 k are followed by their sums in float32, of the first row twice and of the second twice.
@@ -20,7 +17,7 @@ namespace chunkrt {
 using ArrangeRowsFunction = void(const std::int8_t* values, std::size_t groups, std::size_t row_begin,
                                  std::size_t row_end, std::int8_t* arranged);
 
-ArrangeRowsFunction part_rows_avx2, tile_rows, pair_rows_neon_i8mm, pair_block_rows_neon_i8mm;
+ArrangeRowsFunction part_rows_avx2, pair_rows_neon_i8mm, pair_block_rows_neon_i8mm;
 
 struct RowArrangement {
   ArrangeRowsFunction* arrange;
@@ -28,8 +25,6 @@ struct RowArrangement {
   std::size_t rows_together;                     // the first of a call is the first of so many
 };
 
-inline constexpr std::size_t kTiledRows = 16, kTiledBytes = 64;  // of a tile, and of its row
-std::size_t tiled_row_bytes(std::size_t groups);
 constexpr std::size_t paired_row_bytes(std::size_t groups) { return (groups + 1) / 2 * 8; }
 constexpr std::size_t paired_block_row_bytes(std::size_t groups) { return groups / 8 * 40; }
 

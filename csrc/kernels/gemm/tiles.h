@@ -1,14 +1,12 @@
 // gemm by matrix tiles: the loops, written once over a few operations on eight tiles.
 //
-// A tile is 16 rows of 64 bytes. A left one holds 64 k of 16 rows of activations, as they lie, or arranged as
-// arranged.h has them. A right one is 16 groups of a packed block, as they lie. Their product, 16 x 16 sums
-// in int32, is added to a third.
+// A tile is 16 rows of 64 bytes. A left one holds 64 k of 16 rows of activations, as they lie. A right one is
+// 16 groups of a packed block, as they lie. Their product, 16 x 16 sums in int32, is added to a third.
 //
 // `Tiles` provides configure(rows): the tiles of sums and of activations get so many rows, 16 or fewer, and
-// all are zeroed; and, on a tile named by its number, zero, load, multiply and store; and, of a line of
-// memory, prefetch and prefetch_near. Its destructor gives the tiles back. For processors it is AmxTiles
-// (kernels/tiles_amx.h), for tests on any processor a portable twin. `store` takes a block's 16 sums of each
-// of some rows, kSumsStride from row to row.
+// all are zeroed; and, on a tile named by its number, zero, load, multiply and store. Its destructor gives
+// the tiles back. `store` takes a block's 16 sums of one row. For processors it is AmxTiles
+// (kernels/tiles_amx.h), for tests on any processor a portable twin.
 //
 // Included by one file for each instruction set; nothing here is seen outside of it.
 #pragma once
@@ -16,7 +14,6 @@
 #include <atomic>
 #include <cstring>
 
-#include "kernels/gemm/arranged.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/tile_pairs.h"
 
@@ -30,9 +27,7 @@ constexpr std::size_t kFewestRows = kTileRows / 2;
 
 static_assert(kGemmBytesPerGroup == kTileBytes && kGemmColumnsPerBlock == kTileRows);
 
-constexpr std::size_t kSumsStride = kTilesAcross * kGemmColumnsPerBlock;
-
-using TileSums = std::int32_t[kTilesDown * kTileRows][kSumsStride];
+using TileSums = std::int32_t[kTilesDown * kTileRows][kTilesAcross * kGemmColumnsPerBlock];
 
 // The last groups of a depth that is no multiple of a tile's: copies that have a whole tile, since a load
 // past the end of the weights might touch memory that is not there. Beyond the depth activations are zero,
@@ -48,37 +43,27 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
                     std::size_t block, TileSums& sums) {
   const std::size_t depth = args.groups * kGemmDepthPerGroup;
   const std::size_t block_bytes = args.groups * kGemmBytesPerGroup;
-  const std::int8_t* rows = args.left + row * depth;
-  const bool is_tiled = args.arranged != nullptr;
-  const std::int8_t* left = is_tiled ? args.arranged + row * tiled_row_bytes(args.groups) : rows;
-  const std::size_t stride = is_tiled ? kTileBytes : depth;
-  const std::size_t step = is_tiled ? kTileRows * kTileBytes : kTileBytes;
-  const std::size_t distance = kTileRows * (is_tiled ? tiled_row_bytes(args.groups) : depth);
+  const std::int8_t* left = args.left + row * depth;
   const std::int8_t* right = args.right + block * block_bytes;
 
-  // While a panel is in use the next one is fetched, each of its tiles asks for its share of cache lines; and
-  // while right tiles are multiplied, those of the next step come nearer.
+  // While a panel is in use the next one is fetched: each of its tiles asks for its share of cache lines.
   const std::size_t num_pieces = (args.rows + Down * kTileRows - 1) / (Down * kTileRows);
   const std::size_t lines = (Across * kTileGroups + num_pieces - 1) / num_pieces;
   const std::int8_t* ahead = right + Across * block_bytes + row / (Down * kTileRows) * lines * kTileBytes;
 
   zero_sums<Down, Across>(tiles);
   std::size_t group = 0;
-  for (; group + kTileGroups <= args.groups; group += kTileGroups, left += step) {
+  for (; group + kTileGroups <= args.groups; group += kTileGroups) {
     for (std::size_t line = 0; line < lines; ++line) {
       tiles.prefetch(ahead + (group * Across + line) * kTileBytes);
     }
-    const std::int8_t* step_right = right + group * kGemmBytesPerGroup;
-    for (std::size_t line = kTileGroups; line < 2 * kTileGroups; ++line) {
-      tiles.prefetch_near(step_right + line * kTileBytes);
-      if constexpr (Across == 2) tiles.prefetch_near(step_right + block_bytes + line * kTileBytes);
-    }
-    multiply_step<Down, Across>(tiles, left, stride, distance, step_right, block_bytes);
+    multiply_step<Down, Across>(tiles, left + group * kGemmDepthPerGroup, depth, kTileRows * depth,
+                                right + group * kGemmBytesPerGroup, block_bytes);
   }
   if (const std::size_t rest = args.groups - group; rest > 0) {
     DepthEnd end = {};
-    for (std::size_t m = 0; m < num_rows && !is_tiled; ++m) {
-      std::memcpy(end.left[m / kTileRows][m % kTileRows], rows + m * depth + group * kGemmDepthPerGroup,
+    for (std::size_t m = 0; m < num_rows; ++m) {
+      std::memcpy(end.left[m / kTileRows][m % kTileRows], left + m * depth + group * kGemmDepthPerGroup,
                   rest * kGemmDepthPerGroup);
     }
     for (std::size_t b = 0; b < Across; ++b) {
@@ -87,12 +72,11 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
     }
     // Compilers do not know that loads of tiles read memory.
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    multiply_step<Down, Across>(tiles, is_tiled ? left : end.left[0][0], kTileBytes,
-                                is_tiled ? distance : sizeof(end.left[0]), end.right[0][0],
+    multiply_step<Down, Across>(tiles, end.left[0][0], kTileBytes, sizeof(end.left[0]), end.right[0][0],
                                 sizeof(end.right[0]));
   }
 
-  store_sums<Down, Across>(tiles, &sums[0][0], kSumsStride);
+  store_sums<Down, Across>(tiles, &sums[0][0], kTilesAcross * kGemmColumnsPerBlock);
 }
 
 // `num_rows` rows from `row` on, which Down tiles hold, of Across blocks.
@@ -101,8 +85,10 @@ void multiply_rows(Tiles& tiles, const GemmArgs& args, std::size_t row, std::siz
                    std::size_t block, const Store& store) {
   alignas(kTileBytes) TileSums sums;
   multiply_tiles<Down, Across>(tiles, args, row, num_rows, block, sums);
-  for (std::size_t b = 0; b < Across; ++b) {
-    store(args, row, num_rows, block + b, &sums[0][b * kGemmColumnsPerBlock]);
+  for (std::size_t m = 0; m < num_rows; ++m) {
+    for (std::size_t b = 0; b < Across; ++b) {
+      store(args, row + m, block + b, &sums[m][b * kGemmColumnsPerBlock]);
+    }
   }
 }
 
@@ -133,7 +119,6 @@ void multiply_blocks(Tiles& tiles, const GemmArgs& args, std::size_t row, std::s
 GemmArgs rows_from(GemmArgs args, std::size_t row) {
   args.rows -= row;
   args.left += row * args.groups * kGemmDepthPerGroup;
-  args.arranged = nullptr;
   args.left_scales += row;
   args.left_sums += row;
   args.out += row * args.out_stride;

@@ -137,9 +137,6 @@ std::optional<RowArrangement> row_arrangement([[maybe_unused]] const KernelRow<G
   CHUNKRT_ON_X86(if (kernel.isa == Isa::avx2) {
     return RowArrangement{.arrange = part_rows_avx2, .row_bytes = parted_row_bytes, .rows_together = 1};
   })
-  CHUNKRT_WITH_TILES(if (kernel.isa == Isa::amx) {
-    return RowArrangement{.arrange = tile_rows, .row_bytes = tiled_row_bytes, .rows_together = kTiledRows};
-  })
   CHUNKRT_ON_ARM(if (kernel.isa == Isa::neon_i8mm) {
     return RowArrangement{.arrange = pair_rows_neon_i8mm, .row_bytes = paired_row_bytes, .rows_together = 2};
   })
@@ -166,7 +163,7 @@ std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangem
     const Shape shape = builder.value(digit.values).shape;
     const std::size_t groups = shape.back().size / kGemmDepthPerGroup;
     const std::size_t per_row = shape.size() == 3 ? shape[1].size : 1;
-    // Whole pairs or tiles, if rows come in these.
+    // Whole pairs, if rows come in pairs.
     const std::size_t most_rows = round_up(builder.max_rows() * per_row, arrangement->rows_together);
     const ValueId arranged =
         builder.temporary(Dtype::int8, {fixed(most_rows), fixed(arrangement->row_bytes(groups))});

@@ -175,9 +175,7 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   AddOutliersFunction* add_outliers = select_kernel(add_outliers_f32_s8col).function;
   const std::size_t multiplying = builder.part("routed_experts"), adding = builder.part("add_outliers");
-  // An expert's rows begin anywhere: tiles of many rows would hardly ever begin with them.
-  std::optional<RowArrangement> arrangement = row_arrangement(kernel);
-  if (arrangement && arrangement->rows_together > 2) arrangement.reset();
+  const std::optional<RowArrangement> arrangement = row_arrangement(kernel);
   const Digit digit = arranged_digits(arrangement, builder, routing.symbol, {left.digit}).front();
   std::vector<ValueId> uses = digit.uses();
   uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
