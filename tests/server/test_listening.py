@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -31,6 +31,13 @@ class Process:
 
     def signal(self, number=signal.SIGTERM):
         self.process.send_signal(number)
+
+    def wait_until_it_ends(self):
+        """Come back when nobody is let in any more."""
+        url = httpx.URL(self.url)
+        with suppress(ConnectionRefusedError):
+            while True:
+                socket.create_connection((url.host, url.port), timeout=SECONDS).close()
 
     def end(self):
         """Its exit status, and what it said beside where it is; in time."""
@@ -94,7 +101,7 @@ def test_what_cannot_be_finished_is_told_so(serve, again):
             next(lines)
             server.signal()
             if again:
-                time.sleep(0.3)  # one signal that is pending hides another
+                server.wait_until_it_ends()  # one signal that is pending hides another
                 server.signal()
             events = events_of(lines)
         status, err = server.end()
