@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event, Thread
+from time import monotonic
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -283,6 +284,13 @@ def tokens(num_tokens: int, start: int = 0) -> NDArray[np.int64]:
 def wait_for(event: Event) -> None:
     """Wait for another thread, but not for ever."""
     assert event.wait(TIMEOUT), "deadlock: the event never came"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does without telling, but not for ever."""
+    latest = monotonic() + TIMEOUT
+    while not condition():
+        assert monotonic() < latest, "deadlock: it never became so"
 
 
 def finish(call: Callable[[], Result]) -> Result:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from threading import Thread
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
+from chunkrt.engine.engine import Engine
 from chunkrt.gate import Gate
+from chunkrt.runtime.ticket import Ticket
+
+Result = TypeVar("Result")
 
 LONGEST_S = 60
 
@@ -26,3 +31,24 @@ def wait_until_waiting(thread: int | None, caller: Callable[..., Any] | None = N
         ):
             return
     raise AssertionError("the thread does not wait")
+
+
+def asked_before_any_is_computed(engine: Engine, calls: Sequence[Callable[[], Result]]) -> list[Result | None]:
+    """What calls return that run tokens, each in a thread of its own, asked for in their order.
+
+    Whether calls meet is not left to the machine: the executors are held until all have asked.
+    """
+    found: list[Result | None] = [None] * len(calls)
+
+    def target(index: int) -> None:
+        found[index] = calls[index]()
+
+    threads = [Thread(target=target, args=(index,), daemon=True) for index in range(len(calls))]
+    with engine._conductor._turn:
+        for thread in threads:
+            thread.start()
+            wait_until_waiting(thread.ident, Ticket.wait)
+    for thread in threads:
+        thread.join(LONGEST_S)
+        assert not thread.is_alive(), "deadlock"
+    return found

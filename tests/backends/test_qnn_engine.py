@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from gates import asked_before_any_is_computed
 
 import chunkrt
 from chunkrt.backends import qnn
@@ -514,7 +515,7 @@ def test_sequences_that_share_chunks_get_the_bits_that_they_get_alone(model, dec
     with load(model, decode_on=decode_on) as engine:
         alone = [generated(engine.session(), ids) for ids in prompts]
         compiled = engine.npu_backend.num_compiled, num_contexts(home)
-        together = at_once([partial(generated, engine.session(), ids) for ids in prompts])
+        together = asked_before_any_is_computed(engine, [partial(generated, engine.session(), ids) for ids in prompts])
         stats = engine.stats()
         assert (engine.npu_backend.num_compiled, num_contexts(home)) == compiled
     for (logits, ids), (shared_logits, shared_ids) in zip(alone, together, strict=True):

@@ -6,10 +6,13 @@ import asyncio
 import threading
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
+from fake_backend import wait_until
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, input_ids
+from gates import asked_before_any_is_computed
 from interleavings import LENGTHS, check_interleaving
 from led_ranks import led
 from ranks_in_threads import on_ranks
@@ -89,8 +92,8 @@ def test_random_interleavings(name, size, slots):
 
 
 def test_threads_share_chunks_on_all_ranks(ranks, sent, monkeypatch):
-    engine, follower = ranks.engine, ranks.of_followers[1]
-    expected = [answer(engine, prompt) for prompt in PROMPTS]
+    engine, follower, prompts = ranks.engine, ranks.of_followers[1], [IDS[5:7], IDS[6:8], *PROMPTS]
+    expected = [answer(engine, prompt) for prompt in prompts]
     before, run_lengths, take_part = engine.stats(), [], follower.take_part
 
     def note(lane, runs, number, gives_way):
@@ -99,9 +102,10 @@ def test_threads_share_chunks_on_all_ranks(ranks, sent, monkeypatch):
 
     monkeypatch.setattr(follower, "take_part", note)
     sent.clear()
-    assert in_threads(*(lambda p=p: answer(engine, p) for p in PROMPTS)) == expected
+    calls = [partial(answer, engine, prompt) for prompt in prompts]
+    assert asked_before_any_is_computed(engine, calls) == expected
     assert max(map(len, run_lengths)) > 2, "sequences share chunks, and the follower computes the same"
-    assert sum(map(sum, run_lengths)) == sum(map(len, PROMPTS)) + len(PROMPTS) * 8
+    assert sum(map(sum, run_lengths)) == sum(map(len, prompts)) + len(prompts) * 8
     assert engine.stats().shared_chunks > before.shared_chunks
     assert sent[Channel.DONE] == len(run_lengths) * (len(ranks.communicators) - 1)
 
@@ -178,15 +182,15 @@ def test_a_lone_prompt_gives_way_on_all_ranks(name):
     """Its first sum of the third chunk waits until another has come: what no rank has begun by then is shared."""
     ids = (input_ids(name) * 4)[:100]
     with led(name, 2, chunk_length=8, chunks_in_flight=2) as ranks:
-        engine, is_there, has_come, kept = ranks.engine, threading.Event(), threading.Event(), []
+        engine, is_there, kept = ranks.engine, threading.Event(), []
         expected = [engine.session().prefill(prompt, logits="all").logits for prompt in (ids, ids[:5])]
         leader = ranks.communicators[0]
         sums, keep = leader.all_reduce, engine._mirror.keep
 
         def all_reduce(partial, out, *, key):
-            if key.position == 16:
+            if key.position == 16 and not is_there.is_set():
                 is_there.set()
-                assert has_come.wait(HANGS)
+                wait_until(engine._conductor._others_ask)
             sums(partial, out, key=key)
 
         def note(number, num_chunks):
@@ -197,7 +201,6 @@ def test_a_lone_prompt_gives_way_on_all_ranks(name):
 
         def second():
             assert is_there.wait(HANGS)
-            threading.Timer(0.05, has_come.set).start()
             return engine.session().prefill(ids[:5], logits="all").logits
 
         found = in_threads(lambda: engine.session().prefill(ids, logits="all").logits, second)

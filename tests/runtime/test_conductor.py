@@ -27,6 +27,7 @@ from fake_backend import (
     shared_cpu,
     tokens,
     wait_for,
+    wait_until,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -244,12 +245,12 @@ def test_a_task_that_fails_fails_the_sequences_of_its_chunk_and_no_other(
 @pytest.mark.parametrize("kind", LANES[:2])
 def test_a_long_lone_run_gives_way_to_another(kind: str) -> None:
     """The second run, asked for during the first's first chunk, is through long before the first ends."""
-    plan, asked, order = make_plan(), threading.Event(), list[str]()
+    plan, order = make_plan(), list[str]()
 
     def hold(name: str, tag: int, inputs: Any) -> None:
-        if name == "embedding" and tag == 0:
+        if name == "embedding" and tag == 0 and not started.is_set():
             started.set()
-            wait_for(asked)
+            wait_until(conductor._others_ask)
 
     started = threading.Event()
     conductor = make_conductor(plan, kind, before=hold)
@@ -263,7 +264,6 @@ def test_a_long_lone_run_gives_way_to_another(kind: str) -> None:
 
     def second() -> None:
         wait_for(started)
-        threading.Timer(0.2, asked.set).start()
         result = conductor.run(Run(tokens(3, 130), other))
         order.append("second")
         np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(3, 130))[-1:])
@@ -398,12 +398,12 @@ def test_what_is_abandoned_leaves_a_state_that_waits_for_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LANES)
 def test_closing_ends_what_is_shared(kind: str) -> None:
-    plan, reached, goes_on = make_plan(), threading.Event(), threading.Event()
+    plan, reached = make_plan(), threading.Event()
 
     def hold(name: str, tag: int, inputs: Any) -> None:
         if name == "dynamic.0":
             reached.set()
-            wait_for(goes_on)
+            wait_until(lambda: conductor._queue._is_closed)
 
     conductor = make_conductor(plan, kind, before=hold)
     states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(2)]
@@ -412,7 +412,6 @@ def test_closing_ends_what_is_shared(kind: str) -> None:
     for ticket in tickets:
         conductor.begin(ticket)
     wait_for(reached)
-    threading.Timer(0.1, goes_on.set).start()
     finish(conductor.close)
     for ticket, state in zip(tickets, states, strict=True):
         with pytest.raises(ClosedError, match="the engine was closed"):
