@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from threading import Thread
-from time import monotonic
 from typing import Any, TypeVar
+
+from fake_backend import wait_until
 
 from chunkrt.engine.engine import Engine
 from chunkrt.gate import Gate
@@ -14,7 +15,6 @@ from chunkrt.runtime.ticket import Ticket
 
 Result = TypeVar("Result")
 
-LONGEST_S = 60
 MOST_TO_COMPUTE_S = 300  # on an emulated NPU, beside whatever else runs
 
 
@@ -24,14 +24,14 @@ def wait_until_waiting(thread: int | None, caller: Callable[..., Any] | None = N
     Raises KeyError if it has ended, AssertionError if it does not wait.
     """
     assert thread is not None
-    latest = monotonic() + LONGEST_S
-    while monotonic() < latest:
+
+    def waits() -> bool:
         frame = sys._current_frames()[thread]
-        if frame.f_code is Gate.wait.__code__ and (
+        return frame.f_code is Gate.wait.__code__ and (
             caller is None or (frame.f_back is not None and frame.f_back.f_code is caller.__code__)
-        ):
-            return
-    raise AssertionError("the thread does not wait")
+        )
+
+    wait_until(waits)
 
 
 def asked_before_any_is_computed(engine: Engine, calls: Sequence[Callable[[], Result]]) -> list[Result | None]:

@@ -4,7 +4,8 @@ import signal
 import threading
 
 import pytest
-from gates import LONGEST_S, wait_until_waiting
+from fake_backend import TIMEOUT
+from gates import wait_until_waiting
 
 from chunkrt.gate import Gate
 
@@ -24,7 +25,7 @@ def test_all_who_wait_go_on_once_it_is_open() -> None:
         wait_until_waiting(thread.ident)
     gate.open()
     for thread in threads:
-        thread.join(LONGEST_S)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
 
 
@@ -39,7 +40,7 @@ def test_an_interrupt_that_another_thread_gets_ends_the_waiting() -> None:
     def interrupt_here() -> None:
         wait_until_waiting(here)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-        if not has_left.wait(LONGEST_S):
+        if not has_left.wait(TIMEOUT):
             opened_late.append(True)
             gate.open()
 

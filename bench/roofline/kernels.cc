@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <new>
 #include <random>
 #include <stdexcept>
 
@@ -12,27 +11,6 @@
 
 namespace chunkrt::roofline {
 namespace {
-
-constexpr std::size_t kAlignment = 64;
-
-// As the memory of a program is, of which no tile's row lies in two cache lines.
-template <typename T>
-struct AlignedAllocator {
-  using value_type = T;
-
-  AlignedAllocator() = default;
-  template <typename Other>
-  AlignedAllocator(const AlignedAllocator<Other>&) {}
-
-  T* allocate(std::size_t count) {
-    return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{kAlignment}));
-  }
-  void deallocate(T* memory, std::size_t) { ::operator delete(memory, std::align_val_t{kAlignment}); }
-  bool operator==(const AlignedAllocator&) const = default;
-};
-
-template <typename T>
-using Aligned = std::vector<T, AlignedAllocator<T>>;
 
 // Values in [-1, 1), the same every time.
 Aligned<float> floats(std::size_t count) {
@@ -77,13 +55,13 @@ void require(bool is_met, const char* what) {
 
 }  // namespace
 
-Ring::Ring(std::size_t size) : words(size / 8 + kAlignment / 8), num_bytes(size) {
+Ring::Ring(std::size_t size) : words((size + 7) / 8), num_bytes(size) {
   std::uint64_t state = 1;
   for (std::uint64_t& word : words) {
     state = state * 6364136223846793005u + 1442695040888963407u;
     word = state | 0x0101010101010101u;
   }
-  bytes = reinterpret_cast<char*>(round_up(reinterpret_cast<std::uintptr_t>(words.data()), kAlignment));
+  bytes = reinterpret_cast<char*>(words.data());
 }
 
 std::string selected_isa(const std::string& kernel) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -10,11 +11,32 @@
 
 namespace chunkrt::roofline {
 
+inline constexpr std::size_t kAlignment = 64;
+
+// As the memory of a program is, of which no tile's row lies in two cache lines.
+template <typename T>
+struct AlignedAllocator {
+  using value_type = T;
+
+  AlignedAllocator() = default;
+  template <typename Other>
+  AlignedAllocator(const AlignedAllocator<Other>&) {}
+
+  T* allocate(std::size_t count) {
+    return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{kAlignment}));
+  }
+  void deallocate(T* memory, std::size_t) { ::operator delete(memory, std::align_val_t{kAlignment}); }
+  bool operator==(const AlignedAllocator&) const = default;
+};
+
+template <typename T>
+using Aligned = std::vector<T, AlignedAllocator<T>>;
+
 // 64-byte aligned and never 0: more weights than the caches hold, one after the other.
 struct Ring {
   explicit Ring(std::size_t num_bytes);
-  std::vector<std::uint64_t> words;
-  char* bytes;  // aligned
+  Aligned<std::uint64_t> words;
+  char* bytes;
   std::size_t num_bytes;
 };
 
