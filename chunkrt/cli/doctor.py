@@ -17,11 +17,10 @@ from chunkrt.backends import dispatch, qnn
 from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import STATUS_OF_NO
 from chunkrt.cli.options import verbose_option
-from chunkrt.engine.options import available_cores
 from chunkrt.errors import ChunkrtError
 from chunkrt.plugins import Plugin, PluginGroup
 from chunkrt.runtime import batcher, policy
-from chunkrt.runtime.affinity import big_cores, cpu_list
+from chunkrt.runtime.affinity import available_cores, big_cores, cpu_list
 
 PARTS = {
     "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",

@@ -129,5 +129,6 @@ def _thread_or_task() -> object:
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None:
         with suppress(RuntimeError):  # no event loop runs here
-            return asyncio.current_task()
-    return threading.get_ident()
+            if (current := asyncio.current_task()) is not None:
+                return current
+    return threading.get_ident()  # of a callback of an event loop, too, which belongs to no task

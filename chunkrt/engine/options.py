@@ -15,7 +15,7 @@ from chunkrt.engine.declaration import Declaration, declared_option, is_number, 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
-from chunkrt.runtime.affinity import NO_AFFINITY, available_cpus, check_affinity, find_cpus
+from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.lanes import DecodeOn
@@ -327,7 +327,7 @@ class EngineOptions:
     @property
     def num_threads(self) -> int:
         """The thread budget. Raises ConfigError as `find_cpus` does."""
-        return self.threads or len(find_cpus(self.affinity) or available_cpus())
+        return self.threads or available_cores(find_cpus(self.affinity))
 
     @property
     def falls_back(self) -> bool:
@@ -344,8 +344,3 @@ DECLARED: dict[str, tuple[str, Any, Declaration]] = {
     option.name: (_kind(option), option.default, option.metadata["option"]) for option in fields(EngineOptions)
 }
 """By name: the first type of its annotation, the default, and what else is declared."""
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(available_cpus())

@@ -17,14 +17,22 @@ Float32 = NDArray[np.float32]
 class PrefillResult:
     """What a prefill gave.
 
-    `logits`: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were. `hidden`: float32
-    [T, H] of all tokens if they were asked for: after the last norm, as the head reads them. `num_tokens`: that were
-    run, earlier ones that the state had lost among them. `num_cached`: that were not, since the prefix cache had them.
-    `seconds`: wall time. `events`: one record a task, for figures and traces.
+    Args:
+        logits: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were.
+        hidden: float32 [T, H] of all tokens if they were asked for: after the last norm, as the head reads them.
+        position: number of tokens in the session's context after the prefill. `Session.rewind(result.position)` drops
+            everything that was added later.
+        num_tokens: number of tokens that were computed, including earlier ones that the state had lost. Tokens that
+            the prefix cache supplied are not among them.
+        num_cached: number of tokens that the prefix cache supplied.
+        num_chunks: number of chunks that were computed.
+        seconds: wall time.
+        events: one record for each task, for figures and traces.
     """
 
     logits: Float32 | None
     hidden: Float32 | None = None
+    position: int
     num_tokens: int
     num_cached: int = 0
     num_chunks: int
@@ -35,9 +43,10 @@ class PrefillResult:
         """Figures for a person; arrays and events by their sizes."""
         logits = "none" if self.logits is None else f"float32 {list(self.logits.shape)}"
         rate = self.num_tokens / self.seconds if self.seconds else 0
+        cached = f", {self.num_cached} cached" if self.num_cached else ""
         return (
-            f"PrefillResult({self.num_tokens} tokens in {self.num_chunks} chunks, {self.seconds:.3f} s, "
-            f"{rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
+            f"PrefillResult(position {self.position}: {self.num_tokens} tokens computed in {self.num_chunks} chunks"
+            f"{cached}, {self.seconds:.3f} s, {rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
         )
 
 
@@ -46,6 +55,7 @@ def joined(results: Sequence[PrefillResult]) -> PrefillResult:
     return PrefillResult(
         logits=results[-1].logits,
         hidden=results[-1].hidden,
+        position=results[-1].position,
         num_tokens=sum(result.num_tokens for result in results),
         num_cached=sum(result.num_cached for result in results),
         num_chunks=sum(result.num_chunks for result in results),

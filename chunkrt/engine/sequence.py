@@ -82,6 +82,8 @@ class TokenSequence:
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
         self._reuse = Reuse(engine.prefix_cache)
+        self._unreported: list[RunRecord] = []
+        """Records of runs that `on_run` has not been given yet: it is called when all tokens have been taken."""
         self._after_prompt: tuple[int, Float32] | None = None
         """Where the last prompt ended, and the logits there: a state that cannot go back by a token need not."""
 
@@ -119,6 +121,7 @@ class TokenSequence:
         Raises:
             ConfigError: they do not fit. Whatever is raised, the sequence is as it was.
         """
+        self._unreported.clear()
         if len(new) <= self._room:
             result = yield from self._extend(new, logits)
         elif self._shifts:
@@ -132,6 +135,7 @@ class TokenSequence:
             )
         self.state.keep_snapshot()
         self._after_prompt = None if self.logits is None else (len(self.tokens), self.logits)
+        self._report_runs()
         return result
 
     def append(self, token_id: int) -> None:
@@ -147,8 +151,12 @@ class TokenSequence:
         if self.logits is None:
             if self.state.position == len(self.tokens):
                 self.state.rewind(self.state.position - 1)
+            self._unreported.clear()
             yield from self._catch_up(0, "last")
-        assert self.logits is not None
+            computed = self.logits
+            assert computed is not None
+            self._report_runs()  # it may use the session itself
+            return computed if self.logits is None else self.logits
         return self.logits
 
     def rewind(self, position: int) -> None:
@@ -321,6 +329,13 @@ class TokenSequence:
         seconds = time.perf_counter() - start
         return replace(results[0] if len(results) == 1 else joined(results), num_cached=num_cached, seconds=seconds)
 
+    def _report_runs(self) -> None:
+        """Give `on_run` the records of the runs since the last report. Whatever it raises comes through."""
+        records, self._unreported = self._unreported, []
+        for record in records:
+            if self.on_run is not None:
+                self.on_run(record)
+
     def _pending(self) -> list[int]:
         """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
         rope_offset = self._engine.plan.rope_offset(len(self.tokens))
@@ -335,14 +350,14 @@ class TokenSequence:
         assert run is not None
         seconds = time.perf_counter() - start
         self.logits = run.logits[-1].copy() if run.logits is not None else None
-        if self.on_run is not None:  # it may use the session itself
+        if self.on_run is not None:
             first, *others = run.records
-            for record in (replace(first, num_cached=num_cached), *others):
-                self.on_run(record)
+            self._unreported += [replace(first, num_cached=num_cached), *others]
         wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
         return PrefillResult(
             logits=wanted,
             hidden=run.hidden,
+            position=self.state.position,
             num_tokens=len(token_ids),
             num_chunks=sum(record.num_chunks for record in run.records),
             seconds=seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import get_args
@@ -40,8 +41,11 @@ class Session(AsyncSession):
 
     @property
     def on_run(self) -> Callable[[RunRecord], None] | None:
-        """Given the record of every prefill and of every token's step; for traces. What it raises comes through; the
-        tokens have been taken by then."""
+        """Function that receives the record of every prefill and of every token's step, for traces.
+
+        It is called once all tokens of the prefill or step have been taken, and may use the session itself. Its
+        exceptions come through; the tokens stay taken.
+        """
         return self._sequence.on_run
 
     @on_run.setter
@@ -211,8 +215,9 @@ class Session(AsyncSession):
         try:
             with suppress(ChunkrtError):  # the engine is closed, or another thread still runs here
                 self._check_open()
-                with self._one_user():
-                    self._sequence.keep_prefix()
+                if not sys.is_finalizing():  # no thread can write any more
+                    with self._one_user():
+                        self._sequence.keep_prefix()
         finally:
             self._is_closed = True
             self._sequence.release()
@@ -236,10 +241,11 @@ class Session(AsyncSession):
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         if not isinstance(sampling, SamplingOptions):
             raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
-        if log_probabilities is not None and not 0 <= require_whole("log_probabilities", log_probabilities) <= (
-            vocab_size := self._engine.plan.vocab_size
-        ):
-            raise ConfigError(f"log_probabilities is {log_probabilities}, expected 0 to {vocab_size}")
+        vocab_size = self._engine.plan.vocab_size
+        if log_probabilities is not None:
+            log_probabilities = require_whole("log_probabilities", log_probabilities)
+            if not 0 <= log_probabilities <= vocab_size:
+                raise ConfigError(f"log_probabilities is {log_probabilities}, expected 0 to {vocab_size}")
         stops = StopStrings(stop)
         if not self._sequence.tokens:
             raise ConfigError("there is nothing to continue; call prefill first")

@@ -11,7 +11,7 @@ from zipfile import ZipFile
 import numpy as np
 
 from chunkrt.backends.base import AttentionMath
-from chunkrt.engine_directory.manifest import Manifest
+from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, Manifest
 from chunkrt.errors import ModelError
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.buffers import Array
@@ -38,8 +38,12 @@ class Conversation:
 
 
 def model_digest(manifest: Manifest, scheme: Scheme, attention_math: AttentionMath) -> bytes:
-    """32 bytes that tell apart what computes a session's state."""
-    model = f"{manifest.checkpoint or manifest.model}; {sorted(asdict(scheme).items())}"
+    """Return 32 bytes that identify the plan, weights and arithmetic that compute a session's state.
+
+    Plan and weights count by the digests of their files: weights depend on the calibration as well as on the checkpoint.
+    """
+    files = [(name, manifest.files[name][1]) for name in (PLAN, WEIGHTS)]
+    model = f"{files}; {sorted(asdict(scheme).items())}"
     math = "" if attention_math == "float32" else f"; attention in {attention_math}"
     return hashlib.sha256(f"{model}{math}".encode()).digest()
 
@@ -107,8 +111,8 @@ class SessionFile(StateFile):
     def _check(self, archive: ZipFile) -> None:
         if (read_array(archive, _MODEL, self._model) != self._model).any():
             raise ModelError(
-                f"{self.path} is a session with another model or scheme, or attention in another arithmetic; load that "
-                "one"
+                f"{self.path} is a session of another model, scheme or calibration, or of attention in another "
+                "arithmetic; load the model that it was saved with, or prefill again"
             )
 
     def _forms(self, numbers: Numbers) -> dict[str, Array]:

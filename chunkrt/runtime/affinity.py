@@ -11,12 +11,15 @@ import platform
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 
 from chunkrt.errors import ConfigError
 
 NO_AFFINITY, BIG = "none", "big"
 CPU_FOLDER = Path("/sys/devices/system/cpu")
+CGROUP_FOLDER = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 _SPEEDS = (("cpu_capacity", 0.5), ("cpufreq/cpuinfo_max_freq", 0.85))
 """Files that tell a CPU's speed, the better first, and the share of the fastest one's that a big core has at least. A
@@ -58,6 +61,58 @@ def available_cpus() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def available_cores(cpus: Collection[int] | None = None) -> int:
+    """Number of cores' worth of time that this process may use, at least 1.
+
+    A container may see all CPUs of its host and still have a quota (`docker run --cpus 2`); more threads than that
+    would only be throttled. A fraction of a core is rounded up.
+
+    Args:
+        cpus: the CPUs to choose from; by default those that the process may run on.
+    """
+    count = len(available_cpus() if cpus is None else cpus)
+    quota = cpu_quota()
+    return count if quota is None else max(1, min(count, ceil(quota)))
+
+
+def cpu_quota() -> float | None:
+    """The CPU quota of this process's control groups, in cores; None if there is none, or no Linux.
+
+    The least quota on the way to the root holds. Source: Linux kernel documentation, cgroup-v2.rst (`cpu.max`) and
+    sched-bwc.rst (`cpu.cfs_quota_us`, version 1).
+    """
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUP_FOLDER / controllers if controllers else CGROUP_FOLDER
+        if not root.is_dir():
+            root = CGROUP_FOLDER / "cpu"
+        folder = root / path.strip("/")
+        # inside a container the path may be the host's, and the container's own group is mounted as the root
+        folders = [folder, *folder.parents] if folder.is_dir() else [root]
+        quotas += [quota for f in folders if f.is_relative_to(root) and (quota := _quota_of(f)) is not None]
+    return min(quotas, default=None)
+
+
+def _quota_of(folder: Path) -> float | None:
+    """The quota of one control group, in cores; None if it has none."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # "max", or no such file
+        return None
+    return cores if cores > 0 else None
 
 
 def big_cores() -> frozenset[int]:

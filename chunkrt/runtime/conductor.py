@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -218,12 +219,24 @@ class Conductor:
         ticket.check()
 
     def _send(self, ticket: Ticket) -> None:
-        """Put a ticket into the queue, and see to it that the thread looks."""
+        """Put a ticket into the queue, and start the thread that serves it.
+
+        While the interpreter shuts down, no thread can start: `Thread.start` would wait for ever (Python 3.11) or
+        raise. A generator that is collected then ends its runs here, after `_end_all` has stopped all computing.
+        """
+        if sys.is_finalizing():
+            ticket.end(ClosedError(CLOSED))
+            return
         self._queue.put(ticket)
         with self._starting:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = Thread(target=self._serve, name="chunkrt-conductor", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    if not self._is_closed:
+                        raise
+                    ticket.end(ClosedError(CLOSED))  # from Python 3.12 on, at the end of the process
 
     def _check_open(self) -> None:
         if self._is_closed:

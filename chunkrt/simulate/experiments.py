@@ -32,7 +32,6 @@ from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine.options import available_cores
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
 from chunkrt.errors import ConfigError
@@ -41,6 +40,7 @@ from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.html_tables import html_table
 from chunkrt.quant.scheme import find_scheme
+from chunkrt.runtime.affinity import available_cores
 from chunkrt.runtime.policy import find_policy
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, find_shape, shapes, simulate
 from chunkrt.simulate.dask_cluster import run_on_dask

@@ -188,7 +188,7 @@ def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
         session = engine.session()
         session.prefill(PROMPT)
         session.save(tmp_path / "said")
-    with load("llama_rope_parameters") as engine, pytest.raises(ModelError, match="another model or scheme"):
+    with load("llama_rope_parameters") as engine, pytest.raises(ModelError, match="another model, scheme or calibration"):
         engine.load_session(tmp_path / "said")
     with (
         load("llama_rope_linear", attention_math="bfloat16") as engine,

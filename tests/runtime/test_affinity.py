@@ -18,7 +18,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import BackendError, ConfigError
 from chunkrt.runtime import affinity
-from chunkrt.runtime.affinity import big_cores, cpu_list, find_cpus, running_on
+from chunkrt.runtime.affinity import available_cores, big_cores, cpu_list, cpu_quota, find_cpus, running_on
 
 if not hasattr(os, "sched_setaffinity"):
     pytest.skip(f"{sys.platform} has no affinity", allow_module_level=True)
@@ -294,3 +294,65 @@ def test_doctor_shows_the_big_cores(command, machine) -> None:
 
 def _lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.fixture
+def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Set the control groups that this process seems to be in: the text of /proc/self/cgroup, and files by path."""
+
+    def set_up(own: str, **files: str) -> None:
+        root = tmp_path / "cgroup"
+        for name, text in files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (tmp_path / "own").write_text(own)
+        monkeypatch.setattr(affinity, "CGROUP_FOLDER", root)
+        monkeypatch.setattr(affinity, "OWN_CGROUPS", tmp_path / "own")
+
+    return set_up
+
+
+V1 = "5:cpu,cpuacct:/docker/c0ffee\n1:name=systemd:/docker/c0ffee\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
+        ("0::/a/b\n", {"a/cpu.max": "100000 100000\n", "a/b/cpu.max": "400000 100000\n"}, 1),
+        ("0::/host/path\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        (V1, {"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.5),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        (
+            V1,
+            {
+                "cpu,cpuacct/docker/c0ffee/cpu.cfs_quota_us": "50000",
+                "cpu,cpuacct/docker/c0ffee/cpu.cfs_period_us": "25000",
+            },
+            2,
+        ),
+        ("0::/\n", {"cpu.max": "nonsense"}, None),
+        ("", {}, None),
+    ],
+)
+def test_cpu_quota_is_the_least_of_the_control_groups(
+    own: str, files: dict[str, str], cores: float | None, cgroup: Callable[..., None]
+) -> None:
+    cgroup(own, **files)
+    assert cpu_quota() == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("200000", 2), ("150000", 2), ("10000", 1), ("900000", 8), ("max", 8)])
+def test_available_cores_are_bounded_by_the_quota(quota: str, cores: int, cgroup: Callable[..., None]) -> None:
+    cgroup("0::/", **{"cpu.max": f"{quota} 100000"})
+    assert available_cores(range(8)) == cores
+
+
+def test_default_threads_obey_the_quota_and_given_threads_do_not(cgroup: Callable[..., None]) -> None:
+    cgroup("0::/", **{"cpu.max": "100000 100000"})
+    assert EngineOptions().num_threads == 1
+    assert EngineOptions(threads=5).num_threads == 5

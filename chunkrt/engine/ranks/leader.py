@@ -117,7 +117,7 @@ class EngineMirror:
             if odd == ["executors"]:
                 raise ConfigError(
                     f"rank {rank} does not compute as rank 0 does: it has another NPU, or other chunks in flight; "
-                    "choose what all machines have (--npu, --chunks-in-flight)"
+                    "choose what all machines have (--npu, --in-flight)"
                 )
             if odd:
                 raise ConfigError(

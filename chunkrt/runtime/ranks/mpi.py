@@ -14,7 +14,7 @@ from typing import NoReturn
 from chunkrt.backends.communicator import Float32
 from chunkrt.errors import ClosedError
 from chunkrt.graph.ranks import Ranks
-from chunkrt.runtime.affinity import available_cpus
+from chunkrt.runtime.affinity import available_cpus, cpu_quota
 from chunkrt.runtime.ranks.interrupts import Interrupts
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 from chunkrt.runtime.ranks.messages import MessageCommunicator, as_bytes
@@ -67,7 +67,9 @@ class MpiCommunicator(MessageCommunicator):
 
     def _share_of(self, cpus: Collection[int]) -> float:
         near = [peer for peer in self._transport.peers if peer.machine == self._me.machine]
-        return sum(1 / max(1, sum(cpu in peer.cpus for peer in near)) for cpu in cpus) + 1e-6
+        share = sum(1 / max(1, sum(cpu in peer.cpus for peer in near)) for cpu in cpus) + 1e-6
+        quota = cpu_quota()
+        return share if quota is None else min(share, quota / max(1, len(near)) + 1e-6)
 
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
         """See `MessageCommunicator.send`."""
