@@ -1,18 +1,22 @@
-"""chunkrt: a heterogeneous CPU/NPU chunked-prefill runtime for decoder language models."""
+"""chunkrt: a heterogeneous CPU/NPU chunked-prefill runtime for decoder language models.
 
+Names are imported when they are first used, so that `import chunkrt` and the start of the command line take no time.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from chunkrt.backends.native.cpu import cpu_info
-from chunkrt.engine.engine import Engine
-from chunkrt.engine.generation import Piece
-from chunkrt.engine.loading import load
-from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.prefill_result import PrefillResult
-from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.engine.session import Session
-from chunkrt.errors import ChunkrtError
-
 if TYPE_CHECKING:
+    from chunkrt.backends.native.cpu import cpu_info
+    from chunkrt.engine.engine import Engine
+    from chunkrt.engine.generation import Piece
+    from chunkrt.engine.loading import load
+    from chunkrt.engine.options import EngineOptions
+    from chunkrt.engine.prefill_result import PrefillResult
+    from chunkrt.engine.sampling import SamplingOptions
+    from chunkrt.engine.session import Session
+    from chunkrt.errors import ChunkrtError
     from chunkrt.simulate.experiments import experiment
 
 __version__ = "0.1.0"
@@ -29,11 +33,31 @@ __all__ = [
     "load",
 ]
 
+_MODULES = {
+    "ChunkrtError": "errors",
+    "Engine": "engine.engine",
+    "EngineOptions": "engine.options",
+    "Piece": "engine.generation",
+    "PrefillResult": "engine.prefill_result",
+    "SamplingOptions": "engine.sampling",
+    "Session": "engine.session",
+    "cpu_info": "backends.native.cpu",
+    "experiment": "simulate.experiments",
+    "load": "engine.loading",
+}
+
 
 def __getattr__(name: str) -> object:
-    """`experiment`, which brings the simulator with it, is imported when it is asked for."""
-    if name == "experiment":
-        from chunkrt.simulate.experiments import experiment
+    """Import a public name, or a submodule, on its first use. Raises AttributeError if there is none."""
+    if name in _MODULES:
+        value: object = getattr(import_module(f"chunkrt.{_MODULES[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"chunkrt.{name}") is not None:
+        value = import_module(f"chunkrt.{name}")
+    else:
+        raise AttributeError(f"module 'chunkrt' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
-        return experiment
-    raise AttributeError(f"module 'chunkrt' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

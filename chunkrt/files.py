@@ -42,6 +42,9 @@ def no_progress(what: str, done: int, total: int) -> None:
     """A Progress that nobody is told of."""
 
 
+BYTE_ORDER_MARK = "\ufeff"
+"""U+FEFF, which Windows PowerShell and some editors write before a text."""
+
 SILENT_SECONDS = 1.0
 """For so long a process waits for another without a word."""
 
@@ -151,14 +154,14 @@ def check_writable(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file; a pipe or a device would perhaps never end.
+    """Return the text of a regular file, without a byte order mark; a pipe or a device might never end.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
         ValueError: it is not UTF-8.
     """
     check_regular(path)
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def check_regular(path: Path) -> None:
@@ -203,7 +206,9 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The same for JSON that is there already."""
+    """Parse JSON. Raises ValueError as `read_json` does. A byte order mark before it is ignored."""
+    mark = BYTE_ORDER_MARK if isinstance(text, str) else BYTE_ORDER_MARK.encode()
+    text = text.removeprefix(mark)  # type: ignore[arg-type]
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:

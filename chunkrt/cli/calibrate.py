@@ -123,7 +123,7 @@ def calibrate(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the text from {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -173,7 +173,7 @@ class _Text:
         if self.base is not None:
             check_base(self.base_model, self.base)
         try:
-            return self.path.read_text("utf-8")
+            return self.path.read_text("utf-8-sig")
         except OSError as error:
             raise ConfigError(f"cannot read the text from {self.path}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from chunkrt.errors import ConfigError
-from chunkrt.files import parse_json
+from chunkrt.files import BYTE_ORDER_MARK, parse_json
 from chunkrt.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 1 << 26
@@ -108,7 +108,7 @@ def read_prompts(file: str) -> list[Prompt]:
         ConfigError: it cannot be read, or a line is something else; the message has its number.
     """
     prompts: list[Prompt] = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(read_text(file).split("\n"), 1):  # JSON may hold other line separators
         if not line.strip():
             continue
         try:
@@ -153,7 +153,10 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 
 def read_text(file: str) -> str:
-    """A file's text or, of "-", standard input's; a device may have no end.
+    """Return the text of a file or, for "-", of standard input, without a byte order mark and one final newline.
+
+    Editors and `echo` end a text with a newline that the writer did not mean; llama.cpp drops it, too. Reading stops
+    at MOST_CHARACTERS, since a device may have no end.
 
     Raises:
         ConfigError: it cannot be read, is not UTF-8, or has more characters than any context holds.
@@ -172,4 +175,4 @@ def read_text(file: str) -> str:
         raise ConfigError(f"the prompt in {file} is not UTF-8 text: {error}") from error
     if len(text) > MOST_CHARACTERS:
         raise ConfigError(f"the prompt in {file} has more than {MOST_CHARACTERS} characters; no context holds so many")
-    return text
+    return text.removeprefix(BYTE_ORDER_MARK).removesuffix("\n")

@@ -67,6 +67,9 @@ def load(
             f"there is too little memory to load {model} ({error or 'no more can be had'}); close other programs, or "
             "choose a smaller model or a shorter context"
         ) from error
+    except OSError as error:  # of files that load reads or writes on the way: digests, caches, folders
+        where = f" {error.filename}" if error.filename else ""
+        raise ConfigError(f"cannot load {str(model):.200}:{where}: {error.strerror or error}") from error
 
 
 def _load(

@@ -45,8 +45,8 @@ class PrefillResult:
         rate = self.num_tokens / self.seconds if self.seconds else 0
         cached = f", {self.num_cached} cached" if self.num_cached else ""
         return (
-            f"PrefillResult(position {self.position}: {self.num_tokens} tokens computed in {self.num_chunks} chunks"
-            f"{cached}, {self.seconds:.3f} s, {rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
+            f"PrefillResult({self.num_tokens} tokens in {self.num_chunks} chunks{cached}, position {self.position}, "
+            f"{self.seconds:.3f} s, {rate:.1f} tokens/s, logits {logits}, {len(self.events)} events)"
         )
 
 

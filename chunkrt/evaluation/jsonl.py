@@ -24,7 +24,7 @@ def read_items(path: Path, parse: Callable[[dict[str, Any], int], Item], limit: 
     """
     items: list[Item] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if len(items) == limit:
                     break

@@ -126,7 +126,7 @@ def _endless(draw_one: Callable[[], int]) -> Iterator[int]:
 
 def _read(name: str, path: Path) -> list[int]:
     try:
-        lines = path.read_text("utf-8").split()
+        lines = path.read_text("utf-8-sig").split()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {name} lengths from {path}: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -401,3 +401,27 @@ def test_where_subgraphs_cannot_be_written_is_told_before_they_are_made(command,
 
     monkeypatch.setattr("chunkrt.cli.plan.read_model", fail)
     expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is no folder")
+
+
+@pytest.mark.parametrize("module", ["click", "numpy", "chunkrt.cli", "chunkrt.cli.doctor", "chunkrt.errors"])
+def test_ctrl_c_during_an_import_exits_with_130(module):
+    """The interrupt comes while a module is imported, as it does in the first moments of a command."""
+    program = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['chunkrt', 'doctor']\n"
+        "from chunkrt.__main__ import main\n"
+        "main()\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stdout, finished.stderr.strip()) == (130, "", "interrupted")
+
+
+def test_the_command_is_imported_before_any_library():
+    """Else Ctrl-C in its first moments would end in a traceback."""
+    program = "import sys, chunkrt.__main__; print(sorted({'click', 'numpy', 'rich'} & set(sys.modules)))"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert finished.stdout == "[]\n"

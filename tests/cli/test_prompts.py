@@ -31,7 +31,13 @@ def chat_model(tmp_path_factory):
         ((), "hello", "hello"),
         (("-p", "-"), "hello", "hello"),
         (("-f", "-"), "hello", "hello"),
-        (("-p", "@{file}"), "", "one\n"),
+        (("-p", "@{file}"), "", "one"),
+        (("-f", "{file}"), "", "one"),
+        (("-f", "{other}"), "", "\ntwo"),
+        (("-f", "{marked}"), "", "three"),
+        ((), "hello\n", "hello"),
+        ((), "hello\n\n", "hello\n"),
+        ((), "\ufeffhello", "hello"),
         (("-p", "@@file"), "", "@file"),
         (("-p", "hello"), "not read", "hello"),
         (("-f", "{file}", "-p", "hello"), "", "one\n\nhello"),
@@ -40,9 +46,10 @@ def chat_model(tmp_path_factory):
     ],
 )
 def test_a_prompt_comes_by_any_way(command, tmp_path, arguments, stdin, whole):
-    paths = {"file": tmp_path / "one.txt", "other": tmp_path / "two.txt"}
+    paths = {"file": tmp_path / "one.txt", "other": tmp_path / "two.txt", "marked": tmp_path / "three.txt"}
     paths["file"].write_text("one\n")
     paths["other"].write_text("\ntwo")
+    paths["marked"].write_bytes(b"\xef\xbb\xbfthree\r\n")  # as Windows PowerShell writes
     given = [argument.format(**paths) for argument in arguments]
     finished = command("run", GGUF, "-n", 8, *given, stdin=stdin)
     assert finished.out == answer(whole) + "\n"
@@ -98,6 +105,8 @@ def test_many_prompts_are_answered_in_their_order(command, chat_model, tmp_path)
     assert [row["text"] for row in rows] == [alone[0], alone[1], "Sure" + alone[2]]
     assert [(row["index"], row["id"]) for row in rows] == [(0, None), (1, "second"), (2, 3)]
     assert {(row["finish_reason"], row["new_tokens"]) for row in rows} == {("length", 8)}
+    path.write_text("\ufeff" + path.read_text())  # a byte order mark changes nothing
+    assert command("run", chat_model, "--prompts", path, "-n", 8, "--chunk", 8).out == finished.out
     piped = command("run", chat_model, "--prompts", "-", "-n", 8, "--batcher", "sequential", stdin=path.read_text())
     assert piped.out == finished.out
 

@@ -33,13 +33,29 @@ def test_what_a_person_prints_is_short():
         result = session.prefill("hello")
         assert repr(session) == "Session(7 of 128 tokens)"
         assert re.fullmatch(
-            r"PrefillResult\(7 tokens in 1 chunks, [\d.]+ s, [\d.]+ tokens/s, logits float32 \[\d+\], \d+ events\)",
+            r"PrefillResult\(7 tokens in 1 chunks, position 7, [\d.]+ s, [\d.]+ tokens/s, logits float32 \[\d+\], "
+                r"\d+ events\)",
             repr(result),
         )
         how = "scheme w8a8-dynamic, on native, chunks of 128, context of 128"
         assert repr(engine) == f"Engine({str(GGUF)!r}, {how})"
     assert repr(engine).endswith(", closed)")
     assert repr(session) == "Session(closed)"
+
+
+def test_rewind_to_the_result_position_forgets_the_answer_alone():
+    """Also where the prefix cache supplied most of the prompt, so that few tokens were computed."""
+    prompt = [(5 * i) % 40 for i in range(60)]
+    with chunkrt.load(GGUF, prefix_cache="memory") as engine:
+        for num_cached in (0, 59):
+            with engine.session() as session:
+                result = session.prefill(prompt)
+                assert (result.position, result.num_cached) == (60, num_cached)
+                assert ("59 cached" in repr(result)) == bool(num_cached)
+                first = [piece.token_id for piece in session.generate(max_new_tokens=4)]
+                session.rewind(result.position)
+                assert session.tokens == tuple(prompt)
+                assert [piece.token_id for piece in session.generate(max_new_tokens=4)] == first
 
 
 def test_pieces_and_tokens_have_a_plain_form():

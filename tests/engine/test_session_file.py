@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -11,8 +12,12 @@ import pytest
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint
 
 import chunkrt
+from chunkrt.checkpoints.source import weights_digest
+from chunkrt.compile.calibrate import calibrate
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
+from chunkrt.engine_directory import content
 from chunkrt.errors import ClosedError, ConfigError, ModelError
 
 NAME = "llama_biased_gguf"
@@ -194,6 +199,47 @@ def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
         load("llama_rope_linear", attention_math="bfloat16") as engine,
         pytest.raises(ModelError, match="attention in another arithmetic"),
     ):
+        engine.load_session(tmp_path / "said")
+
+
+def test_a_session_of_another_calibration_is_refused(tmp_path: Path) -> None:
+    """Equalisation scales columns of v by the calibration, and with them the values in the caches."""
+    model = checkpoint(NAME)
+    text = np.random.default_rng(3).integers(3, 40, 256)
+    for name, sample in (("one", text[:128]), ("other", text[128:])):
+        planned = plan_checkpoint(model, {})
+        weights = weights_digest(planned.source)
+        calibrate(planned.plan, planned.load, sample, model="toy", weights=weights).save(tmp_path / f"{name}.npz")
+    options = {"scheme": "w8a16", "equalisation": 0.75}
+    with load(calibration=tmp_path / "one.npz", **options) as engine, engine.session() as session:
+        session.prefill(PROMPT)
+        session.save(tmp_path / "said")
+        engine.load_session(tmp_path / "said").close()
+    with (
+        load(calibration=tmp_path / "other.npz", **options) as engine,
+        pytest.raises(ModelError, match="another model, scheme or calibration"),
+    ):
+        engine.load_session(tmp_path / "said")
+
+
+def test_a_session_of_other_weights_is_refused_however_few_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest by which ranks compare checkpoints samples large files; here it sees the header alone."""
+    monkeypatch.setattr(content, "SAMPLED_PIECES", 1)
+    monkeypatch.setattr(content, "SAMPLED_PIECE_BYTES", 64)
+    folder = shutil.copytree(checkpoint("llama_gqa"), tmp_path / "model")
+    options = {"scheme": "float", "npu": "reference"}
+    with load(str(folder), **options) as engine, engine.session() as session:
+        session.prefill(PROMPT)
+        session.save(tmp_path / "said")
+        sampled = engine.manifest.checkpoint
+    path = folder / "model.safetensors"
+    weights = bytearray(path.read_bytes())
+    weights[-2] ^= 1
+    path.write_bytes(weights)
+    with load(str(folder), **options) as engine, pytest.raises(ModelError, match="another model"):
+        assert engine.manifest.checkpoint == sampled
         engine.load_session(tmp_path / "said")
 
 
