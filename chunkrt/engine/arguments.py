@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Set
 from numbers import Integral
+from typing import Any
 
 from chunkrt.errors import ConfigError
 
@@ -20,7 +22,31 @@ def as_token_ids(prompt: object) -> list[int]:
     expected = "expected text, or the ids of tokens, which are whole numbers"
     if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(prompt, Iterable):
         raise ConfigError(f"the prompt is of type {type(prompt).__name__}; {expected}")
-    ids = list(prompt)
+    ids = listed("the prompt", prompt)
     if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, Integral)]:
         raise ConfigError(f"the prompt holds {wrong[0]!r}; {expected}")
     return [int(token) for token in ids]
+
+
+def listed(name: str, several: object) -> list[Any]:
+    """Return the items of a list, a tuple, an array or another iterable.
+
+    Raises ConfigError for texts of bytes, mappings, sets and whatever cannot be iterated.
+    """
+    if not isinstance(several, bytes | bytearray | memoryview | Mapping | Set) and isinstance(several, Iterable):
+        try:
+            return list(several)
+        except TypeError:  # an array without dimensions
+            pass
+    raise ConfigError(f"{name} is of type {type(several).__name__}, expected a list")
+
+
+def require_path(name: str, value: object) -> str:
+    """Return a path as text. Raises ConfigError if it is no path, or one that no file can have."""
+    if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
+        try:
+            if path and b"\0" not in os.fsencode(path):
+                return path
+        except UnicodeEncodeError:  # a lone surrogate
+            pass
+    raise ConfigError(f"{name} is {value!r:.80}, expected a path")

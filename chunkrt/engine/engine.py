@@ -15,6 +15,7 @@ from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.arguments import require_path
 from chunkrt.engine.cache_memory import CacheMemory
 from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.checks import check_cache, check_cache_memory, check_shift, default_cache_dtype
@@ -191,7 +192,7 @@ class Engine(ManyPrompts):
         if self._has_ranks:
             raise ConfigError("each rank holds a share of a session, which is not saved; load the model without ranks")
         return SessionFile(
-            path,
+            require_path("path", path),
             model=model_digest(self.manifest, self.scheme, self.options.attention_math),
             vocab_size=self.plan.vocab_size,
             context_length=self.context_length,

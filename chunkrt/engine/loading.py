@@ -69,7 +69,7 @@ def load(
         ) from error
     except OSError as error:  # of files that load reads or writes on the way: digests, caches, folders
         where = f" {error.filename}" if error.filename else ""
-        raise ConfigError(f"cannot load {str(model):.200}:{where}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot load {model!s:.200}:{where}: {error.strerror or error}") from error
 
 
 def _load(

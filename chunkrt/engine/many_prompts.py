@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from chunkrt.engine.arguments import as_token_ids, require_whole
+from chunkrt.engine.arguments import as_token_ids, listed, require_whole
 from chunkrt.engine.embedding import Float32, Pooling
 from chunkrt.engine.generation import Piece
 from chunkrt.engine.many import MOST_AT_ONCE, Part, Runs, drive_many
@@ -100,7 +100,7 @@ class ManyPrompts(ABC):
         Raises:
             ChunkrtError: as `Session.prefill` and `Session.generate`; then nothing is returned.
         """
-        several = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
+        several = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
         texts = [""] * len(several)
         pieces = self.stream(
             several, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, max_sessions=max_sessions
@@ -143,7 +143,7 @@ class ManyPrompts(ABC):
         """As `generate`, piece by piece: each with the index of its prompt, as they come."""
         if isinstance(prompts, str):
             raise ConfigError("prompts is one text; give a list of texts, or the text to generate")
-        several = _listed("prompts", prompts)
+        several = listed("prompts", prompts)
 
         def answer(session: Session, index: int) -> Part[Piece | None]:
             return session.answer(several[index], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
@@ -182,7 +182,7 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
     ) -> Iterator[tuple[int, Score]]:
         """As `score`, one by one: each with the index of its pair, as they come."""
-        tokens = [self._encode_pair(pair) for pair in _listed("pairs", pairs)]
+        tokens = [self._encode_pair(pair) for pair in listed("pairs", pairs)]
         for pair in tokens:
             check_pair(*pair, self.plan.vocab_size, self.context_length)
         groups = by_context(tokens)
@@ -233,9 +233,11 @@ class ManyPrompts(ABC):
             ConfigError: a text is empty or does not fit the context, or the scheme rotates hidden states.
             BackendError: a subgraph failed.
         """
+        if not isinstance(pooling, str):
+            raise ConfigError(f"pooling is {pooling!r:.80}, expected one of: {', '.join(get_args(Pooling))}")
         if pooling not in get_args(Pooling):
             raise unknown_name("pooling", pooling, get_args(Pooling))
-        several = [texts] if isinstance(texts, str) else _listed("texts", texts)
+        several = [texts] if isinstance(texts, str) else listed("texts", texts)
         if not several:
             raise ConfigError("there is no text to embed")
 
@@ -273,15 +275,9 @@ class ManyPrompts(ABC):
         return drive_many(number, open_part, self._runs, most)
 
     def _encode_pair(self, pair: tuple[str | Sequence[int], str | Sequence[int]]) -> tuple[list[int], list[int]]:
-        if isinstance(pair, str) or len(parts := _listed("a pair", pair)) != 2:
+        if isinstance(pair, str) or len(parts := listed("a pair", pair)) != 2:
             raise ConfigError(f"a pair is {pair!r}, expected a context and what follows it")
         context, continuation = parts
         if isinstance(context, str) and isinstance(continuation, str):
             return encode_pair(self.require_tokenizer(), context, continuation)
         return as_token_ids(context), as_token_ids(continuation)
-
-
-def _listed(name: str, several: Iterable[Any]) -> list[Any]:
-    if isinstance(several, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(several, Iterable):
-        raise ConfigError(f"{name} is of type {type(several).__name__}, expected a list")
-    return list(several)

@@ -54,17 +54,24 @@ def _check_threads(number: int) -> None:
         raise ConfigError(f"threads is {number}, expected at most {MOST_THREADS}")
 
 
+MOST_DIGITS = 18
+"""Longest number that an option takes, well within Python's own limit for text."""
+
+
 def _windows(value: object) -> tuple[int, ...]:
     """Whole numbers with commas between, each once and in order; empty if it is anything else."""
     parts = value.split(",") if isinstance(value, str) else [str(value)] if is_whole(value) else []
-    numbers = {int(part) for part in parts if part.strip().isdecimal()}
+    numbers = {int(part) for part in parts if part.strip().isdecimal() and len(part) <= MOST_DIGITS}
     return tuple(sorted(numbers)) if len(parts) == len(numbers) and 0 not in numbers else ()
 
 
 def _graph_layers(value: object) -> int | None:
     """None for "all", 0 for what is neither that nor layers=N."""
-    number = value.removeprefix("layers=") if isinstance(value, str) else ""
-    return None if value == "all" else int(number) if number.isdecimal() and number != value else 0
+    if not isinstance(value, str):
+        return 0
+    number = value.removeprefix("layers=")
+    is_number = number.isdecimal() and len(number) <= MOST_DIGITS and number != value
+    return None if value == "all" else int(number) if is_number else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +132,10 @@ class EngineOptions:
     equalisation: float | Literal["off"] | None = declared_option(
         "--equalise 0..1|off",
         "Unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
-        must=(lambda value: value == "off" or (is_number(value) and 0 <= value <= 1), "0 to 1, or 'off'"),
+        must=(
+            lambda value: (isinstance(value, str) and value == "off") or (is_number(value) and 0 <= value <= 1),
+            "0 to 1, or 'off'",
+        ),
     )
     rotation: bool = declared_option(
         "--rotate/--no-rotate", "Rotate the residual stream before a static scheme quantises.", default=False

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.registry import REFERENCE, operators
+from chunkrt.engine.arguments import listed
 from chunkrt.errors import BackendError, ChunkrtError, ConfigError
 from chunkrt.graph.uses import SAMPLER
 
@@ -67,6 +68,8 @@ class SamplingOptions:
         )
         for name in ("presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name), "a number in [-2, 2]", lambda p: -2 <= p <= 2)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias: found {self.logit_bias!r:.80}, expected a mapping of token ids to numbers")
         for token_id, bias in self.logit_bias.items():
             _require_integer("logit_bias, a token id", token_id, minimum=0)
             _require_number("logit_bias", bias, "numbers in [-100, 100]", lambda b: -100 <= b <= 100)
@@ -201,11 +204,15 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises ConfigError if a stop string is empty or not a string."""
         is_list = isinstance(stops, Iterable) and not isinstance(stops, str | bytes)
-        self._stops = tuple(stops) if is_list else ()
+        self._stops = tuple(listed("stop", stops)) if is_list else ()
         if not is_list or not all(isinstance(stop, str) and stop for stop in self._stops):
             raise ConfigError(f"stop strings: found {stops!r}, expected a list of non-empty strings")
         self._held = ""
         self._stopped = False
+
+    def __bool__(self) -> bool:
+        """Whether there is a stop string."""
+        return bool(self._stops)
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next piece; return what is safe to emit now, and whether a stop string was met.
@@ -261,12 +268,21 @@ def _penalised(
 
 def _require_number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
     """NaN holds no condition."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | np.integer | np.floating)
+        or not holds(_as_number(value))
+    ):
         raise ConfigError(f"{name}: found {value!r}, expected {expected}")
 
 
+def _as_number(value: Any) -> int | float:
+    """Return a NumPy scalar as Python's number, which no comparison casts."""
+    return value.item() if isinstance(value, np.generic) else value  # type: ignore[no-any-return]
+
+
 def _require_integer(name: str, value: object, *, minimum: int) -> None:
-    if value is not None and (type(value) is not int or value < minimum):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum):
         raise ConfigError(f"{name}: found {value!r}, expected an integer, at least {minimum}, or None")
 
 

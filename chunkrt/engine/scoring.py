@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.engine.arguments import as_token_ids
 from chunkrt.engine.sequence import Steps, TokenSequence
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ def score_continuation(
         ConfigError: one of them is empty or holds ids outside the vocabulary, or both together do not fit the context.
         BackendError: a subgraph failed.
     """
+    context, continuation = as_token_ids(context), as_token_ids(continuation)
     check_pair(context, continuation, sequence.vocab_size, sequence.context_length)
     yield from _go_to(sequence, context[:-1])
     log_probability, is_greedy = 0.0, True

@@ -246,10 +246,12 @@ class Session(AsyncSession):
             log_probabilities = require_whole("log_probabilities", log_probabilities)
             if not 0 <= log_probabilities <= vocab_size:
                 raise ConfigError(f"log_probabilities is {log_probabilities}, expected 0 to {vocab_size}")
+        if constraint is not None and not all(callable(getattr(constraint, n, None)) for n in ("allowed", "accept")):
+            raise ConfigError(f"constraint is {constraint!r:.80}, expected an object with allowed() and accept()")
         stops = StopStrings(stop)
         if not self._sequence.tokens:
             raise ConfigError("there is nothing to continue; call prefill first")
-        if stop:
+        if stops:
             self._engine.require_tokenizer()
         self._sequence.cancel.clear()
         sampler = self._engine.make_sampler(sampling)

@@ -40,7 +40,7 @@ class Conversation:
 def model_digest(manifest: Manifest, scheme: Scheme, attention_math: AttentionMath) -> bytes:
     """Return 32 bytes that identify the plan, weights and arithmetic that compute a session's state.
 
-    Plan and weights count by the digests of their files: weights depend on the calibration as well as on the checkpoint.
+    Plan and weights count by the digests of their files; weights depend on the checkpoint and the calibration.
     """
     files = [(name, manifest.files[name][1]) for name in (PLAN, WEIGHTS)]
     model = f"{files}; {sorted(asdict(scheme).items())}"

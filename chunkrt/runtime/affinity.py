@@ -89,7 +89,7 @@ def cpu_quota() -> float | None:
         return None
     quotas = []
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = CGROUP_FOLDER / controllers if controllers else CGROUP_FOLDER

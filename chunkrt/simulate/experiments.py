@@ -39,6 +39,7 @@ from chunkrt.files import Progress
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.html_tables import html_table
+from chunkrt.progress import find_progress
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.affinity import available_cores
 from chunkrt.runtime.policy import find_policy
@@ -133,7 +134,7 @@ def experiment(
     chunks_in_flight: Iterable[int | None] = (None,),
     workers: int | None = None,
     dask: str | Any = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | bool | None = None,
 ) -> Rows:
     """Simulate the prefill of a model at every point of a grid.
 
@@ -149,7 +150,7 @@ def experiment(
         workers: processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, at most the cores of
             this machine. 1 simulates in this process.
         dask: the address of a Dask scheduler, or a `distributed.Client`: its workers simulate, in place of processes.
-        progress: told about downloads, and after every simulation.
+        progress: function that is called during downloads and after every simulation; True shows a bar.
 
     Returns:
         A row for each point. The order does not depend on who simulates: devices vary slowest, then placements,
@@ -160,6 +161,7 @@ def experiment(
             or the Dask cluster cannot be used.
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
+    report = find_progress(progress)
     found_devices = [find_device(d) if isinstance(d, str) else d for d in _axis("devices", devices)]
     found_placements = [check_placement(p, "placements") for p in _axis("placements", placements)]
     names = [find_scheme(name).name for name in _axis("schemes", schemes)]
@@ -171,7 +173,7 @@ def experiment(
     flights = [None if flight is None else _whole("chunks_in_flight", flight) for flight in flights]
     if workers is not None:
         workers = _whole("workers", workers)
-    plans = plans_of(model, found_placements, progress)
+    plans = plans_of(model, found_placements, report)
     context = plans[0].context_length
     prompts = [_whole("prompt_lengths", length, context) for length in prompts]
     chunks = [_whole("chunk_lengths", length, context) for length in chunks]
@@ -182,9 +184,9 @@ def experiment(
     points = list(dict.fromkeys(of_grid))
     workers = min(workers or min(available_cores(), -(-len(points) // POINTS_OF_A_WORKER)), len(points))
     if dask is not None:
-        rows = run_on_dask(dask, _row, grid, points, lambda done: progress("simulating", done, len(points)))
+        rows = run_on_dask(dask, _row, grid, points, lambda done: report("simulating", done, len(points)))
     else:
-        rows = _run_here(grid, points, progress) if workers == 1 else _run_on(workers, grid, points, progress)
+        rows = _run_here(grid, points, report) if workers == 1 else _run_on(workers, grid, points, report)
     found = dict(zip(points, rows, strict=True))
     return Rows(found[point] for point in of_grid)
 

@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -39,7 +40,9 @@ class TokenBytes:
         self._known = {token_id: added[token_id].content.encode() for token_id in literal}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Raises ConfigError if the vocabulary has no such token."""
+        """Raises ConfigError if the vocabulary has no such token, or the id is no whole number."""
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise ConfigError(f"a token id is {token_id!r:.80}, expected a whole number")
         known = self._known.get(token_id)
         if known is None:
             token = self._library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None

@@ -113,6 +113,8 @@ class Tokenizer:
             ConfigError: the text holds a lone surrogate, which has no encoding.
             ModelError: the vocabulary has no token for a part of the text.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"the text is of type {type(text).__name__}, expected str")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -129,8 +131,12 @@ class Tokenizer:
         Raises:
             ConfigError: one is not in the vocabulary.
         """
+        try:
+            ids = iter(token_ids)
+        except TypeError as error:
+            raise ConfigError(f"token_ids is of type {type(token_ids).__name__}, expected a list") from error
         decoder = IncrementalDecoder(self)
-        return "".join([*map(decoder.push, token_ids), decoder.flush()])
+        return "".join([*map(decoder.push, ids), decoder.flush()])
 
     @property
     def takes_tools(self) -> bool:

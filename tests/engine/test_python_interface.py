@@ -34,7 +34,7 @@ def test_what_a_person_prints_is_short():
         assert repr(session) == "Session(7 of 128 tokens)"
         assert re.fullmatch(
             r"PrefillResult\(7 tokens in 1 chunks, position 7, [\d.]+ s, [\d.]+ tokens/s, logits float32 \[\d+\], "
-                r"\d+ events\)",
+            r"\d+ events\)",
             repr(result),
         )
         how = "scheme w8a8-dynamic, on native, chunks of 128, context of 128"

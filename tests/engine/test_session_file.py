@@ -193,7 +193,10 @@ def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
         session = engine.session()
         session.prefill(PROMPT)
         session.save(tmp_path / "said")
-    with load("llama_rope_parameters") as engine, pytest.raises(ModelError, match="another model, scheme or calibration"):
+    with (
+        load("llama_rope_parameters") as engine,
+        pytest.raises(ModelError, match="another model, scheme or calibration"),
+    ):
         engine.load_session(tmp_path / "said")
     with (
         load("llama_rope_linear", attention_math="bfloat16") as engine,
@@ -238,9 +241,10 @@ def test_a_session_of_other_weights_is_refused_however_few_differ(
     weights = bytearray(path.read_bytes())
     weights[-2] ^= 1
     path.write_bytes(weights)
-    with load(str(folder), **options) as engine, pytest.raises(ModelError, match="another model"):
+    with load(str(folder), **options) as engine:
         assert engine.manifest.checkpoint == sampled
-        engine.load_session(tmp_path / "said")
+        with pytest.raises(ModelError, match="another model"):
+            engine.load_session(tmp_path / "said")
 
 
 def test_a_damaged_file_leaves_the_session_as_it_was(tmp_path: Path) -> None:
