@@ -226,7 +226,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def fingerprint(path: Path) -> tuple[int, str]:
-    """Bytes and SHA-256 of a file. Raises OSError if it cannot be read."""
+    """Bytes and SHA-256 of a regular file. Raises OSError if it cannot be read, or is something else."""
+    check_regular(path)
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -3,6 +3,7 @@
 import os
 import threading
 import zipfile
+from collections.abc import Callable
 
 import pytest
 from fixture_checkpoints import checkpoint
@@ -14,6 +15,7 @@ from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ChunkrtError, ConfigError, ModelError
 from chunkrt.files import check_archive, parse_json, read_toml
 from chunkrt.graph.placement import read_placement
+from chunkrt.quant.calibration import Calibration
 from chunkrt.simulate.profile import read_profile
 from chunkrt.simulate.shape import read_shape
 
@@ -34,6 +36,23 @@ def test_json_has_neither_depth_without_end_nor_numbers_that_are_none():
             parse_json(text)
 
 
+def refusal_of(call: Callable[..., object], *arguments: object) -> str:
+    """The message with which a call refuses its arguments; it would never end if it read a pipe."""
+    found = []
+
+    def run():
+        try:
+            call(*arguments)
+        except ChunkrtError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found
+    return found[0]
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path, monkeypatch):
@@ -41,19 +60,22 @@ def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    found = []
+    assert "expected a regular file" in refusal_of(chunkrt.load, folder)
 
-    def load():
-        try:
-            chunkrt.load(folder)
-        except ChunkrtError as error:
-            found.append(str(error))
 
-    thread = threading.Thread(target=load, daemon=True)  # it would never end
-    thread.start()
-    thread.join(60)
-    assert found
-    assert "expected a regular file" in found[0]
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_in_place_of_a_calibration_is_refused(tmp_path):
+    folder, pipe = write_folder(tmp_path / "model"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "expected a regular file" in refusal_of(Calibration.load, pipe)
+    assert "expected a regular file" in refusal_of(lambda: chunkrt.load(folder, scheme="w8a8", calibration=pipe))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_in_place_of_a_session_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with chunkrt.load(write_folder(tmp_path / "model")) as engine:
+        assert "expected a regular file" in refusal_of(engine.load_session, tmp_path / "pipe")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")

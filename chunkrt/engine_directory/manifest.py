@@ -24,7 +24,7 @@ import xxhash
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import check_keys, fingerprint, read_json, read_text
+from chunkrt.files import check_keys, check_regular, fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
@@ -92,7 +92,7 @@ def cached_folder(
         ConfigError: the calibration cannot be read.
     """
     try:
-        grids = hashlib.sha256(calibration.read_bytes()).hexdigest() if calibration else ""
+        grids = fingerprint(calibration)[1] if calibration else ""
     except OSError as error:
         raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
     key = cache_key(
@@ -149,6 +149,7 @@ def digest(path: Path, algorithm: str, is_stopped: Callable[[], bool] = lambda: 
     """
     function = xxhash.xxh3_128() if algorithm == FAST_HASH else hashlib.sha256()
     piece = memoryview(bytearray(_READ_BYTES))
+    check_regular(path)
     with path.open("rb", buffering=0) as file:
         while (length := file.readinto(piece)) and not is_stopped():
             function.update(piece[:length])

@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 
 from chunkrt.engine.scoring import Float16, Float32
 from chunkrt.errors import ConfigError
-from chunkrt.files import check_archive, made_once, remove, written_aside
+from chunkrt.files import check_archive, check_regular, made_once, remove, written_aside
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
 HEADER_BYTES = 1024
@@ -92,6 +92,7 @@ class LogitCache:
         if not path.exists():
             return None
         try:
+            check_regular(path)
             archive = zipfile.ZipFile(path)
             try:
                 surprisals = _check(archive, num_rows, vocab_size)

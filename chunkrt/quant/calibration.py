@@ -15,7 +15,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, OutOfMemoryError
-from chunkrt.files import check_archive, written_aside
+from chunkrt.files import check_archive, check_regular, written_aside
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.ranges import METHODS, Method
 
@@ -96,6 +96,7 @@ class Calibration:
             ModelError: the file is missing, damaged, or of another format.
         """
         try:
+            check_regular(path)
             if path.is_file() and not is_zipfile(path):  # NumPy would advise to unpickle it
                 raise ValueError("it is no .npz archive")
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:

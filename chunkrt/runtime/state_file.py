@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import check_archive, written_aside
+from chunkrt.files import check_archive, check_regular, written_aside
 from chunkrt.runtime.buffers import Array
 
 Numbers = Mapping[str, int]
@@ -55,6 +55,7 @@ class StateFile:
             ModelError: the file is missing, damaged, or holds something else.
         """
         try:
+            check_regular(self.path)
             with zipfile.ZipFile(self.path) as archive:
                 check_archive(archive)
                 _check_names(archive, {*numbers, *arrays})
