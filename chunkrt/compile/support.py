@@ -320,6 +320,7 @@ def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> Toke
         if (found := read_folder(source.path, source.config)) is None:
             return TokenizerKind(model="", pre_tokenizer="")
         library, _ = found
+        Tokenizer(*found)  # whether its decoder is implemented
         pre = type(library.pre_tokenizer).__name__ if library.pre_tokenizer else ""
         return TokenizerKind(model=type(library.model).__name__, pre_tokenizer=pre)
     except UnsupportedModelError as refusal:

@@ -15,7 +15,7 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.tokenizer.library import byte_pair_encoding
+from chunkrt.tokenizer.library import add_tokens, byte_pair_encoding
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -84,6 +84,11 @@ Llama 3 has "llama-bpe", LFM2 "lfm2", Qwen2 to Qwen3 "qwen2", Qwen3.5 "qwen35", 
 Phi-4-mini "gpt-4o". Gemma, Phi-3 and the earlier Mistral are SentencePiece, which has no pre-tokeniser.
 """
 
+MOST_CHARACTERS = 1024
+"""Most characters of a SentencePiece token. The time to find its merges grows with the square of its length.
+
+SentencePiece's own limit, max_sentencepiece_length, is 16 by default."""
+
 _CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
 _KEEPS_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 """Phi-3's control and user-defined tokens swallow the whitespace after them, except for these. GGUF does not say so.
@@ -136,7 +141,8 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     control = {t: i for t, i in vocab.items() if types[i] in _CONTROL or i in (bos_id, *ends)}
     named = [t for t, i in vocab.items() if types[i] == TokenType.USER_DEFINED and t not in control]
     is_phi3 = model == "llama" and metadata.get("general.architecture") == "phi3"
-    library.add_tokens(
+    add_tokens(
+        library,
         [
             AddedToken(
                 token,
@@ -145,7 +151,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
                 rstrip=is_phi3 and token not in _KEEPS_SPACE_AFTER,
             )
             for token in [*control, *named]
-        ]
+        ],
     )
     return library, TextSettings(
         bos_id=bos_id,
@@ -198,7 +204,13 @@ def _sentence_piece(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], adds_space: bool
 ) -> tokenizers.Tokenizer:
     scores = _list(metadata, "scores", float, len(vocab))
-    merges = _merges({token: scores[i] for token, i in vocab.items() if types[i] == TokenType.NORMAL})
+    pieces = {token: scores[i] for token, i in vocab.items() if types[i] == TokenType.NORMAL}
+    if len(longest := max(pieces, key=len, default="")) > MOST_CHARACTERS:
+        raise ModelError(
+            f"a token of tokenizer.ggml.tokens has {len(longest)} characters; a piece of SentencePiece has at most "
+            f"{MOST_CHARACTERS}"
+        )
+    merges = _merges(pieces)
     unknown_id = _id(metadata, "unknown", len(vocab))
     unknown = next((t for t, i in vocab.items() if i == unknown_id or types[i] == TokenType.UNKNOWN), None)
     library = byte_pair_encoding(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)

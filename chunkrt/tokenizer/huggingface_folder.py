@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
         UnsupportedModelError: the tokenizer is not in tokenizer.json, or puts more around a text than one
             token before it.
     """
-    if not (folder / VOCABULARY_FILE).exists():
+    if not os.path.lexists(folder / VOCABULARY_FILE):  # a link to a file that is missing is an error, not its absence
         if (folder / "tokenizer.model").exists():
             raise UnsupportedModelError(
                 "it has tokenizer.model, but no tokenizer.json; Transformers' "
@@ -59,8 +60,8 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
 
 def _prefix(library: tokenizers.Tokenizer) -> int | None:
     """The token that tokenizer.json itself puts before a text."""
-    bare = encode_text(library, "a", add_special_tokens=False)
-    framed = encode_text(library, "a", add_special_tokens=True)
+    bare = encode_text(library, "a").ids
+    framed = encode_text(library, "a", add_special_tokens=True).ids
     if framed == bare:
         return None
     if framed[1:] == bare:
@@ -73,7 +74,7 @@ def _prefix(library: tokenizers.Tokenizer) -> int | None:
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, or what tokenizer_config.json has: a template, or several by name."""
-    if (folder / "chat_template.jinja").exists():
+    if os.path.lexists(folder / "chat_template.jinja"):
         return _read_text(folder / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
@@ -106,7 +107,7 @@ def _ids(value: Any) -> list[int]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object, empty if there is no such file."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
         values = json.loads(_read_text(path))
@@ -119,6 +120,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_text(path)
+        return read_text(path).removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {path.name}: {error}") from error

@@ -1,40 +1,106 @@
-"""The `tokenizers` library, whose errors have no type of their own, with ours."""
+"""Calls of the `tokenizers` library, whose errors have no type of their own, with chunkrt's errors."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tokenizers
-from tokenizers import models
+from tokenizers import AddedToken, models
 
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular
 
 VOCABULARY_FILE = "tokenizer.json"
 
+LARGEST_ID = (1 << 24) - 1
+"""The library allocates memory by the largest token id, so an id beyond any vocabulary would end the process."""
+
+_MAY_BE_TOO_LARGE = re.compile(rb":\s*\d{8}")
+"""A number of eight digits or more as a value. 2^24 has eight."""
+
+
+@contextmanager
+def library_errors(problem: str, *, panics_alone: bool = False) -> Iterator[None]:
+    """Raise ModelError in place of the library's exceptions.
+
+    A panic of the library is a BaseException named PanicException, which `except Exception` does not catch.
+
+    Args:
+        panics_alone: let exceptions that are not panics pass.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        is_error = isinstance(error, Exception) and not panics_alone
+        if not is_error and type(error).__name__ != "PanicException":
+            raise  # an interrupt, for example
+        raise ModelError(f"{problem}: {error}") from error
+
 
 def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json. Raises ModelError if it cannot be read."""
-    try:
+    """Read a tokenizer.json. Raises ModelError if it cannot be read."""
+    with library_errors(f"{path.name} cannot be read"):
         check_regular(path)
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:
-        raise ModelError(f"{path.name} cannot be read: {error}") from error
+        contents = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        if _MAY_BE_TOO_LARGE.search(contents):
+            _check_ids(contents)
+        library = tokenizers.Tokenizer.from_buffer(contents)
+        library.no_truncation()
+        library.no_padding()
+        return library
 
 
 def byte_pair_encoding(
     vocab: dict[str, int], merges: list[tuple[str, str]], **options: str | bool | None
 ) -> tokenizers.Tokenizer:
     """A tokenizer that merges and does nothing else. Raises ModelError if a merge is not in the vocabulary."""
-    try:
+    with library_errors("the vocabulary and its merges contradict each other"):
         return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
-    except Exception as error:
-        raise ModelError(f"the vocabulary and its merges contradict each other: {error}") from error
 
 
-def encode_text(library: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The library's own encoding. Raises ModelError if it has none."""
-    try:
-        return library.encode(text, add_special_tokens=add_special_tokens).ids
-    except Exception as error:
-        raise ModelError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
+def add_tokens(library: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
+    """Add tokens that are found in a text before it is divided further. Raises ModelError if that fails."""
+    with library_errors("the added tokens cannot be read"):
+        library.add_tokens(tokens)
+
+
+def copy_of(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """An independent library object with the same tokens. Raises ModelError if that fails."""
+    with library_errors("the vocabulary cannot be copied"):
+        return tokenizers.Tokenizer.from_str(library.to_str())
+
+
+def encode_text(library: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
+    """Encode a text while other threads run. Raises ModelError if the library cannot encode it.
+
+    The library releases Python's lock in `encode_batch`, but not in `encode`.
+    """
+    with library_errors(f"the tokenizer cannot encode {text!r:.80}"):
+        return library.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+
+def _check_ids(contents: bytes) -> None:
+    """Raises ModelError if a tokenizer.json gives a token an id beyond LARGEST_ID, or names a key twice."""
+    parsed = json.loads(contents, object_pairs_hook=_object)
+    model = parsed.get("model") if isinstance(parsed, dict) else None
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    added = parsed.get("added_tokens") if isinstance(parsed, dict) else None
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if too_large := [token_id for token_id in ids if type(token_id) is int and token_id > LARGEST_ID]:
+        raise ModelError(f"{VOCABULARY_FILE} gives a token the id {too_large[0]}; at most {LARGEST_ID} is accepted")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ModelError if it names a key twice, since readers differ in the value that counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ModelError(f"an object of {VOCABULARY_FILE} names a key twice")
+    return found

@@ -15,7 +15,7 @@ import tokenizers
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import read_text
 from chunkrt.tokenizer.decoding import IncrementalDecoder, TokenBytes
-from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
+from chunkrt.tokenizer.library import VOCABULARY_FILE, copy_of, encode_text, library_errors, read_vocabulary
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE, TextSettings
 
 if TYPE_CHECKING:
@@ -31,11 +31,10 @@ class Tokenizer:
     """
 
     def __init__(self, library: tokenizers.Tokenizer, settings: TextSettings) -> None:
-        library.no_truncation()
-        library.no_padding()
         self.settings = settings
         self.token_bytes = TokenBytes(library)
         self._library = library
+        self._by_mode: dict[bool, tokenizers.Tokenizer] = {}
         self._lock = Lock()
 
     @staticmethod
@@ -49,15 +48,16 @@ class Tokenizer:
         # Imported here, since only compiling needs them, not a device that runs an engine.
         metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
         try:
-            if metadata is None:
-                from chunkrt.tokenizer.huggingface_folder import read_folder
+            with library_errors("the vocabulary cannot be read", panics_alone=True):
+                if metadata is None:
+                    from chunkrt.tokenizer.huggingface_folder import read_folder
 
-                found = read_folder(source.path, source.config)
-            else:
-                from chunkrt.tokenizer.gguf_vocabulary import read_metadata
+                    found = read_folder(source.path, source.config)
+                else:
+                    from chunkrt.tokenizer.gguf_vocabulary import read_metadata
 
-                found = read_metadata(metadata)
-            return None if found is None else Tokenizer(*found)
+                    found = read_metadata(metadata)
+                return None if found is None else Tokenizer(*found)
         except ModelError as error:
             raise type(error)(f"{source.path}: {error}") from error
 
@@ -69,11 +69,12 @@ class Tokenizer:
             ModelError: it is damaged.
         """
         folder = Path(folder)
-        if not (folder / VOCABULARY_FILE).exists():
+        if not os.path.lexists(folder / VOCABULARY_FILE):
             return None
         try:
-            settings = TextSettings.from_json(read_text(folder / SETTINGS_FILE))
-            return Tokenizer(read_vocabulary(folder / VOCABULARY_FILE), settings)
+            with library_errors("the vocabulary cannot be read", panics_alone=True):
+                settings = TextSettings.from_json(read_text(folder / SETTINGS_FILE))
+                return Tokenizer(read_vocabulary(folder / VOCABULARY_FILE), settings)
         except (OSError, UnicodeDecodeError, ModelError) as error:
             raise ModelError(f"the tokenizer in {folder} is damaged ({error}); compile the model again") from error
 
@@ -84,7 +85,8 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The vocabulary and how text is divided into it, in the format of the `tokenizers` library."""
-        return self._library.to_str()
+        with library_errors("the vocabulary cannot be written"):
+            return self._library.to_str()
 
     @property
     def has_chat_template(self) -> bool:
@@ -119,9 +121,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the text is not valid Unicode: {error}") from error
-        with self._lock:
-            self._library.encode_special_tokens = not parse_special
-            ids = encode_text(self._library, text, add_special_tokens=False)
+        ids = encode_text(self._library_that(parse_special=parse_special), text).ids
         bos_id = self.settings.bos_id
         return [bos_id, *ids] if add_special and self.settings.add_bos and bos_id is not None else ids
 
@@ -190,6 +190,19 @@ class Tokenizer:
         if self.settings.chat_template is None:
             raise ModelError("the model has no chat template; give it a plain prompt, or take one tuned for chat")
         return ChatTemplate(self.settings.chat_template)
+
+    def _library_that(self, *, parse_special: bool) -> tokenizers.Tokenizer:
+        """The library object that reads control tokens, or the one that does not.
+
+        The choice is state of a library object. Each has its own, so that threads encode beside each other; the second
+        is made when it is first asked for.
+        """
+        with self._lock:
+            if parse_special not in self._by_mode:
+                library = copy_of(self._library) if self._by_mode else self._library
+                library.encode_special_tokens = not parse_special
+                self._by_mode[parse_special] = library
+            return self._by_mode[parse_special]
 
     def _token(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token_bytes[token_id].decode(errors="replace")

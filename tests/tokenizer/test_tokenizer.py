@@ -1,8 +1,9 @@
 """Encoding, decoding token by token, keeping in an engine directory, and what damaged vocabularies lead to."""
 
 import json
+import sys
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +138,27 @@ def test_threads_that_parse_differently_do_not_disturb_each_other():
         thread.join()
     assert found[True] == {(EOS,)}
     assert len(found[False]) == 1
+
+
+def test_encoding_lets_other_threads_run():
+    begin, ran = Event(), []
+
+    def run():
+        begin.wait()
+        ran.append(True)
+
+    thread = Thread(target=run)
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # a thread yields only where it releases Python's lock by itself
+    try:
+        begin.set()
+        BYTE_LEVEL.encode("some words " * 100_000)
+        ran_meanwhile = bool(ran)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert ran_meanwhile
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):
