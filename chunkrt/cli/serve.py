@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import click
 from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.errors import ConfigError
+from chunkrt.files import check_regular
 
 
 @click.command(cls=GroupedCommand, first=("host", "port", "api_key_file", "max_sessions", "npu"))
@@ -19,7 +21,11 @@ from chunkrt.errors import ConfigError
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option("--name", help="What clients call the model; by default as it is called here.")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="Clients have to give the key in this file.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help="Clients have to send a key of this file, which has one a line: KEY, or NAME: KEY.",
+)
 @click.option("--no-api-key", is_flag=True, help="Let anybody in, beyond this machine too.")
 @click.option("--max-sessions", type=click.IntRange(1), default=16, show_default=True, help="Sequences at a time.")
 @click.option(
@@ -62,8 +68,8 @@ def serve(
     Requests that come at the same time share chunks. Ctrl-C or SIGTERM: nothing new is taken, and what runs is finished
     within --grace.
     """
-    key = _read_key(api_key_file)
-    if key is None and not no_api_key and not _is_loopback(host):
+    keys = {} if api_key_file is None else _read_keys(api_key_file)
+    if not keys and not no_api_key and not _is_loopback(host):
         raise ConfigError(
             f"--host {host} can be reached from elsewhere and there is no key; give --api-key-file, or say --no-api-key"
         )
@@ -73,7 +79,7 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}; pip install 'chunkrt[serve]'") from error
     options = ServerOptions(
-        api_key=key,
+        api_keys=keys,
         max_sessions=max_sessions,
         queue=max_waiting,
         max_body_bytes=max_body,
@@ -96,16 +102,32 @@ def _name(model: str) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
+def _read_keys(path: Path) -> dict[str, str]:
+    """Return the keys of a file by their names. A line is `KEY`, `NAME: KEY`, a comment after `#`, or empty."""
     try:
-        key = path.read_text("utf-8").strip()
+        check_regular(path)
+        lines = path.read_text("utf-8-sig").splitlines()
+        mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API key from {path}: {error}") from error
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{path} holds no API key: expected one line of ASCII letters")
-    return key
+        raise ConfigError(f"cannot read the API keys from {path}: {error}") from error
+    keys = dict[str, str]()
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        name, separator, key = line.rpartition(": ")
+        name, key = name.strip() if separator else f"key-{number}", key.strip()
+        if not name or not name.isprintable() or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"{path}, line {number}, holds no API key: expected ASCII letters without spaces, or NAME: KEY"
+            )
+        if name in keys or key in keys.values():
+            raise ConfigError(f"{path}, line {number}: the name or the key has come before; give each client its own")
+        keys[name] = key
+    if not keys:
+        raise ConfigError(f"{path} holds no API key: expected one a line, as KEY or NAME: KEY")
+    if os.name == "posix" and mode & 0o004:
+        click.echo(f"warning: every user of this machine can read {path}; chmod 600 {path}", err=True)
+    return keys
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""What callers give: whole numbers, and the ids of tokens."""
+"""Checks of arguments: whole numbers, the ids of tokens, the salt of a prefix cache."""
 
 from __future__ import annotations
 
@@ -50,3 +50,12 @@ def require_path(name: str, value: object) -> str:
         except UnicodeEncodeError:  # a lone surrogate
             pass
     raise ConfigError(f"{name} is {value!r:.80}, expected a path")
+
+
+def checked_salt(cache_salt: object) -> str:
+    """Return the salt of a prefix cache; without one it is empty. Raises ConfigError if it is no string, or empty."""
+    if cache_salt is None:
+        return ""
+    if not isinstance(cache_salt, str) or not cache_salt:
+        raise ConfigError(f"cache_salt is {cache_salt!r}, expected a string that is not empty, or None")
+    return cache_salt

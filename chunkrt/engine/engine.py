@@ -15,7 +15,7 @@ from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.link import LinkBackend
 from chunkrt.backends.switches import Switches
-from chunkrt.engine.arguments import require_path
+from chunkrt.engine.arguments import checked_salt, require_path
 from chunkrt.engine.cache_memory import CacheMemory
 from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.checks import check_cache, check_cache_memory, check_shift, default_cache_dtype
@@ -153,33 +153,40 @@ class Engine(ManyPrompts):
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
         }
 
-    def session(self) -> Session:
-        """A new, empty session.
+    def session(self, *, cache_salt: str | None = None) -> Session:
+        """Open a new, empty session.
+
+        Args:
+            cache_salt: a string that separates users of the prefix cache. The session reuses, and keeps for reuse,
+                only prefixes of sessions with the same salt; None is a salt of its own.
 
         Raises:
             ClosedError: the engine is closed.
             BusyError: the caches of other sessions take what there is for all (`EngineOptions.cache_memory`).
+            ConfigError: the salt is no string, or is empty.
         """
+        salt = checked_salt(cache_salt)
         self.check_open()
-        return Session(self, self._cache_memory.open(self.make_state))
+        return Session(self, self._cache_memory.open(self.make_state), cache_salt=salt)
 
-    async def asession(self) -> Session:
+    async def asession(self, *, cache_salt: str | None = None) -> Session:
         """As `session`, but waits for room in the caches, behind those that came before.
 
         Raises BusyError if as many wait as may (`EngineOptions.queue`).
         """
+        salt = checked_salt(cache_salt)
         self.check_open()
-        return Session(self, await self._cache_memory.await_room(self.make_state))
+        return Session(self, await self._cache_memory.await_room(self.make_state), cache_salt=salt)
 
-    def load_session(self, path: str | os.PathLike[str]) -> Session:
-        """A session that goes on where the one was that `Session.save` wrote.
+    def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> Session:
+        """A session that goes on where the one was that `Session.save` wrote. `cache_salt` is as in `session`.
 
         Raises:
             ClosedError, BusyError: as `session`.
             ConfigError: the engine has ranks.
             ModelError: the file is missing, damaged, or does not fit; see `Session.load`.
         """
-        session = self.session()
+        session = self.session(cache_salt=cache_salt)
         try:
             session.load(path)
         except BaseException:
@@ -221,8 +228,8 @@ class Engine(ManyPrompts):
             chunk_length=self.chunk_length,
         )
 
-    def _open_waiting(self) -> Session:
-        return Session(self, self._cache_memory.wait(self.make_state))
+    def _open_waiting(self, cache_salt: str | None) -> Session:
+        return Session(self, self._cache_memory.wait(self.make_state), cache_salt=checked_salt(cache_salt))
 
     @property
     def _runs(self) -> Runs:

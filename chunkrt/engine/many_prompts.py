@@ -58,7 +58,7 @@ class ManyPrompts(ABC):
     prefix_cache: PrefixCache | None
 
     @abstractmethod
-    def session(self) -> Session:
+    def session(self, *, cache_salt: str | None = None) -> Session:
         """A session at once. Raises BusyError if there is no room for it."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class ManyPrompts(ABC):
         """Raises ClosedError if the engine is closed, ModelError if its files are damaged."""
 
     @abstractmethod
-    def _open_waiting(self) -> Session:
+    def _open_waiting(self, cache_salt: str | None) -> Session:
         """A session as soon as there is room for it."""
 
     @property
@@ -86,6 +86,7 @@ class ManyPrompts(ABC):
         sampling: SamplingOptions = GREEDY,
         stop: Sequence[str] = (),
         max_sessions: int = MOST_AT_ONCE,
+        cache_salt: str | None = None,
     ) -> str | list[str]:
         """Answer prompts, many at a time.
 
@@ -93,6 +94,7 @@ class ManyPrompts(ABC):
             prompts: one text, or several; each text or token ids, as `Session.prefill` takes them.
             max_new_tokens, sampling, stop: as `Session.generate` takes them.
             max_sessions: how many prompts are under way at once, as far as there is room in the caches.
+            cache_salt: as `Engine.session` takes it.
 
         Returns:
             The answer, or one for each prompt, in their order.
@@ -103,7 +105,12 @@ class ManyPrompts(ABC):
         several = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
         texts = [""] * len(several)
         pieces = self.stream(
-            several, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, max_sessions=max_sessions
+            several,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            max_sessions=max_sessions,
+            cache_salt=cache_salt,
         )
         for index, piece in pieces:
             texts[index] += piece.text
@@ -116,19 +123,23 @@ class ManyPrompts(ABC):
         max_new_tokens: int = 256,
         sampling: SamplingOptions = GREEDY,
         stop: Sequence[str] = (),
+        cache_salt: str | None = None,
     ) -> str:
         """The answer to a chat.
 
         Args:
             messages: each with "role" and "content", as in [{"role": "user", "content": "Hello"}].
             max_new_tokens, sampling, stop: as `Session.generate` takes them.
+            cache_salt: as `Engine.session` takes it.
 
         Raises:
             ConfigError: the messages are malformed.
             ModelError: the model has no chat template, or its template refuses them.
         """
         tokens = self.require_tokenizer().encode_chat(messages)
-        pieces = self.stream([tokens], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+        pieces = self.stream(
+            [tokens], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, cache_salt=cache_salt
+        )
         return "".join(piece.text for _, piece in pieces)
 
     def stream(
@@ -139,6 +150,7 @@ class ManyPrompts(ABC):
         sampling: SamplingOptions = GREEDY,
         stop: Sequence[str] = (),
         max_sessions: int = MOST_AT_ONCE,
+        cache_salt: str | None = None,
     ) -> Iterator[tuple[int, Piece]]:
         """As `generate`, piece by piece: each with the index of its prompt, as they come."""
         if isinstance(prompts, str):
@@ -148,7 +160,7 @@ class ManyPrompts(ABC):
         def answer(session: Session, index: int) -> Part[Piece | None]:
             return session.answer(several[index], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
 
-        for index, piece in self._drive_many(len(several), answer, max_sessions):
+        for index, piece in self._drive_many(len(several), answer, max_sessions, cache_salt):
             if piece is not None:
                 yield index, piece
 
@@ -157,6 +169,7 @@ class ManyPrompts(ABC):
         pairs: Sequence[tuple[str, str] | tuple[Sequence[int], Sequence[int]]],
         *,
         max_sessions: int = MOST_AT_ONCE,
+        cache_salt: str | None = None,
     ) -> list[Score]:
         """How likely the model finds texts after others, many at a time.
 
@@ -164,6 +177,7 @@ class ManyPrompts(ABC):
             pairs: a context and what follows it, both text or both token ids. Texts are divided into tokens as
                 lm-evaluation-harness does. Pairs with one context run it once.
             max_sessions: how many contexts are under way at once, as far as there is room in the caches.
+            cache_salt: as `Engine.session` takes it.
 
         Returns:
             A score for each pair, in their order: those of `Session.score`.
@@ -172,7 +186,7 @@ class ManyPrompts(ABC):
             ConfigError: a part is empty, or both together do not fit the context.
             BackendError: a subgraph failed.
         """
-        found = dict(self.scores(pairs, max_sessions=max_sessions))
+        found = dict(self.scores(pairs, max_sessions=max_sessions, cache_salt=cache_salt))
         return [found[index] for index in range(len(found))]
 
     def scores(
@@ -180,6 +194,7 @@ class ManyPrompts(ABC):
         pairs: Sequence[tuple[str, str] | tuple[Sequence[int], Sequence[int]]],
         *,
         max_sessions: int = MOST_AT_ONCE,
+        cache_salt: str | None = None,
     ) -> Iterator[tuple[int, Score]]:
         """As `score`, one by one: each with the index of its pair, as they come."""
         tokens = [self._encode_pair(pair) for pair in listed("pairs", pairs)]
@@ -208,14 +223,19 @@ class ManyPrompts(ABC):
             beginning.add(index)
             return True
 
-        for index, score in self._drive_many(len(groups), scoring, max_sessions, may_begin):
+        for index, score in self._drive_many(len(groups), scoring, max_sessions, cache_salt, may_begin):
             if index in beginning:
                 beginning.discard(index)
                 ran.add(contexts[index])
             yield next(left[index]), score
 
     def embed(
-        self, texts: str | Sequence[str | Sequence[int]], *, pooling: Pooling, max_sessions: int = MOST_AT_ONCE
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling,
+        max_sessions: int = MOST_AT_ONCE,
+        cache_salt: str | None = None,
     ) -> Float32:
         """Texts as vectors, of their hidden states after the last norm, many at a time.
 
@@ -225,6 +245,7 @@ class ManyPrompts(ABC):
             pooling: "last": the hidden state of the last token; "mean": the mean of all. A model that was trained to
                 give embeddings says which; of others neither is more than a guess.
             max_sessions: how many texts are under way at once, as far as there is room in the caches.
+            cache_salt: as `Engine.session` takes it.
 
         Returns:
             float32 [N, H], or [H] of one text; each of length 1.
@@ -244,7 +265,7 @@ class ManyPrompts(ABC):
         def embedding(session: Session, index: int) -> Part[Float32]:
             yield session.embedding(several[index], pooling)
 
-        rows = dict(self._drive_many(len(several), embedding, max_sessions))
+        rows = dict(self._drive_many(len(several), embedding, max_sessions, cache_salt))
         return rows[0] if isinstance(texts, str) else np.stack([rows[index] for index in range(len(several))])
 
     def _drive_many(
@@ -252,6 +273,7 @@ class ManyPrompts(ABC):
         number: int,
         part: Callable[[Session, int], Part[Result]],
         most: int,
+        cache_salt: str | None,
         may_begin: Callable[[int], bool] = lambda index: True,
     ) -> Iterator[tuple[int, Result]]:
         """Take so many parts to their end, each with a session of its own, once it may begin beside others."""
@@ -266,9 +288,9 @@ class ManyPrompts(ABC):
             if not may_begin(index):
                 return None
             if waits:
-                return in_session(self._open_waiting(), index)
+                return in_session(self._open_waiting(cache_salt), index)
             with suppress(BusyError):
-                return in_session(self.session(), index)
+                return in_session(self.session(cache_salt=cache_salt), index)
             return None
 
         self.check_ready()

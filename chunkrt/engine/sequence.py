@@ -64,9 +64,12 @@ class TokenSequence:
         engine: whose options they go by.
         state: empty, or of the first of `tokens`.
         tokens: those there are already.
+        cache_salt: prefixes are shared only with sequences of the same salt.
     """
 
-    def __init__(self, engine: SequenceEngine, state: State, tokens: Iterable[int] = ()) -> None:
+    def __init__(
+        self, engine: SequenceEngine, state: State, tokens: Iterable[int] = (), *, cache_salt: str = ""
+    ) -> None:
         self._engine = engine
         self._state: State | None = state
         self.tokens = list(tokens)
@@ -81,7 +84,7 @@ class TokenSequence:
         """Told, from any thread, how many tokens another chunk of a run has computed, or the prefix cache gave."""
         self._dropped: list[int] = []
         """What shifts of the context took away, from behind the tokens that stay for good."""
-        self._reuse = Reuse(engine.prefix_cache)
+        self._reuse = Reuse(engine.prefix_cache, cache_salt)
         self._unreported: list[RunRecord] = []
         """Records of runs that `on_run` has not been given yet: it is called when all tokens have been taken."""
         self._after_prompt: tuple[int, Float32] | None = None

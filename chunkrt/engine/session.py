@@ -33,9 +33,9 @@ class Session(AsyncSession):
     chunks.
     """
 
-    def __init__(self, engine: SessionEngine, state: State) -> None:
+    def __init__(self, engine: SessionEngine, state: State, *, cache_salt: str = "") -> None:
         self._engine = engine
-        self._sequence = TokenSequence(engine, state)
+        self._sequence = TokenSequence(engine, state, cache_salt=cache_salt)
         self._one_user = OneUser("the session")
         self._is_closed = False
 

@@ -1,14 +1,18 @@
-"""Who may ask: programs with the key, and pages of the server's own.
+"""Access: programs with a key, and pages of the server's own.
 
 A browser sends whatever any page has it send to a server on this machine. Two things tell of such a page: the `Origin`
-that browsers add, and, where a page's own name was made to lead here (DNS rebinding), the `Host`. A body that is
-declared to be JSON cannot come from another page unless the server allows it beforehand.
+that browsers add, and, where a page's own name was made to lead here (DNS rebinding), the `Host`. A server with keys
+does not look at the host: a page cannot send a key that it does not know. A body that is declared to be JSON cannot
+come from another page unless the server allows it beforehand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.requests import Request as HttpRequest
@@ -17,19 +21,34 @@ from chunkrt.server.errors import RequestError
 from chunkrt.server.service import ServerOptions
 
 
-def check_access(options: ServerOptions, http: HttpRequest, *, needs_key: bool) -> None:
-    """Whether a request may be answered.
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """The sender of a request. name: of its key, for logs and metrics. cache_salt: keeps its prefixes apart."""
+
+    name: str = ""
+    cache_salt: str = ""
+
+
+ANONYMOUS = Client()
+
+
+def check_access(options: ServerOptions, http: HttpRequest, *, needs_key: bool) -> Client:
+    """Return the sender of a request that may be answered.
 
     Raises:
         RequestError: its host or its page is none that may ask, its key is not the right one, or its body not JSON.
     """
     host = http.headers.get("host")
-    _check_host(options, host)
+    if not options.api_keys:
+        _check_host(options, host)
     _check_origin(options, http.headers.get("origin"), host)
-    if needs_key and options.api_key is not None:
-        _check_key(options.api_key, http.headers.get("authorization", ""))
+    client = ANONYMOUS
+    if needs_key and options.api_keys:
+        client = _find_client(options.api_keys, http.headers.get("authorization", ""))
     if http.method == "POST":
         _check_content_type(http.headers.get("content-type", ""))
+        _check_encoding(http.headers.get("content-encoding", ""))
+    return client
 
 
 def _check_host(options: ServerOptions, host: str | None) -> None:
@@ -62,21 +81,37 @@ def _check_origin(options: ServerOptions, origin: str | None, host: str | None) 
         )
 
 
-def _check_key(key: str, authorization: str) -> None:
-    """In a time that does not tell how much of it is right."""
+def _find_client(keys: Mapping[str, str], authorization: str) -> Client:
+    """Find the key that was sent. The time depends neither on how much of it is right nor on which one it is."""
     scheme, _, given = authorization.partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), key.encode()):
+    digest = _digest(given)
+    matches = [name for name, key in keys.items() if hmac.compare_digest(digest, _digest(key))]
+    if scheme.lower() != "bearer" or not matches:
         raise RequestError(
             "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
             status=401,
             code="invalid_api_key",
         )
+    # The salt is made of the key and not of its name: a new key under an old name finds nothing of the old key's.
+    return Client(name=matches[0], cache_salt=digest.hex())
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
 def _check_content_type(content_type: str) -> None:
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise RequestError(
             f"the body is {content_type or 'of no declared type'}; send JSON as 'Content-Type: application/json'",
+            status=415,
+        )
+
+
+def _check_encoding(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        raise RequestError(
+            f"the body is encoded as {encoding!r}, which is not read here; send it without Content-Encoding",
             status=415,
         )
 

@@ -25,7 +25,8 @@ class Wanted:
     max_new_tokens: None for as many as the context holds. sampling: of each choice. likeliest: of how
     many tokens log-probabilities are told; None: of none. constraint: makes one for each choice. echo: whether
     log-probabilities of the prompt are told too, if any are. progress: whether it is told how far the prompt is.
-    follows_text: whether the answer goes on in the text of the prompt, or begins one.
+    follows_text: whether the answer goes on in the text of the prompt, or begins one. cache_salt: as
+    `Engine.session` takes it.
     """
 
     max_new_tokens: int | None
@@ -36,6 +37,7 @@ class Wanted:
     echo: bool = False
     progress: bool = False
     follows_text: bool = False
+    cache_salt: str | None = None
 
     @property
     def is_of_prompts(self) -> bool:
@@ -177,7 +179,7 @@ async def _answer(
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(service.admission.places(len(wanted.sampling), turn))
         begin = time.perf_counter()
-        first = await stack.enter_async_context(await service.engine.asession())
+        first = await stack.enter_async_context(await service.engine.asession(cache_salt=wanted.cache_salt))
         prefilled = await _prefill(service, first, index, prompt, wanted, tell)
         service.metrics.first_token.observe(time.perf_counter() - begin)
         sessions = [first]
@@ -201,7 +203,10 @@ async def _tell(
 ) -> None:
     """Prompts that begin alike, one after the other in one session: what they begin with is run once."""
     assert wanted.likeliest is not None
-    async with service.admission.places(1, turn), await service.engine.asession() as session:
+    async with (
+        service.admission.places(1, turn),
+        await service.engine.asession(cache_salt=wanted.cache_salt) as session,
+    ):
         told: Sequence[TokenLogProbabilities] = ()
         for index, prompt in prompts.items():
             found = await session.atell(prompt, wanted.likeliest, told)

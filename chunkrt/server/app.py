@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from chunkrt.errors import ConfigError
 from chunkrt.server import embeddings, scoring
-from chunkrt.server.access import check_access
+from chunkrt.server.access import ANONYMOUS, Client, check_access
 from chunkrt.server.answers import end
 from chunkrt.server.chat import Chat
 from chunkrt.server.completions import Completion
@@ -34,6 +34,7 @@ from chunkrt.server.requests import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    Request,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -87,12 +88,14 @@ def _endpoint(service: Service, path: str, answer: Answer) -> Callable[[HttpRequ
 
     async def endpoint(http: HttpRequest) -> Response:
         try:
-            check_access(service.options, http, needs_key=path not in OPEN_PATHS)
+            http.state.client = client = check_access(service.options, http, needs_key=path not in OPEN_PATHS)
+            if client.name:
+                service.metrics.client_requests.labels(client.name).inc()
             response = await answer(service, http)
         except (ClientGoneError, ClientDisconnect):
             response = Response(status_code=499)
         except Exception as error:
-            response = error_response(_noted(f"{http.method} {http.url.path}", error))
+            response = error_response(_noted(f"{http.method} {http.url.path}{_sent_by(http)}", error))
         service.metrics.requests.labels(path, response.status_code).inc()
         return response
 
@@ -105,6 +108,12 @@ def _noted(what: str, error: Exception) -> RequestError:
     if told.status == 500:
         LOG.error("%s failed", what, exc_info=error)
     return told
+
+
+def _sent_by(http: HttpRequest) -> str:
+    """The name of the client's key, for the log."""
+    client: Client = getattr(http.state, "client", ANONYMOUS)
+    return f" of {client.name}" if client.name else ""
 
 
 async def _no_such_thing(http: HttpRequest, error: Exception) -> Response:
@@ -232,29 +241,34 @@ async def _model(service: Service, http: HttpRequest) -> Response:
     return JSONResponse(_described(service))
 
 
+def _salt(service: Service, http: HttpRequest, request: Request) -> str | None:
+    return service.cache_salt(http.state.client, request)
+
+
 async def _chat(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), ChatRequest)
-    return await _respond(http, Chat.of(service, request), stream=request.stream)
+    return await _respond(http, Chat.of(service, request, _salt(service, http, request)), stream=request.stream)
 
 
 async def _completions(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), CompletionRequest)
-    return await _respond(http, Completion.of(service, request), stream=request.stream)
+    return await _respond(http, Completion.of(service, request, _salt(service, http, request)), stream=request.stream)
 
 
 async def _embeddings(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), EmbeddingRequest)
-    return JSONResponse(await _while_connected(http, embeddings.embeddings(service, request)))
+    work = embeddings.embeddings(service, request, _salt(service, http, request))
+    return JSONResponse(await _while_connected(http, work))
 
 
 async def _score(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), ScoreRequest)
-    return JSONResponse(await _while_connected(http, scoring.score(service, request)))
+    return JSONResponse(await _while_connected(http, scoring.score(service, request, _salt(service, http, request))))
 
 
 async def _rerank(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), RerankRequest)
-    return JSONResponse(await _while_connected(http, scoring.rerank(service, request)))
+    return JSONResponse(await _while_connected(http, scoring.rerank(service, request, _salt(service, http, request))))
 
 
 async def _tokenize(service: Service, http: HttpRequest) -> Response:

@@ -26,7 +26,7 @@ class Chat(Form):
     """Of calls, for each choice, if there are tools."""
 
     @staticmethod
-    async def of(service: Service, request: ChatRequest) -> Chat:
+    async def of(service: Service, request: ChatRequest, cache_salt: str | None) -> Chat:
         """Raises RequestError if the request asks for what cannot be done."""
         service.check_model(request)
         request.check_stream()
@@ -43,6 +43,7 @@ class Chat(Form):
             likeliest=request.num_likeliest,
             constraint=await service.beside(constraint_maker, service, request.response_format),
             progress=request.progress,
+            cache_salt=cache_salt,
         )
         prompt = await service.beside(service.encode_chat, request.messages, tools)
         chat = Chat(service, request, [prompt], wanted)

@@ -22,7 +22,7 @@ class Completion(Form):
     kind = event_kind = "text_completion"
 
     @staticmethod
-    async def of(service: Service, request: CompletionRequest) -> Completion:
+    async def of(service: Service, request: CompletionRequest, cache_salt: str | None) -> Completion:
         """Raises RequestError if the request asks for what cannot be done."""
         service.check_model(request)
         request.check_stream()
@@ -40,6 +40,7 @@ class Completion(Form):
             constraint=await service.beside(constraint_maker, service, request.response_format),
             echo=bool(request.echo),
             progress=request.progress,
+            cache_salt=cache_salt,
             follows_text=True,
         )
         prompts = [await service.beside(service.encode, prompt) for prompt in request.prompts]

@@ -19,7 +19,7 @@ from chunkrt.server.service import Service
 Float32 = NDArray[np.float32]
 
 
-async def embeddings(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
+async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: str | None) -> dict[str, Any]:
     """A vector for each text; the answer says by which pooling.
 
     Raises:
@@ -51,7 +51,7 @@ async def embeddings(service: Service, request: EmbeddingRequest) -> dict[str, A
             "out",
             param="dimensions",
         )
-    rows = await _rows(service, texts, pooling)
+    rows = await _rows(service, texts, pooling, cache_salt)
     number = sum(map(len, texts))
     return {
         "object": "list",
@@ -72,13 +72,18 @@ def _width(service: Service) -> int:
     return int(plan.tensors[plan.hidden].shape[-1])
 
 
-async def _rows(service: Service, texts: Sequence[Sequence[int]], pooling: Pooling) -> list[Float32]:
+async def _rows(
+    service: Service, texts: Sequence[Sequence[int]], pooling: Pooling, cache_salt: str | None
+) -> list[Float32]:
     service.admission.check()
     turn = Turn()
     found: dict[int, Float32] = {}
 
     async def work(index: int, tokens: Sequence[int]) -> None:
-        async with service.admission.places(1, turn), await service.engine.asession() as session:
+        async with (
+            service.admission.places(1, turn),
+            await service.engine.asession(cache_salt=cache_salt) as session,
+        ):
             result = await session.aprefill(tokens, logits="hidden")
             assert result.hidden is not None
             found[index] = pooled(result.hidden, pooling)

@@ -50,5 +50,9 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 def error_response(error: RequestError) -> JSONResponse:
     """The answer that tells an error; one that may be gone in a moment says when to come again."""
-    headers = {"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None
+    headers = {}
+    if error.status == 503:
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    elif error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), error.status, headers)

@@ -23,6 +23,9 @@ class Metrics:
         self.requests = Counter(
             "chunkrt_requests", "Requests that were answered.", ["path", "status"], registry=self._registry
         )
+        self.client_requests = Counter(
+            "chunkrt_client_requests", "Requests by the name of the client's key.", ["client"], registry=self._registry
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that had been computed before.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers.")

@@ -39,6 +39,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = None
     prompt_cache_retention: str | None = None
 
 

@@ -16,7 +16,7 @@ from chunkrt.server.service import Service
 Pair = tuple[list[int], list[int]]
 
 
-async def score(service: Service, request: ScoreRequest) -> dict[str, Any]:
+async def score(service: Service, request: ScoreRequest, cache_salt: str | None) -> dict[str, Any]:
     """The log-probability of each `text_2` after its `text_1`, and whether greedy decoding would write it."""
     service.check_model(request)
     first = [request.text_1] if isinstance(request.text_1, str) else request.text_1
@@ -30,7 +30,7 @@ async def score(service: Service, request: ScoreRequest) -> dict[str, Any]:
         await service.beside(encode_pair, service.tokenizer, one, other)
         for one, other in zip(firsts, second, strict=True)
     ]
-    found = await _scores(service, pairs)
+    found = await _scores(service, pairs, cache_salt)
     return {
         "id": f"score-{uuid4().hex}",
         "object": "list",
@@ -43,14 +43,14 @@ async def score(service: Service, request: ScoreRequest) -> dict[str, Any]:
     }
 
 
-async def rerank(service: Service, request: RerankRequest) -> dict[str, Any]:
+async def rerank(service: Service, request: RerankRequest, cache_salt: str | None) -> dict[str, Any]:
     """Documents by how likely the model finds the query after each: the mean log-probability of its tokens."""
     service.check_model(request)
     texts = [document if isinstance(document, str) else document.get("text") for document in request.documents]
     if not request.query or not all(isinstance(text, str) and text for text in texts):
         raise RequestError("documents: expected texts, or objects with a text, none empty", param="documents")
     pairs = [await service.beside(encode_pair, service.tokenizer, f"{text}\n\n", request.query) for text in texts]
-    found = await _scores(service, pairs)
+    found = await _scores(service, pairs, cache_salt)
     means = [one.log_probability / len(pair[1]) for one, pair in zip(found, pairs, strict=True)]
     order = sorted(range(len(means)), key=lambda index: -means[index])[: request.top_n]
     return {
@@ -68,14 +68,17 @@ async def rerank(service: Service, request: RerankRequest) -> dict[str, Any]:
     }
 
 
-async def _scores(service: Service, pairs: Sequence[Pair]) -> list[Score]:
+async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | None) -> list[Score]:
     """Pairs with one context share a session, which runs it once."""
     service.admission.check()
     turn = Turn()
     found: dict[int, Score] = {}
 
     async def work(indices: list[int]) -> None:
-        async with service.admission.places(1, turn), await service.engine.asession() as session:
+        async with (
+            service.admission.places(1, turn),
+            await service.engine.asession(cache_salt=cache_salt) as session,
+        ):
             for index in indices:
                 found[index] = await session.ascore(*pairs[index])
 

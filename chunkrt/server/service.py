@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from chunkrt.engine.embedding import Pooling, check_hidden
 from chunkrt.engine.engine import Engine
@@ -19,6 +21,9 @@ from chunkrt.server.requests import Generating, Request
 from chunkrt.server.tool_calls import with_arguments_read
 from chunkrt.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from chunkrt.server.access import Client
+
 Result = TypeVar("Result")
 
 
@@ -27,17 +32,18 @@ class ServerOptions:
     """How a server behaves.
 
     Args:
-        api_key: what clients have to give; None: nothing.
+        api_keys: the keys of clients, by names for logs and metrics; none: anybody may ask. Each key has a prefix
+            cache of its own.
         max_sessions: sequences under way at a time.
         queue: requests that wait for places.
         max_body_bytes: of a request.
         body_seconds: in which a request's body has to come.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
-        allow_hosts: names beside "localhost" by which the server may be asked ("*" for any); addresses may always be.
+        allow_hosts: names by which a server without keys may be asked, beside addresses and "localhost" ("*" for any).
         embeddings: how they are made; None: not at all.
     """
 
-    api_key: str | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)
     max_sessions: int = 16
     queue: int = 64
     max_body_bytes: int = 16 * 2**20
@@ -76,6 +82,16 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def cache_salt(self, client: Client, request: Request) -> str | None:
+        """Return the salt of a request's prefixes; None for those that all clients of a server without keys share.
+
+        Raises RequestError if it gives one that is empty.
+        """
+        if request.cache_salt == "":
+            raise RequestError("cache_salt: found an empty string; give some text, or omit it", param="cache_salt")
+        parts = client.cache_salt, request.cache_salt or "", request.prompt_cache_key or ""
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest() if any(parts) else None
 
     def sampling(self, request: Generating) -> list[SamplingOptions]:
         """How each choice of a request is drawn. Raises RequestError if an option is out of its range."""

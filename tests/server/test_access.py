@@ -65,3 +65,18 @@ def test_an_origin_that_is_allowed_may_ask(engine):
             assert answer.status_code == 200
             assert answer.headers["access-control-allow-origin"] == allowed
             assert ask(url, Origin="http://other.example").status_code == other
+
+
+@pytest.mark.parametrize("host", ["host.docker.internal:8080", "box.lan", "evil.example"])
+def test_a_server_with_keys_may_be_asked_by_any_name(engine, host):
+    """A page that came there by DNS rebinding cannot send a key that it does not know."""
+    with serving(engine, api_keys={"one": "right"}) as (_, url):
+        assert ask(url, Host=host, Authorization="Bearer right").status_code == 200
+        assert ask(url, Host=host).status_code == 401
+        assert ask(url, Host=host, Origin="http://other", Authorization="Bearer right").status_code == 403
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
+def test_a_compressed_body_is_refused_by_name(served, encoding):
+    answer = ask(served[1], Content_Encoding=encoding)
+    assert (answer.status_code, encoding in answer.json()["error"]["message"]) == (415, True)

@@ -35,7 +35,7 @@ class Process:
     def wait_until_it_ends(self):
         """Come back when nobody is let in any more."""
         url = httpx.URL(self.url)
-        with suppress(ConnectionRefusedError):
+        with suppress(ConnectionRefusedError, ConnectionResetError):
             while True:
                 socket.create_connection((url.host, url.port), timeout=SECONDS).close()
 
@@ -142,8 +142,42 @@ def test_what_clients_call_the_model(tmp_path, monkeypatch):
     assert Path(_name("..")).name == tmp_path.parent.name
 
 
-@pytest.mark.parametrize("key", ["", "two words", "schlüssel", "ключ", "a\x01b"])
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "ключ", "a\x01b", "name: two words", ": key"])
 def test_a_key_that_no_client_could_send_is_refused(command, chat_folder, tmp_path, key):
-    (tmp_path / "key").write_text(key, "utf-8")
+    lines = ["# the keys", "one: sound", key]
+    (tmp_path / "key").write_text("\n".join(lines), "utf-8")
     found = command("serve", chat_folder, "--api-key-file", tmp_path / "key")
-    expect_one_line(found, "key holds no API key: expected one line of ASCII letters")
+    expect_one_line(found, "line 3, holds no API key: expected")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# only a comment\n"])
+def test_a_file_without_keys_is_refused(command, chat_folder, tmp_path, text):
+    (tmp_path / "key").write_text(text)
+    expect_one_line(command("serve", chat_folder, "--api-key-file", tmp_path / "key"), "holds no API key: expected one")
+
+
+@pytest.mark.parametrize("text", ["one: a\none: b", "one: a\ntwo: a", "a\na"])
+def test_keys_and_their_names_are_given_once(command, chat_folder, tmp_path, text):
+    (tmp_path / "key").write_text(text)
+    expect_one_line(command("serve", chat_folder, "--api-key-file", tmp_path / "key"), "line 2: the name or the key")
+
+
+def test_a_key_file_of_several_keys(serve, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("\ufeff# of the team\nalice: a-1\n\n  b:2  \n", "utf-8")
+    file.chmod(0o600)
+    with serve("--api-key-file", file) as server:
+        for key, status in (("a-1", 200), ("b:2", 200), ("alice", 401), ("alice: a-1", 401), ("", 401), ("# of", 401)):
+            answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}".strip()})
+            assert answer.status_code == status
+            assert answer.headers.get("www-authenticate") == (None if status == 200 else "Bearer")
+        counts = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer b:2"}).text
+        assert 'chunkrt_client_requests_total{client="alice"} 1.0' in counts
+        assert 'chunkrt_client_requests_total{client="key-4"} 2.0' in counts
+
+
+def test_a_key_file_that_everybody_can_read_is_warned_of(serve, tmp_path):
+    (tmp_path / "keys").write_text("a")
+    (tmp_path / "keys").chmod(0o644)
+    with serve("--api-key-file", tmp_path / "keys") as server:
+        assert server.err.startswith("warning: every user of this machine can read ")

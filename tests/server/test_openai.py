@@ -331,7 +331,7 @@ def test_paths_and_methods(served):
 
 
 def test_a_key_is_asked_for(engine):
-    with serving(engine, api_key="right") as (_, url):
+    with serving(engine, api_keys={"one": "right"}) as (_, url):
         for key in ("wrong", "righ"):
             with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
                 with pytest.raises(openai.AuthenticationError) as refused:

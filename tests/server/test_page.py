@@ -83,7 +83,7 @@ def test_an_error_is_shown_and_the_turn_left_out(served, page):
 
 
 def test_the_key_goes_with_every_request(engine, page):
-    with serving(engine, api_key="right") as (_, url):
+    with serving(engine, api_keys={"one": "right"}) as (_, url):
         page.goto(url)
         page.get_by_label("Message").fill("hi")
         page.keyboard.press("Enter")

@@ -9,13 +9,13 @@ copies it lives until that is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from threading import Lock
 from typing import Protocol
 
-from chunkrt.engine.prefix_cache.tree import NODE_BYTES, STEP, Addition, Node, PrefixTree, evict
+from chunkrt.engine.prefix_cache.tree import NODE_BYTES, STEP, Addition, Node, PrefixTree, Root, evict
 from chunkrt.runtime.prefix import Prefix, StateForms
 from chunkrt.runtime.state import State
 
@@ -38,11 +38,11 @@ class Exactness:
 class Store(Protocol):
     """What keeps prefixes beyond memory."""
 
-    def load(self, forms: StateForms, tokens: Sequence[int], rope_offset: int, known: int) -> Iterator[Addition]:
+    def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
         """What there is of some tokens beyond the first that are known, part by part."""
         ...
 
-    def save(self, forms: StateForms, rope_offset: int, nodes: Sequence[Node]) -> None:
+    def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
         """Have nodes written that follow one another from the first token on, some time."""
         ...
 
@@ -78,7 +78,8 @@ class PrefixCache:
         """Tokens that sessions were given, in place of running them."""
         self._store = store
         self._is_lost = is_lost
-        self._trees: dict[int, PrefixTree] = {}
+        self._trees: dict[Root, PrefixTree] = {}
+        """Trees that hold something, by what their prefixes have in common."""
         self._lock = Lock()
         self._adding = Lock()
         """Whoever adds has it, so that the limit holds while pieces are copied."""
@@ -91,27 +92,28 @@ class PrefixCache:
         with self._lock:
             return sum(tree.num_bytes for tree in self._trees.values())
 
-    def find(self, tokens: Sequence[int], state: State, limit: int) -> Prefix | None:
-        """The longest prefix of some tokens beyond what a state has seen of them, and of `limit` tokens at most."""
+    def find(self, tokens: Sequence[int], state: State, limit: int, salt: str = "") -> Prefix | None:
+        """Return the longest prefix of some tokens, of `limit` tokens at most, that was kept under a salt and is longer
+        than the part which the state has seen."""
         if limit <= state.position or self._is_off():
             return None
-        tree, clock = self._tree(state), next(self._clock)
+        root, clock = Root(salt, state.rope_offset), next(self._clock)
         with self._lock:
-            found = tree.find(tokens, state.position, limit, clock)
+            found = self._tree(root, state.forms).find(tokens, state.position, limit, clock)
         if self._store is None or (found is not None and found.position + self.exactness.step > limit):
             return found
-        self._load(self._store, tree, tokens, state.rope_offset, clock)
+        self._load(self._store, root, state.forms, tokens, clock)
         with self._lock:
-            return tree.find(tokens, state.position, limit, clock)
+            return self._tree(root, state.forms).find(tokens, state.position, limit, clock)
 
-    def add(self, tokens: Sequence[int], state: State) -> None:
-        """Keep what a state holds of its first tokens; at its position it is exact if they are all."""
+    def add(self, tokens: Sequence[int], state: State, salt: str = "") -> None:
+        """Keep under a salt what a state holds of its first tokens; at its position it is exact if they are all."""
         if not tokens or self._is_off():
             return
-        tree, clock = self._tree(state), next(self._clock)
-        forms = tree.forms
+        root, forms, clock = Root(salt, state.rope_offset), state.forms, next(self._clock)
         with self._adding:
             with self._lock:
+                tree = self._tree(root, forms)
                 wanted = tree.missing(tokens, state.first_in_rings, clock)
                 takes_recurrent = len(tokens) == state.position and tree.lacks_recurrent(tokens)
                 extended = frozenset(tree.path(tokens))
@@ -129,25 +131,27 @@ class PrefixCache:
                 return
             room -= takes_recurrent * forms.recurrent_bytes
             with self._lock:
-                evict(list(self._trees.values()), room + sum(node.num_bytes for node in extended), extended)
+                self._evict(room + sum(node.num_bytes for node in extended), extended)
             pieces = tuple(state.piece(forms, start, start + len(part), caches=is_new) for part, start, is_new in kept)
             recurrent = {len(tokens): state.recurrent()} if takes_recurrent else {}
             with self._lock:
+                if self._is_closed:
+                    return
+                self._trees[root] = tree = self._tree(root, forms)  # `clear` may have come between
                 tree.add(tokens, Addition(pieces=pieces, recurrent=recurrent), clock)
             if self._store is not None:
                 with self._lock:
                     nodes = tree.path(tokens)
-                self._store.save(forms, state.rope_offset, nodes)
+                self._store.save(forms, root, nodes)
 
-    def part_lengths(self, tokens: Sequence[int], state: State) -> list[int]:
+    def part_lengths(self, tokens: Sequence[int], state: State, salt: str = "") -> list[int]:
         """The run of the tokens that a state has not seen, parted where rings and recurrent tensors shall be kept.
 
         That is at borders of its chunks, so that none is added: every so many tokens, where another prompt parted from
         these tokens, and, of recurrent tensors, at the last one, for a prompt that is the same but for its end. What
         caches hold can be kept afterwards.
         """
-        tree = self._tree(state)
-        forms, chunk, num_tokens = tree.forms, self.chunk_length, len(tokens) - state.position
+        forms, chunk, num_tokens = state.forms, self.chunk_length, len(tokens) - state.position
         if not (forms.rings or forms.recurrent):
             return [num_tokens]
         between = max(LEAST_BETWEEN_CUTS, forms.recurrent_bytes // max(forms.cache_bytes + forms.ring_bytes, 1))
@@ -155,7 +159,7 @@ class PrefixCache:
             between = max(LEAST_BETWEEN_CUTS, forms.ring_slots)
         between = max(between // chunk, 1) * chunk
         with self._lock:
-            parting = tree.matched(tokens) - state.position
+            parting = self._tree(Root(salt, state.rope_offset), forms).matched(tokens) - state.position
         wanted = {*range(between, num_tokens, between), parting // chunk * chunk}
         if forms.recurrent:
             wanted.add((num_tokens - 1) // chunk * chunk)
@@ -177,23 +181,28 @@ class PrefixCache:
         if self._store is not None:
             self._store.close()
 
-    def _load(self, store: Store, tree: PrefixTree, tokens: Sequence[int], rope_offset: int, clock: int) -> None:
+    def _load(self, store: Store, root: Root, forms: StateForms, tokens: Sequence[int], clock: int) -> None:
         """Put into a tree what the store has of some tokens, as long as all of that fits."""
         with self._lock:
-            known = tree.matched(tokens) // STEP * STEP
-        for addition in store.load(tree.forms, tokens, rope_offset, known):
+            known = self._tree(root, forms).matched(tokens) // STEP * STEP
+        for addition in store.load(forms, tokens, root, known):
             end = addition.pieces[-1].end
             with self._adding, self._lock:
+                self._trees[root] = tree = self._tree(root, forms)
                 tree.add(tokens[:end], addition, clock)
-                evict(list(self._trees.values()), self.limit)
+                self._evict(self.limit)
                 if tree.matched(tokens) < end:
                     return
 
     def _is_off(self) -> bool:
         return self._is_closed or self._is_lost()
 
-    def _tree(self, state: State) -> PrefixTree:
-        """That for the rotary tables that a state uses."""
-        if (tree := self._trees.get(state.rope_offset)) is None:
-            tree = self._trees.setdefault(state.rope_offset, PrefixTree(state.forms, self.exactness.step))
-        return tree
+    def _tree(self, root: Root, forms: StateForms) -> PrefixTree:
+        """Return the tree of a root; an empty one, which the cache does not hold yet, if there is none."""
+        tree = self._trees.get(root)
+        return PrefixTree(forms, self.exactness.step) if tree is None else tree
+
+    def _evict(self, limit: int, kept: Collection[Node] = ()) -> None:
+        """Remove the nodes that were used longest ago, as `evict` does, and trees that are empty by then."""
+        evict(list(self._trees.values()), limit, kept)
+        self._trees = {root: tree for root, tree in self._trees.items() if not tree.is_empty}

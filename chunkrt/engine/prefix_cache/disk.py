@@ -24,7 +24,7 @@ import numpy as np
 
 from chunkrt.engine.prefix_cache.block_file import Header, block_bytes, read_block, write_block
 from chunkrt.engine.prefix_cache.folder import CacheFolder
-from chunkrt.engine.prefix_cache.tree import STEP, Addition, Node
+from chunkrt.engine.prefix_cache.tree import STEP, Addition, Node, Root
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import PrefixPiece, StateForms
 
@@ -50,7 +50,7 @@ class _Save(NamedTuple):
     """Steps that follow one another from the first token on, to be written."""
 
     forms: StateForms
-    rope_offset: int
+    root: Root
     steps: tuple[_Step, ...]
     num_bytes: int
 
@@ -63,9 +63,9 @@ class Owner:
     scheme: str
     identity: Mapping[str, object]
 
-    def digest(self, forms: StateForms, rope_offset: int) -> str:
-        """Hexadecimal, of everything."""
-        key = json.dumps([self.identity, forms.describe(), rope_offset], sort_keys=True, default=list)
+    def digest(self, forms: StateForms, root: Root) -> str:
+        """Hexadecimal SHA-256 of everything that the files depend on, the salt included."""
+        key = json.dumps([self.identity, forms.describe(), root.rope_offset, root.salt], sort_keys=True, default=list)
         return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -88,9 +88,9 @@ class DiskStore:
         """Whoever starts the thread, counts what waits for it, or notes what is written, has it."""
         self._told: set[str] = set()
 
-    def load(self, forms: StateForms, tokens: Sequence[int], rope_offset: int, known: int) -> Iterator[Addition]:
+    def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
         """What there is of some tokens beyond those that are known, a file at a time."""
-        engine = parent = self._owner.digest(forms, rope_offset)
+        engine = parent = self._owner.digest(forms, root)
         for start in range(0, len(tokens), BLOCK):
             whole = tuple(tokens[start : start + BLOCK])
             if start + BLOCK > known:
@@ -105,13 +105,13 @@ class DiskStore:
                     return
             parent = chained(parent, whole)
 
-    def save(self, forms: StateForms, rope_offset: int, nodes: Sequence[Node]) -> None:
+    def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
         """Have nodes written that follow one another from the first token on, some time."""
         whole = [node for node in nodes if len(node.tokens) == STEP]
         if not whole:
             return
         steps = tuple(_Step(node.tokens, node.piece, dict(node.recurrent)) for node in whole)
-        save = _Save(forms, rope_offset, steps, sum(node.num_bytes for node in whole))
+        save = _Save(forms, root, steps, sum(node.num_bytes for node in whole))
         with self._starting:
             if self._num_waiting_bytes and self._num_waiting_bytes + save.num_bytes > MOST_WAITING_BYTES:
                 return
@@ -180,15 +180,15 @@ class DiskStore:
     def _write_all(self) -> None:
         while (save := self._queue.get()) is not None:
             try:
-                self._write(save.forms, save.rope_offset, save.steps)
+                self._write(save.forms, save.root, save.steps)
             except Exception as error:  # of this prompt nothing more is written; of the next perhaps
                 self._tell("write to", error)
             finally:
                 with self._starting:
                     self._num_waiting_bytes -= save.num_bytes
 
-    def _write(self, forms: StateForms, rope_offset: int, steps: Sequence[_Step]) -> None:
-        engine = parent = self._owner.digest(forms, rope_offset)
+    def _write(self, forms: StateForms, root: Root, steps: Sequence[_Step]) -> None:
+        engine = parent = self._owner.digest(forms, root)
         for first in range(0, len(steps), BLOCK // STEP):
             several = steps[first : first + BLOCK // STEP]
             tokens = tuple(token for step in several for token in step.tokens)

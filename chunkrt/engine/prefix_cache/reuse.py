@@ -12,12 +12,14 @@ from chunkrt.runtime.state import State
 class Reuse:
     """One sequence's dealings with the cache; without a cache there are none.
 
+    Prefixes of other salts are neither found nor given.
+
     A state is exact up to a position if a prefill from nothing would have made the same bits up to there. Runs that
     begin there keep it so, if their chunks do not begin where those of a prefill would not.
     """
 
-    def __init__(self, cache: PrefixCache | None) -> None:
-        self._cache = cache
+    def __init__(self, cache: PrefixCache | None, salt: str = "") -> None:
+        self._cache, self._salt = cache, salt
         self._num_exact = 0
         self._num_kept = 0
         """Tokens up to which the cache has been given what there is."""
@@ -30,7 +32,7 @@ class Reuse:
         """What the cache has of a sequence's tokens beyond its state, up to a limit. It may read from a disk."""
         if self._cache is None or not self._goes_on_from(state.position):
             return None
-        return self._cache.find(tokens, state, self._last_end(tokens, limit))
+        return self._cache.find(tokens, state, self._last_end(tokens, limit), self._salt)
 
     def take(self, prefix: Prefix, state: State) -> int:
         """Give a prefix to the state. Returns the number of tokens that it need not run."""
@@ -45,7 +47,7 @@ class Reuse:
         """How many of the tokens that the state has not seen are run at a time, so that the cache can look at it."""
         if self._cache is None or not self._goes_on_from(state.position):
             return [len(tokens) - state.position]
-        return self._cache.part_lengths(tokens, state)
+        return self._cache.part_lengths(tokens, state, self._salt)
 
     def before_run(self, position: int) -> None:
         """A run begins here: what was exact behind it is no more."""
@@ -65,7 +67,7 @@ class Reuse:
         """Give the cache what the state holds and is exact."""
         num_exact = min(self._num_exact, state.position)
         if self._cache is not None and num_exact > self._num_kept:
-            self._cache.add(tokens[:num_exact], state)
+            self._cache.add(tokens[:num_exact], state, self._salt)
             self._num_kept = num_exact
 
     def shifted(self, keep: int) -> None:
@@ -74,7 +76,7 @@ class Reuse:
 
     def copy(self) -> Reuse:
         """For a sequence that has seen the same tokens."""
-        copy = Reuse(self._cache)
+        copy = Reuse(self._cache, self._salt)
         copy._num_exact, copy._num_kept = self._num_exact, self._num_kept
         return copy
 

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms
@@ -25,6 +26,17 @@ NODE_BYTES = 1024
 """What a node takes beside its arrays, about."""
 
 Tokens = tuple[int, ...]
+
+
+class Root(NamedTuple):
+    """The properties, beside tokens, that prefixes of one tree share.
+
+    salt: a string that separates trust domains; prefixes of one salt are never found with another. rope_offset: the
+    first row of the rotary tables that the states use.
+    """
+
+    salt: str
+    rope_offset: int
 
 
 class Node:
@@ -79,6 +91,11 @@ class PrefixTree:
         if self._num_bytes is None:
             self._num_bytes = sum(node.num_bytes for node in self.nodes())
         return self._num_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no node."""
+        return not self._root.children
 
     def path(self, tokens: Sequence[int]) -> list[Node]:
         """The nodes that hold the first of some tokens; of the last perhaps only some."""
