@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def byte_pair_encoding(
         return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
 
 
-def add_tokens(library: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
+def add_tokens(library: tokenizers.Tokenizer, tokens: list[AddedToken]) -> None:
     """Add tokens that are found in a text before it is divided further. Raises ModelError if that fails."""
     with library_errors("the added tokens cannot be read"):
         library.add_tokens(tokens)
