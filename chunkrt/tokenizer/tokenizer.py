@@ -15,6 +15,7 @@ import tokenizers
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import read_text
 from chunkrt.tokenizer.decoding import IncrementalDecoder, TokenBytes
+from chunkrt.tokenizer.fewest_tokens import TokenBound
 from chunkrt.tokenizer.library import VOCABULARY_FILE, copy_of, encode_text, library_errors, read_vocabulary
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE, TextSettings
 
@@ -102,6 +103,14 @@ class Tokenizer:
     def eos_ids(self) -> frozenset[int]:
         """Every token that ends a generation."""
         return frozenset(self.settings.eos_ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, by its bytes alone; 0 if there is no bound."""
+        return self._token_bound.fewest_tokens(text)
+
+    @cached_property
+    def _token_bound(self) -> TokenBound:
+        return TokenBound.of(self._library)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The tokens of a text.
