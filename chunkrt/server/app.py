@@ -124,7 +124,7 @@ async def _no_such_thing(http: HttpRequest, error: Exception) -> Response:
     return response
 
 
-async def _body(service: Service, http: HttpRequest) -> bytes:
+async def _body(service: Service, http: HttpRequest) -> bytearray:
     """The body, if it is not too long and comes in time."""
     most = service.options.max_body_bytes
     too_long = RequestError(f"the body has more than {most} bytes", status=413)
@@ -141,7 +141,7 @@ async def _body(service: Service, http: HttpRequest) -> bytes:
     except TimeoutError as error:
         seconds = service.options.body_seconds
         raise RequestError(f"the body did not come within {seconds:g} s", status=408) from error
-    return bytes(body)
+    return body
 
 
 async def _while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
@@ -279,10 +279,13 @@ async def _tokenize(service: Service, http: HttpRequest) -> Response:
         tokens = await service.beside(service.encode_chat, request.messages)
     else:
         assert request.prompt is not None
-        tokenizer, special = service.tokenizer, request.add_special_tokens
-        tokens = await service.beside(
-            lambda: tokenizer.encode(request.prompt or "", add_special=special, parse_special=False)
-        )
+        prompt, special = request.prompt, request.add_special_tokens
+
+        def encode() -> list[int]:
+            service.check_length(prompt, "prompt")
+            return service.tokenizer.encode(prompt, add_special=special, parse_special=False)
+
+        tokens = await service.beside(encode)
     length = service.engine.context_length
     return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 

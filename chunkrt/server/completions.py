@@ -43,7 +43,7 @@ class Completion(Form):
             cache_salt=cache_salt,
             follows_text=True,
         )
-        prompts = [await service.beside(service.encode, prompt) for prompt in request.prompts]
+        prompts = await service.encode_all(request.prompts, "prompt")
         return Completion(service, request, prompts, wanted)
 
     def _log_probabilities(self) -> LogProbabilities:

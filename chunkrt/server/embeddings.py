@@ -33,7 +33,7 @@ async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: st
             "model was trained",
             code="no_embeddings",
         )
-    texts = [await service.beside(service.encode, text, "input") for text in request.inputs]
+    texts = await service.encode_all(request.inputs, "input", shifts=False)
     length = service.engine.context_length
     for tokens in texts:
         if not tokens:

@@ -232,7 +232,7 @@ def _several(param: str, given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-def read(body: bytes, kind: type[Body]) -> Body:
+def read(body: bytes | bytearray, kind: type[Body]) -> Body:
     """A request's body.
 
     Raises:

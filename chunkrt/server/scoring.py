@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -25,6 +25,7 @@ async def score(service: Service, request: ScoreRequest, cache_salt: str | None)
         raise RequestError(
             f"text_1 has {len(first)} texts and text_2 {len(second)}; give as many, or one of the first", param="text_1"
         )
+    await service.beside(_check_lengths, service, {"text_1": first, "text_2": second})
     firsts = first * len(second) if len(first) == 1 else first
     pairs = [
         await service.beside(encode_pair, service.tokenizer, one, other)
@@ -49,6 +50,7 @@ async def rerank(service: Service, request: RerankRequest, cache_salt: str | Non
     texts = [document if isinstance(document, str) else document.get("text") for document in request.documents]
     if not request.query or not all(isinstance(text, str) and text for text in texts):
         raise RequestError("documents: expected texts, or objects with a text, none empty", param="documents")
+    await service.beside(_check_lengths, service, {"documents": texts, "query": [request.query]})
     pairs = [await service.beside(encode_pair, service.tokenizer, f"{text}\n\n", request.query) for text in texts]
     found = await _scores(service, pairs, cache_salt)
     means = [one.log_probability / len(pair[1]) for one, pair in zip(found, pairs, strict=True)]
@@ -66,6 +68,13 @@ async def rerank(service: Service, request: RerankRequest, cache_salt: str | Non
         ],
         "usage": _usage(pairs),
     }
+
+
+def _check_lengths(service: Service, texts: Mapping[str, Sequence[Any]]) -> None:
+    """Check texts by field. Raises RequestError if one is too long for its bytes."""
+    for param, several in texts.items():
+        for text in several:
+            service.check_length(text, param, shifts=False)
 
 
 async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | None) -> list[Score]:

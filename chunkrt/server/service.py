@@ -64,6 +64,8 @@ class Service:
                 raise ConfigError(
                     "this decoder's plan does not tell which values are its hidden states; leave --embeddings away"
                 )
+        if engine.tokenizer is not None:
+            engine.tokenizer.fewest_tokens("")  # the first call reads the vocabulary
         self.created = int(time.time())
         self.admission = Admission(options.max_sessions, options.queue)
         self.metrics = Metrics(engine, self.admission)
@@ -109,9 +111,46 @@ class Service:
         knows_developers = "developer" in (self.tokenizer.settings.chat_template or "")
         taken = [_as_template_takes_it(message, knows_developers=knows_developers) for message in messages]
         try:
+            self.check_length(self.tokenizer.apply_chat_template(taken, tools=tools), "messages")
             return self.tokenizer.encode_chat(taken, tools=tools)
         except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
+
+    def check_length(self, text: str, param: str, *, shifts: bool = True) -> None:
+        """Check that a text may fit the context, by its bytes: encoding takes long.
+
+        Args:
+            shifts: whether a longer text is taken where the context shifts.
+
+        Raises:
+            RequestError: it has more tokens than the context holds.
+        """
+        length = self.engine.context_length
+        if shifts and self.engine.options.context_shift:
+            return
+        if (fewest := self.tokenizer.fewest_tokens(text)) > length:
+            raise RequestError(
+                f"this model's context holds {length} tokens, and the text of {len(text)} characters has at least "
+                f"{fewest}; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def encode_all(
+        self, prompts: Sequence[str | Sequence[int]], param: str, *, shifts: bool = True
+    ) -> list[list[int]]:
+        """Encode plain prompts, after none of them is found to be too long for its bytes.
+
+        Raises RequestError as `check_length` and `encode`.
+        """
+
+        def check() -> None:
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    self.check_length(prompt, param, shifts=shifts)
+
+        await self.beside(check)
+        return [await self.beside(self.encode, prompt, param) for prompt in prompts]
 
     def encode(self, prompt: str | Sequence[int], param: str = "prompt") -> list[int]:
         """The tokens of a plain prompt, of the field `param`. Raises RequestError if ids are outside the vocabulary."""
