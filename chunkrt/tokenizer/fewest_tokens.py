@@ -27,8 +27,8 @@ WHITE_SPACE = (
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 8, "NFKD": 8, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
 """Largest number of bytes of a text that become one byte, by normalizer.
 
-The worst known case of NFC is U+1FBE with two combining marks: 7 bytes become U+0390, which has 2. The worst known case of
-NFKC is a mathematical letter with marks: 10 bytes become 3.
+The worst known case of NFC is U+1FBE with two combining marks: 7 bytes become U+0390, which has 2. The worst known case
+of NFKC is a mathematical letter with marks: 10 bytes become 3.
 """
 _PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 """These drop nothing."""
