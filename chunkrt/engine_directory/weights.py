@@ -219,7 +219,7 @@ def _arrays(
 def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[Any]]:
     with np.errstate(over="ignore"):
         converted = values.astype(dtype, copy=False)
-    if np.isinf(converted).any():
+    if not np.isfinite(converted).all():
         if not np.isfinite(values).all():
             raise QuantizationError(f"{name} holds values that are not finite; the checkpoint is damaged")
         raise QuantizationError(f"{name} holds values too large for {dtype}; use the scheme 'float'")

@@ -1,5 +1,7 @@
 """Logits are those of Hugging Face Transformers, whatever the chunk length, and without chunks at all."""
 
+import json
+import shutil
 from functools import cache
 
 import numpy as np
@@ -133,3 +135,18 @@ def test_the_last_logits_are_those_of_the_last_token():
     with load(name) as engine:
         result = engine.session().prefill(input_ids(name))
     np.testing.assert_allclose(result.logits, expected_logits(name)[-1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast"])
+def test_the_names_of_the_tanh_approximation_mean_the_same(name, tmp_path):
+    """Transformers' NewGELUActivation and FastGELUActivation compute what gelu_pytorch_tanh does."""
+    folder = shutil.copytree(checkpoint("gemma3_window_5"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("hidden_act", None)
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_activation": name}))
+    tokens = input_ids("gemma3_window_5")[:12]
+    found, expected = (
+        chunkrt.load(model, npu="reference", scheme="float").session().prefill(tokens).logits
+        for model in (folder, checkpoint("gemma3_window_5"))
+    )
+    np.testing.assert_array_equal(found, expected)

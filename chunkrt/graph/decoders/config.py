@@ -22,7 +22,13 @@ from chunkrt.graph.shares import HeadShare, share_heads
 LARGEST_SIZE = 2**20
 """Of anything that a config counts: beyond, it is damaged. No array may be made for what it claims."""
 ROPE_DIVISOR = "rope_freqs.weight"
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+}
+"""By Hugging Face's names. Those of the tanh approximation differ in how they are computed, not in what (Transformers,
+activations.py: NewGELUActivation, FastGELUActivation)."""
 
 
 @dataclass(frozen=True, kw_only=True)
