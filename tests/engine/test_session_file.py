@@ -229,6 +229,7 @@ def test_a_session_of_other_weights_is_refused_however_few_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digest by which ranks compare checkpoints samples large files; here it sees the header alone."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # else another test may have compiled it before
     monkeypatch.setattr(content, "SAMPLED_PIECES", 1)
     monkeypatch.setattr(content, "SAMPLED_PIECE_BYTES", 64)
     folder = shutil.copytree(checkpoint("llama_gqa"), tmp_path / "model")
