@@ -78,7 +78,7 @@ class Engine(ManyPrompts):
             self.weights.check(
                 entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
             )
-            self.tokenizer: Tokenizer | None = Tokenizer.load(folder)
+            self.tokenizer: Tokenizer | None = Tokenizer.load(folder, self.plan.vocab_size)
             self.is_closed = False
             self._process_id = os.getpid()
             self._lock = threading.Lock()

@@ -55,7 +55,8 @@ class Generation:
 
     Args:
         sequence: with one token at least.
-        tokenizer: makes text of tokens; without one there is none.
+        tokenizer: makes text of tokens; without one there is none. Rows of logits that it has no token for are not
+            drawn.
         sampler: draws them.
         stops: strings that end it.
         max_new_tokens: at most so many.
@@ -80,6 +81,7 @@ class Generation:
         self._num_likeliest, self._constraint = num_likeliest, constraint
         self._sequence = sequence
         self._sampler = sampler
+        self._missing_ids = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
         self._left = self._most = max_new_tokens
         self._check_open = check_open
@@ -100,11 +102,15 @@ class Generation:
         return replace(piece, log_probabilities=told)
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
-        if self._constraint is None:
-            return self._sampler.next(logits, self._sequence.tokens)
-        masked = np.where(self._constraint.allowed(), logits, np.finfo(np.float32).min)
-        token_id = self._sampler.next(masked, self._sequence.tokens)
-        self._constraint.accept(token_id)
+        lowest = np.finfo(np.float32).min
+        if self._constraint is not None:
+            logits = np.where(self._constraint.allowed(), logits, lowest)
+        if len(self._missing_ids):
+            logits = logits.copy()
+            logits[self._missing_ids] = lowest
+        token_id = self._sampler.next(logits, self._sequence.tokens)
+        if self._constraint is not None:
+            self._constraint.accept(token_id)
         return token_id
 
     def _take(self, token_id: int) -> Piece:

@@ -27,12 +27,15 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes:
     """The bytes of every token of a vocabulary.
 
+    Args:
+        num_rows: rows of the model's head. A row without a token, e.g. for padding, has no bytes.
+
     Raises:
         UnsupportedModelError: the library's decoder is neither byte-level nor SentencePiece's.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
-        self._library = library
+    def __init__(self, library: tokenizers.Tokenizer, num_rows: int = 0) -> None:
+        self._library, self._num_rows = library, num_rows
         added = library.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of, self.strips_first_space = _scheme(library.decoder)
@@ -40,13 +43,15 @@ class TokenBytes:
         self._known = {token_id: added[token_id].content.encode() for token_id in literal}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Raises ConfigError if the vocabulary has no such token, or the id is no whole number."""
+        """Raise ConfigError if neither the vocabulary nor the model has such a token, or the id is no whole number."""
         if isinstance(token_id, bool) or not isinstance(token_id, Integral):
             raise ConfigError(f"a token id is {token_id!r:.80}, expected a whole number")
         known = self._known.get(token_id)
         if known is None:
             token = self._library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
             if token is None:
+                if 0 <= token_id < self._num_rows:
+                    return b""
                 size = self._library.get_vocab_size()
                 raise ConfigError(f"token {token_id} has no text: the vocabulary holds {size} tokens")
             known = self._known[token_id] = self._bytes_of(token)
@@ -57,7 +62,7 @@ class IncrementalDecoder:
     """Turns tokens into text one by one; the pieces add up to exactly `Tokenizer.decode` of them all.
 
     A character whose bytes are spread over tokens appears with the last of them; bytes that are no UTF-8
-    become U+FFFD. Control tokens have no text.
+    become U+FFFD. Control tokens, and rows of the model's head without a token, have no text.
 
     Args:
         follows_text: the tokens continue a text, so that a leading space is kept which SentencePiece would

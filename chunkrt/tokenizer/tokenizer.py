@@ -10,7 +10,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import read_text
@@ -27,13 +29,17 @@ if TYPE_CHECKING:
 class Tokenizer:
     """Encodes and decodes; thread-safe.
 
+    Args:
+        num_rows: rows of the model's head, which may have more than the vocabulary has tokens.
+
     Raises:
         UnsupportedModelError: a kind of tokenizer that is not implemented.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer, settings: TextSettings) -> None:
+    def __init__(self, library: tokenizers.Tokenizer, settings: TextSettings, num_rows: int = 0) -> None:
         self.settings = settings
-        self.token_bytes = TokenBytes(library)
+        self.token_bytes = TokenBytes(library, num_rows)
+        self._num_rows = num_rows
         self._library = library
         self._by_mode: dict[bool, tokenizers.Tokenizer] = {}
         self._lock = Lock()
@@ -63,8 +69,11 @@ class Tokenizer:
             raise type(error)(f"{source.path}: {error}") from error
 
     @staticmethod
-    def load(folder: str | os.PathLike[str]) -> Tokenizer | None:
-        """Read what `save` wrote, or None if the folder holds no tokenizer.
+    def load(folder: str | os.PathLike[str], num_rows: int = 0) -> Tokenizer | None:
+        """Read the files that `save` wrote, or return None if the folder holds no tokenizer.
+
+        Args:
+            num_rows: rows of the model's head.
 
         Raises:
             ModelError: it is damaged.
@@ -75,7 +84,7 @@ class Tokenizer:
         try:
             with library_errors("the vocabulary cannot be read", panics_alone=True):
                 settings = TextSettings.from_json(read_text(folder / SETTINGS_FILE))
-                return Tokenizer(read_vocabulary(folder / VOCABULARY_FILE), settings)
+                return Tokenizer(read_vocabulary(folder / VOCABULARY_FILE), settings, num_rows)
         except (OSError, UnicodeDecodeError, ModelError) as error:
             raise ModelError(f"the tokenizer in {folder} is damaged ({error}); compile the model again") from error
 
@@ -98,6 +107,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """How many tokens there are; a model may have more rows, for padding."""
         return self._library.get_vocab_size()
+
+    @cached_property
+    def missing_ids(self) -> NDArray[np.int64]:
+        """Rows of the model's head that have no token, int64 [n], ascending. They are never drawn."""
+        known = np.fromiter(self._library.get_vocab().values(), np.int64)
+        return np.setdiff1d(np.arange(self._num_rows), known)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -138,7 +153,7 @@ class Tokenizer:
         """The text of tokens, as `IncrementalDecoder` gives it.
 
         Raises:
-            ConfigError: one is not in the vocabulary.
+            ConfigError: one is neither in the vocabulary nor a row of the model's head.
         """
         try:
             ids = iter(token_ids)

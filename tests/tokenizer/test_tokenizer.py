@@ -103,6 +103,31 @@ def test_a_token_outside_the_vocabulary_is_an_error(token_id):
         BYTE_LEVEL.decode([token_id])
 
 
+def test_rows_of_the_model_without_a_token_have_no_text(tmp_path):
+    """Transformers decodes such ids to nothing, too."""
+    BYTE_LEVEL.save(tmp_path)
+    size = BYTE_LEVEL.vocab_size
+    padded = Tokenizer.load(tmp_path, size + 3)
+    assert padded.missing_ids.tolist() == [size, size + 1, size + 2]
+    hi = padded.encode("hi")
+    assert padded.decode([size, *hi, size + 2]) == "hi"
+    with pytest.raises(ConfigError, match=f"token {size + 3} has no text"):
+        padded.decode([size + 3])
+
+
+def test_holes_of_a_vocabulary_are_missing_ids(tmp_path):
+    BYTE_LEVEL.save(tmp_path)
+    contents = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    vocabulary = contents["model"]["vocab"]
+    letter = max(vocabulary, key=vocabulary.get)
+    hole = vocabulary[letter]
+    vocabulary[letter] = hole + 40
+    (tmp_path / "tokenizer.json").write_text(json.dumps(contents), "utf-8")
+    tokenizer = Tokenizer.load(tmp_path, hole + 42)
+    assert tokenizer.missing_ids.tolist() == [*range(hole, hole + 40), hole + 41]
+    assert tokenizer.decode([hole, hole + 41]) == ""
+
+
 def test_a_lone_surrogate_is_an_error():
     with pytest.raises(ConfigError, match="not valid Unicode"):
         BYTE_LEVEL.encode("a\ud800", add_special=False, parse_special=False)
