@@ -45,6 +45,11 @@ class Wanted:
         return self.echo and self.likeliest is not None and self.max_new_tokens == 0
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """A request may run, now or when there is a place for it: everything that can be wrong with it has been checked."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptProgress:
     """How far a prompt is: `num_done` of `num_tokens`."""
@@ -71,11 +76,12 @@ class Said:
     piece: Piece
 
 
-Event = PromptProgress | Prefilled | Said
+Event = Admitted | PromptProgress | Prefilled | Said
 
 
 async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> AsyncGenerator[Event]:
-    """Answer prompts, all at the same time. Whoever closes the iterator ends them all at the next chunk.
+    """Answer prompts, all at the same time. The first event is `Admitted`, at once. Closing the iterator ends all
+    answers at the next chunk.
 
     Raises:
         RequestError: a prompt does not fit the context.
@@ -104,6 +110,7 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
     groups = by_beginning(prompts) if wanted.is_of_prompts else [[index] for index in range(len(prompts))]
     tasks = [asyncio.create_task(answer(indices)) for indices in groups]
     try:
+        yield Admitted()
         left = len(tasks)
         while left:
             event = await events.get()
@@ -186,7 +193,7 @@ async def _answer(
         if wanted.max_new_tokens != 0:
             for _ in range(1, len(wanted.sampling)):
                 sessions.append(await stack.enter_async_context(await first.afork()))
-        tell(prefilled)  # now that there is room for every choice: what a stream begins with has no status of an error
+        tell(prefilled)  # now that there is room for every choice
         if wanted.max_new_tokens == 0:
             return
         async with asyncio.TaskGroup() as group:

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from chunkrt.errors import ConfigError
 from chunkrt.server import embeddings, scoring
@@ -163,31 +164,42 @@ async def _disconnected(http: HttpRequest) -> None:
         pass
 
 
-async def _respond(http: HttpRequest, making: Coroutine[Any, Any, Form], *, stream: bool | None) -> Response:
+async def _respond(
+    service: Service, http: HttpRequest, making: Coroutine[Any, Any, Form], *, stream: bool | None
+) -> Response:
     answer = await _while_connected(http, making)
     if not stream:
         return JSONResponse(await _while_connected(http, answer.whole()))
     events = answer.events()
-    try:
-        first = await _while_connected(http, _next(events))  # an error of the beginning has a status of its own
-    except BaseException:
-        await events.aclose()
-        raise
-    return EventSourceResponse(_stream(first, events), sep="\n", headers={"Cache-Control": "no-store"})
+    await anext(events)  # an error of the request itself has a status; later errors are events
+    return _EventStream(events, service.options.ping_seconds)
 
 
-async def _next(events: AsyncIterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    return await anext(events, None)
+class _EventStream(EventSourceResponse):
+    """A stream of an admitted request: its status at once, then its events, with comments in between."""
+
+    def __init__(self, events: AsyncGenerator[Mapping[str, Any] | None], ping_seconds: float) -> None:
+        super().__init__(
+            _stream(events),
+            sep="\n",
+            ping=ping_seconds,
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            headers={"Cache-Control": "no-store"},
+        )
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()  # the client may have gone before the first event was asked for
 
 
-async def _stream(
-    first: Mapping[str, Any] | None, events: AsyncGenerator[Mapping[str, Any]]
-) -> AsyncIterator[ServerSentEvent]:
+async def _stream(events: AsyncGenerator[Mapping[str, Any] | None]) -> AsyncIterator[ServerSentEvent]:
     async with aclosing(events):
         try:
-            if first is not None:
-                yield _event(first)
-                async for event in events:
+            async for event in events:
+                if event is not None:
                     yield _event(event)
         except Exception as error:
             yield _event(error_body(_noted("a stream", error)))
@@ -247,12 +259,14 @@ def _salt(service: Service, http: HttpRequest, request: Request) -> str | None:
 
 async def _chat(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), ChatRequest)
-    return await _respond(http, Chat.of(service, request, _salt(service, http, request)), stream=request.stream)
+    making = Chat.of(service, request, _salt(service, http, request))
+    return await _respond(service, http, making, stream=request.stream)
 
 
 async def _completions(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), CompletionRequest)
-    return await _respond(http, Completion.of(service, request, _salt(service, http, request)), stream=request.stream)
+    making = Completion.of(service, request, _salt(service, http, request))
+    return await _respond(service, http, making, stream=request.stream)
 
 
 async def _embeddings(service: Service, http: HttpRequest) -> Response:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.scoring import TokenLogProbabilities
-from chunkrt.server.answers import Event, Prefilled, PromptProgress, Wanted, answers
+from chunkrt.server.answers import Admitted, Event, Prefilled, PromptProgress, Said, Wanted, answers
 from chunkrt.server.requests import Generating
 from chunkrt.server.service import Service
 
@@ -41,6 +41,7 @@ class Form(ABC):
     def __init__(self, service: Service, request: Generating, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         self._service, self._request, self._prompts, self._wanted = service, request, prompts, wanted
         self._id, self._created = f"{self.id_prefix}-{uuid4().hex}", int(time.time())
+        self._begin = time.perf_counter()
         self._choices_each = len(wanted.sampling)
         number = len(prompts) * self._choices_each
         self._texts = [""] * number
@@ -55,14 +56,18 @@ class Form(ABC):
         choices = [self._choice(index, text) for index, text in enumerate(self._texts)]
         return self._object(self.kind, choices, usage=self._usage())
 
-    async def events(self) -> AsyncGenerator[Json]:
-        """What a stream tells, one object an event."""
+    async def events(self) -> AsyncGenerator[Json | None]:
+        """Yield None once the request is admitted, then an object for each event of a stream.
+
+        Raises as `answers` does; errors of the request itself, before the first.
+        """
         async with aclosing(answers(self._service, self._prompts, self._wanted)) as events:
             async for event in events:
                 self._note(event)
-                if isinstance(event, PromptProgress):
-                    progress = {"tokens_done": event.num_done, "tokens": event.num_tokens}
-                    yield self._object(self.event_kind, [], progress=progress)
+                if isinstance(event, Admitted):
+                    yield None
+                elif isinstance(event, PromptProgress):
+                    yield self._object(self.event_kind, [], **self._progress(event))
                 elif isinstance(event, Prefilled):
                     for index in self._choices_of(event):
                         if (choice := self._begun(index)) is not None:
@@ -96,7 +101,7 @@ class Form(ABC):
         if isinstance(event, Prefilled):
             self._num_prompt += event.num_tokens
             self._num_cached += event.num_cached
-        elif not isinstance(event, PromptProgress):
+        elif isinstance(event, Said):
             piece = event.piece
             self._texts[event.choice] += piece.text
             self._reasons[event.choice] = _finish_reason(piece.finish_reason)
@@ -104,6 +109,14 @@ class Form(ABC):
                 self._num_new += 1
                 if piece.log_probabilities is not None:
                     self._told[event.choice].add(piece.token_id, piece.log_probabilities)
+
+    def _progress(self, event: PromptProgress) -> Json:
+        """Describe a prompt's progress, under llama.cpp's names too if the request uses its option."""
+        found: Json = {"progress": {"tokens_done": event.num_done, "tokens": event.num_tokens}}
+        if self._request.return_progress:
+            time_ms = 1000 * (time.perf_counter() - self._begin)
+            found["prompt_progress"] = {"total": event.num_tokens, "processed": event.num_done, "time_ms": time_ms}
+        return found
 
     def _take_told(self, index: int) -> Json | None:
         """Log-probabilities that have come, if they are wanted."""

@@ -72,6 +72,7 @@ class Generating(Request, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -129,8 +130,9 @@ class Generating(Request, kw_only=True):
 
     @property
     def progress(self) -> bool:
-        """Whether a stream tells how far the prompt is."""
-        return self.stream_options is not None and self.stream_options.include_progress
+        """Whether a stream reports the progress of the prompt; `return_progress` is llama.cpp's name."""
+        in_options = self.stream_options is not None and self.stream_options.include_progress
+        return in_options or bool(self.return_progress)
 
     @property
     def usage(self) -> bool:

@@ -38,6 +38,7 @@ class ServerOptions:
         queue: requests that wait for places.
         max_body_bytes: of a request.
         body_seconds: in which a request's body has to come.
+        ping_seconds: the interval of comments in streams, which keep proxies and clients from giving up.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
         allow_hosts: names by which a server without keys may be asked, beside addresses and "localhost" ("*" for any).
         embeddings: how they are made; None: not at all.
@@ -48,6 +49,7 @@ class ServerOptions:
     queue: int = 64
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
+    ping_seconds: float = 1.0
     allow_origin: str | None = None
     allow_hosts: Sequence[str] = ()
     embeddings: Pooling | None = None

@@ -16,7 +16,6 @@ from small_vocabularies import make_tokenizer
 
 from chunkrt.engine.driving import in_thread
 from chunkrt.engine.scoring import TokenLogProbabilities
-from chunkrt.errors import BusyError
 from chunkrt.server import app
 from chunkrt.server import chat as chats
 from chunkrt.server import completions as completed
@@ -151,17 +150,6 @@ def test_a_copy_that_nobody_waits_for_any_more_is_finished_before_what_it_copies
 
     with without_collector():
         asyncio.run(test())
-
-
-def test_no_room_for_the_copies_has_a_status_in_a_stream_too(engine, monkeypatch):
-    def full(state):
-        raise BusyError("no room")
-
-    monkeypatch.setattr(engine, "fork_state", full)
-    with serving(engine) as (_, url):
-        body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
-    assert answer.status_code == 503
 
 
 def test_what_failed_is_not_kept_by_what_waited_for_it():
