@@ -1,5 +1,6 @@
 """docs/tour.md against the code: the files that a compilation enters are those that it names."""
 
+import gc
 import re
 import sys
 from pathlib import Path
@@ -15,18 +16,21 @@ PACKAGE = Path(chunkrt.__file__).parent
 
 
 def files_entered(call):
-    """Of the package, those with a function that was called."""
+    """Return the files of the package in which a function was called, finalizers of other tests' objects excepted."""
     found = set()
+    gc.collect()
 
     def enter(frame, event, argument):
         if event == "call" and frame.f_code.co_name != "<module>":
             found.add(frame.f_code.co_filename)
 
+    gc.disable()
     sys.setprofile(enter)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     paths = map(Path, found)
     return {path.relative_to(PACKAGE).as_posix() for path in paths if path.is_relative_to(PACKAGE)}
 
