@@ -1,5 +1,6 @@
 """A mixture of experts: each row gets what its few best experts make of it, on every backend that has them."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -82,8 +83,16 @@ def experts_of(plan):
 
 
 def store_of(plan, scheme, weights, folder):
+    """Weights on disk. NaN stands for what a decoder computed; no checkpoint may hold it, so it is put there later."""
     path = folder / "weights.safetensors"
-    write_weights(plan, scheme, weights.__getitem__, path)
+    write_weights(plan, scheme, lambda name: np.nan_to_num(weights[name], nan=0), path)
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + size])
+    for name, values in weights.items():
+        if (places := np.isnan(values)).any():
+            assert header[name]["dtype"] == "F16"
+            begin = 8 + size + header[name]["data_offsets"][0]
+            np.memmap(path, np.float16, "r+", offset=begin, shape=values.shape)[places] = np.nan
     store = WeightStore.open(path)
     store.check(entry for weight in stored_weights(plan, scheme).values() for entry in weight.entries)
     return store
