@@ -26,7 +26,6 @@ from chunkrt.checkpoints.source import (
     Refuse,
     TensorInfo,
     map_file,
-    spread,
     strictly,
 )
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
@@ -145,9 +144,9 @@ class GgufSource:
         except QuantizationError as error:
             raise QuantizationError(f"{self.path}: tensor {tensor.name}: {error}") from error
 
-    def sample(self, name: str) -> bytes:
+    def stored(self, name: str) -> NDArray[np.uint8]:
         """See `TensorSource`."""
-        return spread(self._stored_rows(self._find(name)[0]))
+        return self._stored_rows(self._find(name)[0])
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
         """Dequantised, in the file's order of rows."""

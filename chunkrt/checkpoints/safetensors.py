@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
-from chunkrt.checkpoints.source import BlockTensor, TensorInfo, map_file, spread
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo, map_file
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
 
@@ -109,9 +109,9 @@ class SafetensorsSource:
         self._find(name)
         return None
 
-    def sample(self, name: str) -> bytes:
+    def stored(self, name: str) -> NDArray[np.uint8]:
         """See `TensorSource`."""
-        return spread(self._find(name).stored)
+        return self._find(name).stored
 
     def _find(self, name: str) -> _Tensor:
         if name not in self._tensors:

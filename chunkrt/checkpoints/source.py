@@ -32,6 +32,9 @@ FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
 SAMPLED_BYTES = 1021
 """Of each tensor that are looked at to tell checkpoints apart. A prime: places fall on all bytes of an element."""
 
+COMPARED_BYTES = 2**22
+"""Size of a block that `are_equal` compares at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
@@ -103,8 +106,8 @@ class TensorSource(Protocol):
         """
         ...
 
-    def sample(self, name: str) -> bytes:
-        """A few bytes out of one tensor, by `spread`; all of it need not be read. Raises ModelError as `info` does."""
+    def stored(self, name: str) -> NDArray[np.uint8]:
+        """Bytes of one tensor as the checkpoint stores them, in any shape. Raises ModelError as `info` does."""
         ...
 
 
@@ -123,8 +126,24 @@ def weights_digest(source: TensorSource) -> str:
     for name in sorted(source.names()):
         info = source.info(name)
         digest.update(repr((name, info.shape, info.stored_as)).encode())
-        digest.update(source.sample(name))
+        digest.update(spread(source.stored(name)))
     return digest.hexdigest()
+
+
+def are_equal(source: TensorSource, left: str, right: str) -> bool:
+    """Return whether two tensors have the same shape and values; stop reading at the first block that differs.
+
+    Raises:
+        ModelError: the checkpoint lacks one of them.
+    """
+    infos = source.info(left), source.info(right)
+    if infos[0].shape != infos[1].shape:
+        return False
+    if infos[0].stored_as != infos[1].stored_as:
+        return np.array_equal(source.read(left), source.read(right))
+    bytes_of = [source.stored(name).reshape(-1) for name in (left, right)]
+    starts = range(0, bytes_of[0].size, COMPARED_BYTES)
+    return all(np.array_equal(*(each[start : start + COMPARED_BYTES] for each in bytes_of)) for start in starts)
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -113,6 +113,16 @@ class LinearBase(Module, ABC):
                 combine=lambda *parts: rows.take(_stacked(parts)),
             )
 
+    @property
+    def tied_to(self) -> Module | None:
+        """Module whose table is the weight; None if the checkpoint has a tensor for this linear alone."""
+        return self._tied_to[0] if self._tied_to else None
+
+    def untie(self) -> None:
+        """Read the tensor at the module's own path. Call it on a named module."""
+        self._tied_to = ()
+        self.named(self.path)
+
     def forward(self, hidden: ir.Value) -> ir.Value:
         product = ops.matmul(hidden, self.weight.value(), name="product" if self.has_bias else "output")
         return self.with_bias(product)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor, TensorInfo, spread
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.engine_directory.weights import settle, write_weights
@@ -87,9 +87,9 @@ class RandomCheckpoint:
         """See `TensorSource`; there are none."""
         return None
 
-    def sample(self, name: str) -> bytes:
+    def stored(self, name: str) -> NDArray[np.uint8]:
         """See `TensorSource`."""
-        return spread(self.read(name))
+        return self.read(name).reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,13 @@
 """From a checkpoint to a decoder: every tensor is accounted for, and what is not implemented is refused by name."""
 
+import shutil
+
 import numpy as np
 import pytest
+from fixture_checkpoints import checkpoint as checkpoint_path
+from safetensors.numpy import load_file, save_file
 
+from chunkrt.checkpoints.safetensors import SafetensorsSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import FAMILIES, build_decoder, lfm2, make_decoder
 from chunkrt.graph.decoders.config import LONGEST_CONTEXT, read_config
@@ -74,10 +79,45 @@ def test_buffers_that_the_config_determines_are_let_be(name):
     build_decoder(source)
 
 
-def test_a_copy_of_a_tied_head_is_let_be():
-    source = RandomCheckpoint({**CONFIG, "tie_word_embeddings": True})
-    source.shapes["lm_head.weight"] = (61, 36)
-    build_decoder(source)
+def folder_of(tmp_path, name, change):
+    """A fixture's folder whose tensors `change` has altered."""
+    folder = tmp_path / name
+    shutil.copytree(checkpoint_path(name), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return SafetensorsSource(folder)
+
+
+def head_tensors(source):
+    (head,) = (p for p in build_decoder(source).parameters() if p.name == "lm_head.weight")
+    return list(head.checkpoint_tensors)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3_window_5", "lfm2", "qwen3_next"])
+def test_build_decoder_unties_a_head_that_differs_from_the_table(name, tmp_path, caplog):
+    """Transformers 5: both are present with different values, so they are not tied."""
+
+    def train_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    source = folder_of(tmp_path, name, train_head)
+    source.config = {**source.config, "tie_word_embeddings": True, "tie_embedding": True}
+    assert head_tensors(source) == ["lm_head.weight"]
+    (warning,) = caplog.messages
+    assert warning == (
+        f"{name}: the config ties lm_head.weight to model.embed_tokens.weight, but they differ; both are used"
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_build_decoder_keeps_a_head_tied_that_equals_the_table(dtype, tmp_path, caplog):
+    def copy_table(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(dtype)
+
+    assert head_tensors(folder_of(tmp_path, "llama_tied", copy_table)) == ["model.embed_tokens.weight"]
+    assert caplog.messages == []
 
 
 def test_a_tensor_of_another_shape_is_named_beforehand_and_when_it_is_read():

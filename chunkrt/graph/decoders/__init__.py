@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-from chunkrt.checkpoints.source import TensorSource
+from chunkrt.checkpoints.source import TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
+from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.plugins import Plugin, PluginGroup
+
+log = logging.getLogger(__name__)
 
 Builder = Callable[[DecoderConfig], Module]
 
@@ -46,7 +50,7 @@ PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=Unsupporte
 """Each is a builder, named by its model_type; the family's defaults are its attribute `defaults`, if it has one."""
 
 UNUSED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|^lm_head\.weight$")
-"""Buffers that old exports carry although the config determines them; and the copy that some make for a tied head."""
+"""Buffers that old exports carry although the config determines them; and the equal copy of a tied head."""
 
 
 def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
@@ -128,7 +132,25 @@ def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, De
             f"supported are: {', '.join(sorted(family_names()))}"
         )
     config = replace(read_config(source, family.defaults), ranks=ranks)
-    return family.build(config).named(), config
+    decoder = family.build(config).named()
+    untie_heads(decoder, source)
+    return decoder, config
+
+
+def untie_heads(decoder: Module, source: TensorSource) -> None:
+    """Read a tied linear's own tensor where the checkpoint has one that differs from the table, and warn.
+
+    A head that was trained by itself keeps the config's stale `tie_word_embeddings`. Transformers 5 and llama.cpp's
+    converter use both tensors as well.
+    """
+    present = set(source.names())
+    for module in decoder.modules():
+        if not isinstance(module, LinearBase) or module.tied_to is None:
+            continue
+        own, table = f"{module.path}.weight", f"{module.tied_to.path}.weight"
+        if {own, table} <= present and not are_equal(source, own, table):
+            log.warning("%s: the config ties %s to %s, but they differ; both are used", source.path.name, own, table)
+            module.untie()
 
 
 def match_tensors(decoder: Module, source: TensorSource) -> tuple[dict[str, str], list[str]]:

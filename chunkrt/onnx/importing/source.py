@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor, TensorInfo, spread
+from chunkrt.checkpoints.source import BlockTensor, TensorInfo
 from chunkrt.errors import ModelError
 from chunkrt.onnx.importing.tensors import StoredTensor
 
@@ -64,9 +64,9 @@ class OnnxSource:
         """See `TensorSource`."""
         return self._find(name).read_blocks()
 
-    def sample(self, name: str) -> bytes:
-        """See `TensorSource`; its proof has read all of it anyway."""
-        return spread(self.read(name))
+    def stored(self, name: str) -> NDArray[np.uint8]:
+        """See `TensorSource`: the bytes of its values in float32, which verifying the import has read anyway."""
+        return np.ascontiguousarray(self.read(name)).reshape(-1).view(np.uint8)
 
     def _find(self, name: str) -> StoredTensor:
         if name not in self._tensors:
