@@ -227,20 +227,26 @@ class HeadNorm(Module):
 
 
 class DepthwiseWeights(Module):
-    """Weights of a convolution over each channel by itself: weight [channels, 1, taps] and, with a bias, [channels]."""
+    """Weights of a convolution over each channel by itself: weight [channels, 1, taps] and, with a bias, [channels].
+
+    A convolution of one tap gets a zero tap before it, because kernels take two or more.
+    """
 
     def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
         super().__init__()
         self.shape, self.has_bias = (channels, 1, taps), bias
 
     def declare(self) -> None:
-        shapes: dict[str, tuple[int, ...]] = {"weight": self.shape, "bias": self.shape[:1]}
-        self.weight, self.bias = (
-            Parameter(shape=shape, checkpoint_tensors={f"{self.path}.{name}": shape}, combine=lambda tensor: tensor)
-            for name, shape in shapes.items()
+        channels, one, taps = self.shape
+        self.weight = Parameter(
+            shape=(channels, one, max(taps, 2)),
+            checkpoint_tensors={f"{self.path}.weight": self.shape},
+            combine=lambda tensor: np.pad(tensor, [(0, 0), (0, 0), (1, 0)]) if taps == 1 else tensor,
         )
-        if not self.has_bias:
-            del self.bias
+        if self.has_bias:
+            self.bias = Parameter(
+                shape=(channels,), checkpoint_tensors={f"{self.path}.bias": (channels,)}, combine=lambda tensor: tensor
+            )
 
 
 class Constant(Module):

@@ -147,7 +147,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ModelError: a section of it is no table of numbers.
-        UnsupportedModelError: it has a section for each kind of layer.
+        UnsupportedModelError: it has a section for each kind of layer, or a factor without a rule.
     """
     parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
@@ -161,7 +161,15 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
                 feature=SCALING_KEY,
             )
         parameters |= section
-    parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
+    rule = parameters.get("rope_type") or parameters.get("type")
+    factors = [key for key in parameters if key.endswith("factor") and key != "partial_rotary_factor"]
+    if rule is None and (given := [key for key in factors if parameters[key] is not None]):
+        raise UnsupportedModelError(
+            f"the config's {SCALING_KEY} gives {given[0]} = {str(parameters[given[0]])[:60]} without a rope_type; "
+            "add the one that the model was trained with",
+            feature=SCALING_KEY,
+        )
+    parameters["rope_type"] = rule or "default"
     return parameters
 
 

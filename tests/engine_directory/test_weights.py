@@ -13,6 +13,8 @@ from chunkrt.engine_directory.packing import pack, packed_shape, unpack
 from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore
 from chunkrt.engine_directory.weights import stored_weights, write_weights
 from chunkrt.errors import ConfigError, QuantizationError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.partition import plan_decoder
 from chunkrt.graph.plan import embedding_tables, linear_weights
 from chunkrt.quant.arithmetic import quantize_weight
 from chunkrt.quant.scheme import SCHEMES, find_scheme
@@ -87,6 +89,24 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(bad, place):
     weight[place] = bad
     with pytest.raises(QuantizationError, match=r"lm_head.weight holds values that are not finite"):
         quantize_weight(weight, name="lm_head.weight")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("scheme", ["float", "w8a8-dynamic"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_write_weights_refuses_a_value_that_is_not_finite(tmp_path, name, scheme, bad):
+    source = RandomCheckpoint()
+    planned = plan_decoder(source, build_decoder(source), {})
+
+    def load(weight):
+        values = planned.load(weight).copy()
+        values.flat[-1] = bad if weight == name else values.flat[-1]
+        return values
+
+    with pytest.raises(QuantizationError, match=f"{name} holds values that are not finite"):
+        write_weights(planned.plan, find_scheme(scheme), load, tmp_path / "weights.safetensors")
 
 
 @given(st.tuples(SIDES, SIDES).flatmap(lambda shape: arrays(np.int8, shape)))

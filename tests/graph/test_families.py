@@ -9,9 +9,11 @@ from fixture_checkpoints import checkpoint
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.decoders.config import read_config
 from chunkrt.graph.partition import partition
 from chunkrt.graph.rope import longrope_tables
 from chunkrt.graph.tracing import trace
+from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 
@@ -162,3 +164,9 @@ def test_a_gguf_gives_the_plan_that_the_folder_gives(gguf, folder):
     ]
     assert plans[0] == plans[1]
     np.testing.assert_allclose(*epsilons, rtol=1e-6)  # a GGUF's are float32
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_accurate"])
+def test_read_config_takes_other_names_of_gelu_with_tanh(name):
+    """Transformers' NewGELUActivation, FastGELUActivation and AccurateGELUActivation compute the same function."""
+    assert read_config(RandomCheckpoint({**CONFIG, "hidden_act": name})).activation == "gelu_tanh"

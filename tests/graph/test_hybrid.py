@@ -3,9 +3,12 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
-from fixture_checkpoints import checkpoint
+from fixture_checkpoints import checkpoint, input_ids
+from safetensors.numpy import load_file, save_file
 
+import chunkrt
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import build_decoder
@@ -49,3 +52,31 @@ def test_a_config_that_does_not_fit_is_refused(changed, name, changes, error, me
 def test_a_convolution_of_another_width_is_named(changed):
     with pytest.raises(ModelError, match=r"conv\.conv\.weight is \[32, 1, 3\], expected \[32, 1, 5\]"):
         build_decoder(changed("lfm2", {"conv_L_cache": 5}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "tensor"),
+    [
+        ("lfm2", "conv_L_cache", "conv.conv.weight"),
+        ("qwen3_next", "linear_conv_kernel_dim", "conv1d.weight"),
+        ("qwen3_5", "linear_conv_kernel_dim", "conv1d.weight"),
+    ],
+)
+@pytest.mark.parametrize("npu", ["reference", "native", "onnxrt"])
+def test_a_convolution_of_one_tap_is_a_longer_one_with_zeros(tmp_path, name, key, tensor, npu):
+    def write(folder, change, settings):
+        shutil.copytree(checkpoint(name), folder)
+        tensors = load_file(folder / "model.safetensors")
+        changed = {n: change(value) if n.endswith(tensor) else value for n, value in tensors.items()}
+        save_file(changed, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text()) | settings
+        (folder / "config.json").write_text(json.dumps(config))
+        scheme = "w8a8-dynamic" if npu == "native" else "float"
+        with chunkrt.load(folder, npu=npu, scheme=scheme, chunk_length=8) as engine:
+            return engine.session().prefill(input_ids(name)[:20], logits="all").logits
+
+    found = write(tmp_path / "short", lambda weight: weight[..., -1:].copy(), {key: 1})
+    expected = write(
+        tmp_path / "long", lambda weight: weight * (np.arange(weight.shape[-1]) == weight.shape[-1] - 1), {}
+    )
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

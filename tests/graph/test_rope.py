@@ -102,6 +102,14 @@ def test_an_unknown_rule_is_refused_by_name(rule):
         inverse_frequencies({"rope_scaling": {"rope_type": rule, "factor": 2.0}}, 8)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("given", [{"factor": 2.0}, {"type": None, "short_factor": [1.0]}])
+def test_a_factor_without_a_rule_is_refused_by_name(key, given):
+    with pytest.raises(UnsupportedModelError, match=r"rope_scaling gives \w+ = \S+ without a rope_type") as raised:
+        inverse_frequencies({key: given}, 8)
+    assert raised.value.feature == "rope_scaling"
+
+
 @pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
 def test_a_missing_number_is_named(key):
     rule = {name: value for name, value in LLAMA3.items() if name != key}

@@ -25,10 +25,10 @@ ROPE_DIVISOR = "rope_freqs.weight"
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
 }
 """By Hugging Face's names. Those of the tanh approximation differ in how they are computed, not in what (Transformers,
-activations.py: NewGELUActivation, FastGELUActivation)."""
+activations.py: NewGELUActivation, FastGELUActivation, AccurateGELUActivation)."""
 
 
 @dataclass(frozen=True, kw_only=True)
