@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +16,14 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
-from chunkrt.checkpoints.gguf_keys import Keys
+from chunkrt.checkpoints.gguf_keys import NEXTN, Keys
 from chunkrt.checkpoints.gguf_layout import AS_IT_IS, Layout
-from chunkrt.checkpoints.gguf_names import EACH, find_architecture, translate_config, translate_name
+from chunkrt.checkpoints.gguf_names import EACH, find_architecture, is_of_later_layer, translate_config, translate_name
 from chunkrt.checkpoints.gguf_parts import parts_of
 from chunkrt.checkpoints.source import (
     BLOCK_DEPTH,
     BLOCK_TYPES,
+    LEFT_OUT,
     BlockTensor,
     Refuse,
     TensorInfo,
@@ -29,6 +31,8 @@ from chunkrt.checkpoints.source import (
     strictly,
 )
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
+
+log = logging.getLogger(__name__)
 
 MOST_PARTS = 4096
 """Tensors that one may stack up: experts."""
@@ -84,7 +88,11 @@ class GgufSource:
         keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
         config = translate_config(architecture, keys, refuse)
         tensors: dict[str, tuple[GgufTensor, Layout]] = {}
-        for tensor in header.tensors.values():
+        num_layers, num_extra = config["num_hidden_layers"], keys.count(NEXTN, default=0)
+        left_out = {name for name in header.tensors if num_extra and is_of_later_layer(name, num_layers)}
+        if left_out:
+            log.warning(LEFT_OUT, self.path.name, len(left_out), f"blk.{num_layers}.* and later")
+        for tensor in (tensor for name, tensor in header.tensors.items() if name not in left_out):
             try:
                 name, layout = translate_name(architecture, config, tensor)
             except UnsupportedModelError as refusal:

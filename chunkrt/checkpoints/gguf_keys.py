@@ -15,6 +15,9 @@ from chunkrt.errors import ModelError, UnsupportedModelError
 
 Config = dict[str, Any]
 
+NEXTN = "nextn_predict_layers"
+"""Key that counts the last layers that llama.cpp's decoder does not run: they predict several tokens at once."""
+
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 GEMMA3_27B_LAYERS = 62
 
@@ -117,7 +120,10 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
             f"token_embd.weight has shape {list(embedding)}, expected [vocabulary, {hidden_size}]; "
             "is it a vocabulary or an adapter, not a model?"
         )
-    num_layers = keys.count("block_count")
+    num_layers, num_extra = keys.count("block_count"), keys.count(NEXTN, default=0)
+    if num_extra >= num_layers:
+        raise ModelError(f"{keys.prefix}{NEXTN} = {num_extra}, expected less than block_count = {num_layers}")
+    num_layers -= num_extra
     if num_layers > len(keys.shapes):
         raise ModelError(f"{keys.prefix}block_count = {num_layers}, but there are {len(keys.shapes)} tensors")
     if not any(name.startswith(f"blk.{num_layers - 1}.") for name in keys.shapes):

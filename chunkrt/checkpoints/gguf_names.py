@@ -183,7 +183,7 @@ ARCHITECTURES = {
         model=MODEL,
         layer=_QWEN3_NEXT_LAYER,
         layouts=tiled_value_heads,
-        refused=SCALINGS | WINDOWS | {"nextn_predict_layers"},
+        refused=SCALINGS | WINDOWS,
         config=gguf_keys.qwen3_next_config,
     ),
     "qwen3next": Architecture(
@@ -222,6 +222,12 @@ def _known_names() -> frozenset[str]:
     """Of all tables, what comes after the layer and before ".weight"."""
     tables = [table for a in ARCHITECTURES.values() for table in (a.model, a.layer)]
     return frozenset(name for table in tables for row in table.items() for name in row)
+
+
+def is_of_later_layer(name: str, num_layers: int) -> bool:
+    """Return whether a GGUF tensor belongs to a layer beyond a number of them."""
+    match = _TENSOR_NAME.fullmatch(name)
+    return match is not None and match["layer"] is not None and int(match["layer"]) >= num_layers
 
 
 def translate_name(architecture: Architecture, config: Config, tensor: GgufTensor) -> tuple[str, Layout]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
+from chunkrt.checkpoints.composite import tensors_of_other_halves, text_half
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo, map_file
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
@@ -43,6 +44,8 @@ class _Tensor:
 
 class SafetensorsSource:
     """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
+
+    Of a model that also sees or hears, the text half: its config, and all tensors less the other halves'.
 
     Raises:
         ModelError: a file is missing, truncated or contradicts itself or another.
@@ -71,6 +74,10 @@ class SafetensorsSource:
                 f"{self.path} has neither {whole.name} nor {index.name}; "
                 "a checkpoint in another format has to be saved as safetensors first"
             )
+        if (text := text_half(self.config, self.path / "config.json")) is not None:
+            self.config, self.architecture = text, text["model_type"]
+            for name in tensors_of_other_halves(self._tensors, self.path):
+                del self._tensors[name]
 
     def names(self) -> Sequence[str]:
         """Every tensor, in the order of the headers."""

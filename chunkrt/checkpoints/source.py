@@ -32,6 +32,9 @@ FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
 SAMPLED_BYTES = 1021
 """Of each tensor that are looked at to tell checkpoints apart. A prime: places fall on all bytes of an element."""
 
+LEFT_OUT = "%s: one token at a time is predicted; %d tensors of multi-token prediction are left out: %s"
+"""Warning with the checkpoint's name, and the number and pattern of the tensors."""
+
 COMPARED_BYTES = 2**22
 """Size of a block that `are_equal` compares at once."""
 
@@ -141,9 +144,9 @@ def are_equal(source: TensorSource, left: str, right: str) -> bool:
         return False
     if infos[0].stored_as != infos[1].stored_as:
         return np.array_equal(source.read(left), source.read(right))
-    bytes_of = [source.stored(name).reshape(-1) for name in (left, right)]
-    starts = range(0, bytes_of[0].size, COMPARED_BYTES)
-    return all(np.array_equal(*(each[start : start + COMPARED_BYTES] for each in bytes_of)) for start in starts)
+    ours, theirs = (source.stored(name).reshape(-1) for name in (left, right))
+    blocks = (slice(start, start + COMPARED_BYTES) for start in range(0, ours.size, COMPARED_BYTES))
+    return all(np.array_equal(ours[block], theirs[block]) for block in blocks)
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -30,6 +30,7 @@ from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import family_names, find_family, make_decoder, match_tensors
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module
+from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Plan
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
@@ -252,7 +253,9 @@ def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[Unsupport
         "final_logit_softcapping": str(config.raw.get("final_logit_softcapping") or ""),
         "num_experts": f"{experts[0].attributes['top_k']} of {config.raw.get('num_experts')}" if experts else "",
         "biases": ", ".join(biases),
-        "tie_word_embeddings": "yes" if tensors.count("model.embed_tokens.weight") > 1 else "",
+        "tie_word_embeddings": "yes"
+        if any(isinstance(m, LinearBase) and m.tied_to for m in draft.decoder.modules())
+        else "",
     }
     refused = {refusal.feature for refusal in refusals}
     return (Feature(name=name, asked=value) for name, value in asked.items() if value and name not in refused)

@@ -28,6 +28,9 @@ LARGEST_FLOAT = float_info.max
 LONGEST_CONTEXT = 2**24
 """Tokens. A config that claims more is not believed."""
 
+_UNSCALED = ("partial_rotary_factor", "attention_factor")
+"""Factors that scale no frequency."""
+
 SCALING_KEY = "rope_scaling"
 """What refusals name, wherever the config says it: in newer ones it is a part of `rope_parameters`."""
 
@@ -162,7 +165,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         parameters |= section
     rule = parameters.get("rope_type") or parameters.get("type")
-    factors = [key for key in parameters if key.endswith("factor") and key != "partial_rotary_factor"]
+    factors = [key for key in parameters if key.endswith("factor") and key not in _UNSCALED]
     if rule is None and (given := [key for key in factors if parameters[key] is not None]):
         raise UnsupportedModelError(
             f"the config's {SCALING_KEY} gives {given[0]} = {str(parameters[given[0]])[:60]} without a rope_type; "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-from chunkrt.checkpoints.source import TensorSource, are_equal
+from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
@@ -46,10 +46,17 @@ FAMILIES = {
     "qwen3_next": Family(build=qwen3_next.qwen3_next, defaults=qwen3_next.DEFAULTS),
 }
 
+PREDICTION_TENSORS = re.compile(r"^mtp\.")
+"""Tensors of heads that predict several tokens at once, which Transformers leaves out as well."""
+
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
 """Each is a builder, named by its model_type; the family's defaults are its attribute `defaults`, if it has one."""
 
-UNUSED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|^lm_head\.weight$")
+BODY_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+"""Prefixes of the body's tensors: "" is that of Transformers' `AutoModel`, the others are those of composite models."""
+INNER_HEAD = "language_model.lm_head."
+
+UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq|^(language_model\.)?lm_head\.weight$")
 """Buffers that old exports carry although the config determines them; and the equal copy of a tied head."""
 
 
@@ -77,6 +84,8 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
             f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the "
             f"{source.architecture} decoder reads it" + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
         )
+    if left_out := [name for name in source.names() if PREDICTION_TENSORS.match(name)]:
+        log.warning(LEFT_OUT, source.path.name, len(left_out), "mtp.*")
     for checked in decoder.parameters():  # before any is made: the tables have sizes that the config alone claims
         checked.check(source)
     return decoder
@@ -133,24 +142,44 @@ def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, De
         )
     config = replace(read_config(source, family.defaults), ranks=ranks)
     decoder = family.build(config).named()
-    untie_heads(decoder, source)
+    find_tensors(decoder, source)
     return decoder, config
 
 
-def untie_heads(decoder: Module, source: TensorSource) -> None:
-    """Read a tied linear's own tensor where the checkpoint has one that differs from the table, and warn.
+def find_tensors(decoder: Module, source: TensorSource) -> None:
+    """Make a decoder's parameters read tensors under the names that the checkpoint has them by.
 
-    A head that was trained by itself keeps the config's stale `tie_word_embeddings`. Transformers 5 and llama.cpp's
-    converter use both tensors as well.
+    A prefix may differ. If the checkpoint has only one tensor for a tied head and its table, both read that one. If it
+    has two and they differ, the head was trained by itself and the config is stale: both are read, with a warning.
+    Transformers 5 and llama.cpp's converter do the same.
     """
-    present = set(source.names())
+    found = _stored_names(source)
     for module in decoder.modules():
         if not isinstance(module, LinearBase) or module.tied_to is None:
             continue
         own, table = f"{module.path}.weight", f"{module.tied_to.path}.weight"
-        if {own, table} <= present and not are_equal(source, own, table):
+        if own not in found:
+            continue
+        if table not in found:
+            found[table] = found[own]
+        elif not are_equal(source, found[own], found[table]):
             log.warning("%s: the config ties %s to %s, but they differ; both are used", source.path.name, own, table)
             module.untie()
+    for parameter in decoder.parameters():
+        parameter.checkpoint_tensors = {found.get(n, n): shape for n, shape in parameter.checkpoint_tensors.items()}
+
+
+def _stored_names(source: TensorSource) -> dict[str, str]:
+    """The checkpoint's name of each tensor, by itself and by the name that a causal decoder of text has for it."""
+    names = source.names()
+    stored = {name: name for name in names}
+    prefix = next((p for p in BODY_PREFIXES if any(name.startswith(f"{p}layers.0.") for name in names)), None)
+    for name in names if prefix is not None else ():
+        if name.startswith(INNER_HEAD):
+            stored.setdefault(f"lm_head.{name.removeprefix(INNER_HEAD)}", name)
+        elif prefix is not None and name.startswith(prefix):
+            stored.setdefault(f"model.{name.removeprefix(prefix)}", name)
+    return stored
 
 
 def match_tensors(decoder: Module, source: TensorSource) -> tuple[dict[str, str], list[str]]:
@@ -158,4 +187,5 @@ def match_tensors(decoder: Module, source: TensorSource) -> tuple[dict[str, str]
     present = set(source.names())
     needed = {t: p.name for p in decoder.parameters() for t in p.checkpoint_tensors}
     missing = {name: parameter for name, parameter in needed.items() if name not in present}
-    return missing, [name for name in source.names() if name not in needed and not UNUSED_TENSORS.search(name)]
+    unread = [name for name in source.names() if name not in needed and not UNUSED_TENSORS.search(name)]
+    return missing, [name for name in unread if not PREDICTION_TENSORS.match(name)]

@@ -20,6 +20,10 @@ from chunkrt.graph.modules import Constant, Module
 from chunkrt.graph.rope import RotaryTables, inverse_frequencies
 
 DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,

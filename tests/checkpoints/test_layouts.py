@@ -1,0 +1,156 @@
+"""Layouts that other tools give a decoder's checkpoint: the logits are those of the plain one."""
+
+import json
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, expected_logits, input_ids
+from safetensors.numpy import load_file, save_file
+
+import chunkrt
+from chunkrt.compile.support import check_support
+from chunkrt.errors import ModelError, UnsupportedModelError
+
+FAMILIES = ("gemma3_window_5", "lfm2", "llama_gqa", "llama_tied", "mistral_window_5", "phi3_longrope_short", "qwen2")
+FAMILIES += ("qwen3_layer_types", "qwen3_5", "qwen3_next_experts")
+COMPOSITES = {"gemma3_window_5": "gemma3", "mistral_window_5": "mistral3", "qwen3_5": "qwen3_5"}
+OTHER_HALVES = {
+    "vision_tower.a.weight": np.ones(3, np.float32),
+    "multi_modal_projector.b": np.ones(2, np.float32),
+    "visual.c": np.ones(1, np.float32),
+}
+
+
+def write(folder, name, rename=lambda tensor: tensor, more=(), config=lambda config: config):
+    """A fixture whose tensors have other names, with more tensors and another config."""
+    shutil.copytree(checkpoint(name), folder)
+    tensors = {rename(n): value for n, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | dict(more), folder / "model.safetensors")
+    settings = config(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def expect_logits(path, name):
+    report = check_support(path)
+    assert (report.tensors.missing, report.tensors.unread, report.tensors.misfits) == ([], [], [])
+    with chunkrt.load(path, npu="reference", scheme="float", cache_dtype="float32") as engine:
+        found = engine.session().prefill(input_ids(name), logits="all").logits
+    np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_load_takes_tensors_without_the_models_prefix(tmp_path, name):
+    """`AutoModel.save_pretrained` writes them so; here the head is beside them."""
+    expect_logits(write(tmp_path / "m", name, lambda tensor: tensor.removeprefix("model.")), name)
+
+
+def composite_config(model_type):
+    def change(config):
+        whole = {key: config.pop(key) for key in ("bos_token_id", "eos_token_id") if key in config}
+        return {"model_type": model_type, "vision_config": {"hidden_size": 4}, "text_config": config} | whole
+
+    return change
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize(
+    ("body", "head"),
+    [
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+        ("language_model.", "lm_head."),
+    ],
+)
+def test_load_reads_the_text_half_of_a_composite_checkpoint(tmp_path, caplog, name, body, head):
+    def rename(tensor):
+        is_head = tensor.startswith("lm_head.")
+        return head + tensor.removeprefix("lm_head.") if is_head else body + tensor.removeprefix("model.")
+
+    prefix = "model." if body.startswith("model.") else ""
+    more = {prefix + tensor: value for tensor, value in OTHER_HALVES.items()}
+    folder = write(tmp_path / "m", name, rename, more, composite_config(COMPOSITES[name]))
+    check_support(folder)
+    parts = ", ".join(f"{prefix}{part}.*" for part in ("multi_modal_projector", "vision_tower", "visual"))
+    assert caplog.messages == [f"m: only text is read; 3 tensors are left out: {parts}"]
+    expect_logits(folder, name)
+
+
+def test_support_takes_keys_that_a_published_gemma_leaves_out(tmp_path):
+    """Gemma 3 4B's config leaves the vocabulary and the heads to Transformers' `Gemma3TextConfig`."""
+    given = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 1}
+    folder = write(tmp_path / "m", "gemma3_window_5", config=lambda c: {"model_type": "gemma3", "text_config": given})
+    assert check_support(folder).tensors.misfits[0].endswith("expected [262208, 2560]")
+
+
+def test_load_refuses_a_composite_whose_text_half_is_not_implemented(tmp_path):
+    """Ministral 3 scales queries by position, which no family here does."""
+    text = {"model_type": "ministral3"}
+    folder = write(tmp_path / "m", "llama_gqa", config=lambda c: {"model_type": "mistral3", "text_config": text})
+    with pytest.raises(UnsupportedModelError, match="architecture 'ministral3' is not supported"):
+        chunkrt.load(folder, npu="reference", scheme="float")
+
+
+def test_load_refuses_a_composite_without_a_text_half(tmp_path):
+    folder = write(tmp_path / "m", "llama_gqa", config=lambda config: {"model_type": "gemma3"})
+    with pytest.raises(ModelError, match=r"has no text_config, which the model_type 'gemma3' needs"):
+        chunkrt.load(folder, npu="reference", scheme="float")
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3_window_5", "lfm2"])
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_load_reads_a_tied_table_under_the_heads_name(tmp_path, name, prefix):
+    def rename(tensor):
+        return "lm_head.weight" if "embed_tokens" in tensor else prefix + tensor.removeprefix("model.")
+
+    expect_logits(write(tmp_path / "m", name, rename), name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_load_leaves_multi_token_prediction_out_and_says_so(tmp_path, name, caplog):
+    more = {"mtp.fc.weight": np.ones((2, 2), np.float32), "mtp.layers.0.mlp.gate.weight": np.ones(2, np.float32)}
+    expect_logits(write(tmp_path / "m", name, more=more), name)
+    said = "m: one token at a time is predicted; 2 tensors of multi-token prediction are left out: mtp.*"
+    assert caplog.messages == [said]
+
+
+def write_predicting_gguf(path, name, nextn):
+    """A GGUF fixture with one layer more, as llama.cpp's converter writes Qwen's multi-token prediction."""
+    reader = gguf.GGUFReader(checkpoint(name))
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path, architecture)
+    num_layers = int(reader.fields[f"{architecture}.block_count"].contents())
+    changed = {f"{architecture}.block_count": num_layers + 1, f"{architecture}.nextn_predict_layers": nextn}
+    for key, found in reader.fields.items():
+        if key not in changed and key != "general.architecture" and not key.startswith("GGUF."):
+            writer.add_key_value(key, found.contents(), found.types[0], found.types[-1] if found.types[1:] else None)
+    for key, value in changed.items():
+        writer.add_uint32(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    for tensor in ("attn_norm.weight", "nextn.eh_proj.weight", "ffn_gate.weight"):
+        writer.add_tensor(f"blk.{num_layers}.{tensor}", np.ones((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_gguf", "qwen3_next_gguf"])
+def test_load_leaves_the_layers_of_a_gguf_out_that_predict_several_tokens(tmp_path, name, caplog):
+    path = write_predicting_gguf(tmp_path / "m.gguf", name, 1)
+    check_support(path)
+    (said,) = caplog.messages
+    assert said.startswith(
+        "m.gguf: one token at a time is predicted; 3 tensors of multi-token prediction are left out: "
+    )
+    expect_logits(path, name)
+
+
+def test_load_refuses_a_gguf_that_has_no_other_layers(tmp_path):
+    path = write_predicting_gguf(tmp_path / "m.gguf", "qwen3_5_gguf", 4)
+    with pytest.raises(ModelError, match="nextn_predict_layers = 4, expected less than block_count = 4"):
+        chunkrt.load(path, npu="reference", scheme="float")
