@@ -207,8 +207,8 @@ def read_json(path: Path) -> Any:
 
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON. Raises ValueError as `read_json` does. A byte order mark before it is ignored."""
-    mark = BYTE_ORDER_MARK if isinstance(text, str) else BYTE_ORDER_MARK.encode()
-    text = text.removeprefix(mark)  # type: ignore[arg-type]
+    if isinstance(text, str):  # of bytes the library ignores it
+        text = text.removeprefix(BYTE_ORDER_MARK)
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:

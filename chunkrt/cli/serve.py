@@ -13,7 +13,7 @@ import click
 from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.errors import ConfigError
-from chunkrt.files import check_regular
+from chunkrt.files import read_text
 
 
 @click.command(cls=GroupedCommand, first=("host", "port", "api_key_file", "max_sessions", "npu"))
@@ -105,8 +105,7 @@ def _name(model: str) -> str:
 def _read_keys(path: Path) -> dict[str, str]:
     """Return the keys of a file by their names. A line is `KEY`, `NAME: KEY`, a comment after `#`, or empty."""
     try:
-        check_regular(path)
-        lines = path.read_text("utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys from {path}: {error}") from error

@@ -211,7 +211,7 @@ class StopStrings:
         self._stopped = False
 
     def __bool__(self) -> bool:
-        """Whether there is a stop string."""
+        """Return True if there is a stop string."""
         return bool(self._stops)
 
     def push(self, text: str) -> tuple[str, bool]:

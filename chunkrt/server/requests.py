@@ -130,7 +130,7 @@ class Generating(Request, kw_only=True):
 
     @property
     def progress(self) -> bool:
-        """Whether a stream reports the progress of the prompt; `return_progress` is llama.cpp's name."""
+        """True if a stream reports the progress of the prompt; `return_progress` is llama.cpp's name."""
         in_options = self.stream_options is not None and self.stream_options.include_progress
         return in_options or bool(self.return_progress)
 

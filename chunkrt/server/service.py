@@ -113,8 +113,9 @@ class Service:
         knows_developers = "developer" in (self.tokenizer.settings.chat_template or "")
         taken = [_as_template_takes_it(message, knows_developers=knows_developers) for message in messages]
         try:
-            self.check_length(self.tokenizer.apply_chat_template(taken, tools=tools), "messages")
-            return self.tokenizer.encode_chat(taken, tools=tools)
+            prompt = self.tokenizer.apply_chat_template(taken, tools=tools)
+            self.check_length(prompt, "messages")
+            return self.tokenizer.encode(prompt, add_special=False, parse_special=True)  # as `encode_chat` does
         except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
 

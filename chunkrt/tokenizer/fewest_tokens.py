@@ -36,7 +36,7 @@ _PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedL
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBound:
-    """How many bytes of a text a token stands for at most.
+    """Largest number of bytes of a text that a token stands for.
 
     most_bytes: None if there is no bound. uncounted: characters that may have no token. is_ascii: whether only ASCII
     characters are counted, since others may be unknown, of which a token may stand for any number.
@@ -122,7 +122,7 @@ def _shrinking(step: Mapping[str, Any]) -> float | None:
 
 
 def _keeps_ascii(step: Mapping[str, Any]) -> bool:
-    """Whether a step leaves ASCII characters what they are, with the vocabulary's character for a space."""
+    """Return True if a step changes no ASCII character, except a space into the vocabulary's character for it."""
     return step["type"] != "Replace" or (step["pattern"].get("String"), step["content"]) == (" ", "▁")
 
 

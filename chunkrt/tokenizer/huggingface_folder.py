@@ -120,6 +120,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_text(path).removeprefix("\ufeff")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {path.name}: {error}") from error

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, models
 
 from chunkrt.errors import ModelError
-from chunkrt.files import check_regular
+from chunkrt.files import BYTE_ORDER_MARK, check_regular
 
 VOCABULARY_FILE = "tokenizer.json"
 
@@ -48,7 +48,7 @@ def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json. Raises ModelError if it cannot be read."""
     with library_errors(f"{path.name} cannot be read"):
         check_regular(path)
-        contents = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        contents = path.read_bytes().removeprefix(BYTE_ORDER_MARK.encode())
         if _MAY_BE_TOO_LARGE.search(contents):
             _check_ids(contents)
         library = tokenizers.Tokenizer.from_buffer(contents)

@@ -111,8 +111,8 @@ class Tokenizer:
     @cached_property
     def missing_ids(self) -> NDArray[np.int64]:
         """Rows of the model's head that have no token, int64 [n], ascending. They are never drawn."""
-        known = np.fromiter(self._library.get_vocab().values(), np.int64)
-        return np.setdiff1d(np.arange(self._num_rows), known)
+        token_of = self._library.id_to_token  # takes a third of the time of `get_vocab`
+        return np.array([row for row in range(self._num_rows) if token_of(row) is None], np.int64)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

@@ -23,7 +23,7 @@ def ask(url, tokens, *, key=None, **body):
 
 
 def guessed(url, **how):
-    """What an attacker finds of the secret: token by token the guess with the most cached tokens, if that is one."""
+    """Return the attacker's guess of the secret: token by token, the one with the most cached tokens, if it is unique."""
     found = []
     for _ in SECRET:
         counts = {}

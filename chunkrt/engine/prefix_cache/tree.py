@@ -94,7 +94,7 @@ class PrefixTree:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no node."""
+        """True if there is no node."""
         return not self._root.children
 
     def path(self, tokens: Sequence[int]) -> list[Node]:

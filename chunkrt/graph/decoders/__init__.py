@@ -174,10 +174,12 @@ def _stored_names(source: TensorSource) -> dict[str, str]:
     names = source.names()
     stored = {name: name for name in names}
     prefix = next((p for p in BODY_PREFIXES if any(name.startswith(f"{p}layers.0.") for name in names)), None)
-    for name in names if prefix is not None else ():
+    if prefix is None:
+        return stored
+    for name in names:
         if name.startswith(INNER_HEAD):
             stored.setdefault(f"lm_head.{name.removeprefix(INNER_HEAD)}", name)
-        elif prefix is not None and name.startswith(prefix):
+        elif name.startswith(prefix):
             stored.setdefault(f"model.{name.removeprefix(prefix)}", name)
     return stored
 
