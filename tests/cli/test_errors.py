@@ -417,12 +417,12 @@ def test_ctrl_c_during_an_import_exits_with_130(module):
         "from chunkrt.__main__ import main\n"
         "main()\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert (finished.returncode, finished.stdout, finished.stderr.strip()) == (130, "", "interrupted")
 
 
 def test_the_command_is_imported_before_any_library():
     """Else Ctrl-C in its first moments would end in a traceback."""
     program = "import sys, chunkrt.__main__; print(sorted({'click', 'numpy', 'rich'} & set(sys.modules)))"
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert finished.stdout == "[]\n"

@@ -51,7 +51,7 @@ def test_a_process_with_an_unfinished_generator_ends(pieces: str, end: str, tmp_
     inside, last, status = ENDS[end]
     cache = str(tmp_path / "prefixes")
     program = PROGRAM.format(pieces=pieces, inside=inside, end=last)
-    command = [sys.executable, "-c", program, str(checkpoint(NAME)), cache]
+    command = [sys.executable, "-P", "-c", program, str(checkpoint(NAME)), cache]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert finished.returncode == status, finished.stderr
     assert "Exception ignored" not in finished.stderr

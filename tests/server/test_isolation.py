@@ -23,7 +23,7 @@ def ask(url, tokens, *, key=None, **body):
 
 
 def guessed(url, **how):
-    """Return the attacker's guess of the secret: token by token, the one with the most cached tokens, if it is unique."""
+    """Return the attacker's guess of the secret: token by token the one with the most cached tokens, if unique."""
     found = []
     for _ in SECRET:
         counts = {}
