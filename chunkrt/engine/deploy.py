@@ -125,7 +125,7 @@ def _assemble(
         aside.mkdir()
         for name in manifest.files:
             shutil.copyfile(engine / name, aside / name)
-        for path in (path for paths in compiled.values() for path in paths):
+        for path in dict.fromkeys(path for paths in compiled.values() for path in paths):  # targets may share some
             shutil.copytree(path, aside / CONTEXTS / path.name)
         add_host(aside)
         write_manifest(

@@ -87,7 +87,7 @@ def test_it_holds_these_files_and_no_others(deployed):
     assert {path.name for path in output.iterdir()} == FILES | {"npu"}
     contexts = list((output / "npu").iterdir())
     names = sorted(path.name.rpartition("-")[0] for path in contexts)
-    assert names == sorted(f"{soc}-w8a16-c{chunk}-{static}" for soc, chunk in COMPILED_FOR for static in STATIC)
+    assert names == sorted(f"{soc}-w8a16-r32-{static}" for soc in ("SM8650", "SM8750") for static in STATIC)
     assert all({path.name for path in context.iterdir()} == CONTEXT for context in contexts)
     assert written == {
         "model": str(CHECKPOINT),
@@ -227,7 +227,7 @@ def flip_a_bit(path):
 @pytest.fixture(params=[truncate, flip_a_bit])
 def damaged_context(device, request):
     """The folder of a context whose binary is damaged."""
-    (context,) = (device / "npu").glob("SM8650-w8a16-c32-static.1-*")
+    (context,) = (device / "npu").glob("SM8650-w8a16-r32-static.1-*")
     request.param(context / "context_qnn.bin")
     return context
 

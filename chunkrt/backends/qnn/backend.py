@@ -122,7 +122,11 @@ class QnnBackend:
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
 
     def key(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> str:
-        """The name of a context: readable, then a hash of all that it is compiled from."""
+        """The name of a context: readable, then a hash of all that it is compiled from.
+
+        Chunk lengths whose graphs have the same number of rows share it.
+        """
+        rows = graph_rows(chunk_length)
         names = {name for node in subgraph.nodes for name in (*node.inputs, *node.outputs) if name}
         compiled_from: dict[str, Any] = {
             "format": FORMAT,
@@ -131,7 +135,7 @@ class QnnBackend:
             "vtcm_mb": self._options.vtcm_mb,
             "subgraph": asdict(subgraph),
             "tensors": {name: asdict(plan.tensors[name]) for name in sorted(names)},
-            "rows": graph_rows(chunk_length),
+            "rows": rows,
             "linears": {name: _as_stored(name, scheme) for name in subgraph.weights},
         }
         if compiled_in := self._options.compiled_in:
@@ -141,7 +145,7 @@ class QnnBackend:
             for suffix, array in weights.parts(name):
                 digest.update(f"{name}{suffix} {array.dtype} {array.shape}".encode())
                 digest.update(array.data)
-        return f"{self.soc.name}-{scheme.name}-c{chunk_length}-{subgraph.name}-{digest.hexdigest()[:16]}"
+        return f"{self.soc.name}-{scheme.name}-r{rows}-{subgraph.name}-{digest.hexdigest()[:16]}"
 
 
 def _as_stored(weight: str, scheme: Scheme) -> tuple[object, ...]:
