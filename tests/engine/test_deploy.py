@@ -179,14 +179,14 @@ def test_it_runs_where_there_is_neither_onnx_nor_the_checkpoint(device, tmp_path
 
 
 def test_without_onnx_what_is_missing_is_one_line(device, tmp_path):
-    finished = run_without_onnx(device, tmp_path, chunk_length=16)
+    finished = run_without_onnx(device, tmp_path, chunk_length=48)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
-    assert line.startswith(f"{device}/npu has no usable context of static.0 for SM8650, chunks of 16 and ")
+    assert line.startswith(f"{device}/npu has no usable context of static.0 for SM8650, chunks of 48 and ")
     assert "needs onnx-ir" in line
 
 
-@pytest.mark.parametrize("options", [{"chunk_length": 16}, {"soc": "SM8850"}])
+@pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
 def test_what_it_was_not_compiled_for_is_compiled_into_the_cache(device, tmp_path, options):
     before = files_of(device)
     _, num_compiled = run(device, **options)
@@ -205,10 +205,10 @@ def test_contexts_of_another_version_name_it(device, without_onnx, tmp_path):
     with pytest.raises(
         CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which these were compiled by, or pip"
     ):
-        run(tmp_path / "other", chunk_length=16)
+        run(tmp_path / "other", chunk_length=48)
 
 
-@pytest.mark.parametrize("options", [{"chunk_length": 16}, {"soc": "SM8850"}])
+@pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
 def test_what_it_was_not_compiled_for_needs_onnx(device, without_onnx, options):
     with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or compile the model again$"):
         run(device, **options)
