@@ -21,6 +21,9 @@ from chunkrt.engine.arguments import listed
 from chunkrt.errors import BackendError, ChunkrtError, ConfigError
 from chunkrt.graph.uses import SAMPLER
 
+EXCLUDED = np.finfo(np.float32).min
+"""Logit of a token that must not be drawn, at any temperature."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
@@ -117,11 +120,14 @@ class Sampler:
         scores = self._scores(logits, history)
         if options.temperature == 0:
             return np.array([np.argmax(scores)], np.int64), np.ones(1)
-        token_ids = np.arange(len(scores), dtype=np.int64)
+        token_ids = np.flatnonzero(logits != EXCLUDED)  # a high temperature would make these as likely as the others
+        if len(token_ids) == 0:
+            token_ids = np.arange(len(scores), dtype=np.int64)
+        scores = scores[token_ids]
         if options.top_k is not None and options.top_k < len(scores):
             threshold = np.partition(scores, -options.top_k)[-options.top_k]
-            token_ids = np.flatnonzero(scores >= threshold)
-            scores = scores[token_ids]
+            kept = np.flatnonzero(scores >= threshold)
+            token_ids, scores = token_ids[kept], scores[kept]
         with np.errstate(over="ignore", under="ignore"):
             probabilities = np.exp((scores.astype(np.float64) - scores.max()) / options.temperature)
         probabilities /= probabilities.sum()

@@ -128,6 +128,7 @@ class Session(AsyncSession):
 
         Raises:
             ConfigError: nothing was prefilled yet, or an argument is out of range.
+            ConstraintError: the constraint allows no token, or failed.
         """
         return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
