@@ -32,7 +32,8 @@ class SamplingOptions:
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. Finite, at least 0.
         top_k: keep the k most likely tokens (more where logits tie). At least 1; None keeps all.
-        top_p: keep the most likely tokens whose probabilities add up to it. In (0, 1]; 1 keeps all.
+        top_p: keep the most likely tokens whose probabilities add up to it. In [0, 1]; 1 keeps all, 0 the likeliest
+            alone.
         min_p: keep tokens at least this fraction as likely as the likeliest. In [0, 1]; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred. In
             [0.01, 100]; 1 does nothing.
@@ -61,7 +62,7 @@ class SamplingOptions:
             "temperature", self.temperature, "a finite number, at least 0", lambda t: 0 <= t <= float_info.max
         )
         _require_integer("top_k", self.top_k, minimum=1)
-        _require_number("top_p", self.top_p, "a number in (0, 1]", lambda p: 0 < p <= 1)
+        _require_number("top_p", self.top_p, "a number in [0, 1]", lambda p: 0 <= p <= 1)
         _require_number("min_p", self.min_p, "a number in [0, 1]", lambda p: 0 <= p <= 1)
         _require_number(
             "repetition_penalty",
@@ -136,7 +137,7 @@ class Sampler:
             likely = np.flatnonzero(probabilities >= (1 - options.top_p) / len(probabilities))
             order = likely[np.argsort(-scores[likely], kind="stable")]
             before = np.cumsum(probabilities[order]) - probabilities[order]
-            kept = order[before < options.top_p]
+            kept = order[before < options.top_p] if options.top_p else order[:1]
             token_ids, probabilities = token_ids[kept], probabilities[kept]
         if options.min_p > 0:
             kept = np.flatnonzero(probabilities >= options.min_p * probabilities.max())

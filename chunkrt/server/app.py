@@ -73,7 +73,9 @@ def make_app(service: Service) -> Starlette:
         "/detokenize": ("POST", _detokenize),
     }
     routes = [
-        Route(path, _endpoint(service, path, answer), methods=[method]) for path, (method, answer) in answers.items()
+        Route(written, _endpoint(service, path, answer), methods=[method])
+        for path, (method, answer) in answers.items()
+        for written in ((path,) if path.endswith(("/", "}")) else (path, f"{path}/"))
     ]
     middleware = []
     if service.options.allow_origin is not None:
@@ -81,7 +83,9 @@ def make_app(service: Service) -> Starlette:
         middleware = [
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
         ]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_such_thing})
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_such_thing})
+    app.router.redirect_slashes = False  # few clients send a body again
+    return app
 
 
 def _endpoint(service: Service, path: str, answer: Answer) -> Callable[[HttpRequest], Awaitable[Response]]:
@@ -244,9 +248,10 @@ async def _models(service: Service, http: HttpRequest) -> Response:
 
 
 async def _model(service: Service, http: HttpRequest) -> Response:
-    if http.path_params["name"] != service.name:
+    name = http.path_params["name"].removesuffix("/")
+    if name != service.name:
         raise RequestError(
-            f"the model {http.path_params['name']!r} is not served here; there is: {service.name}",
+            f"the model {name!r} is not served here; there is: {service.name}",
             status=404,
             code="model_not_found",
         )

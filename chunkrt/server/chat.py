@@ -34,10 +34,8 @@ class Chat(Form):
         if not tools and request.tool_choice not in (None, "auto", "none"):
             raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
         names = None if tools is None else _check_tools(service, request, tools)
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
-            raise RequestError("give max_completion_tokens or max_tokens, one of them", param="max_tokens")
         wanted = Wanted(
-            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            max_new_tokens=request.max_new_tokens,
             sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.num_likeliest,

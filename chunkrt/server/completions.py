@@ -11,9 +11,6 @@ from chunkrt.server.requests import CompletionRequest
 from chunkrt.server.service import Service
 from chunkrt.tokenizer import IncrementalDecoder
 
-MOST_NEW_TOKENS = 16
-"""Unless told otherwise; OpenAI's."""
-
 
 class Completion(Form):
     """One request, and what its choices have said so far."""
@@ -33,7 +30,7 @@ class Completion(Form):
         if request.echo and request.stream:
             raise RequestError("echo: a stream tells what is new alone", param="echo")
         wanted = Wanted(
-            max_new_tokens=MOST_NEW_TOKENS if request.max_tokens is None else request.max_tokens,
+            max_new_tokens=request.max_new_tokens,
             sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.logprobs,

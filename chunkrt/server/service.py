@@ -173,21 +173,38 @@ class Service:
 def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool) -> dict[str, Any]:
     """A message whose content is text: parts of text are joined, others refused. What developers say is the system's,
     where a template does not tell them apart."""
-    message = with_arguments_read(message)
+    message = with_arguments_read(_without_empty(message))
     if message.get("role") == "developer" and not knows_developers:
         message["role"] = "system"
+    is_assistant = message.get("role") == "assistant"
     content = message.get("content")
-    if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
-        return {**message, "content": ""}
+    if content is None and is_assistant:
+        content = message["content"] = message.get("refusal", "")
     if isinstance(content, str):
         return message
     if not isinstance(content, list):
-        found = "missing" if "content" not in message else type(content).__name__
+        found = "missing" if content is None else type(content).__name__
         raise RequestError(f"messages: the content is {found}; expected text, or parts of it", param="messages")
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"messages: a part of type {kind!r}; this model reads text alone", param="messages")
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
+    return {**message, "content": "".join(_text_of(part, is_assistant=is_assistant) for part in content)}
+
+
+def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without nulls and empty lists, which say nothing, but which templates may take for values.
+
+    Raises RequestError if it has a field that is not read.
+    """
+    taken = {name: value for name, value in message.items() if value is not None and (name == "content" or value != [])}
+    if unread := [name for name in ("function_call", "audio") if name in taken]:
+        hint = "send tool_calls" if unread[0] == "function_call" else "this model reads text alone"
+        raise RequestError(f"messages: {unread[0]} is not read; {hint}", param="messages")
+    return taken
+
+
+def _text_of(part: Any, *, is_assistant: bool) -> str:
+    """Return the text of a part of a message. Raises RequestError if it is none."""
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if kind == "text" or (kind == "refusal" and is_assistant):
+        text = part.get(kind)
+        if isinstance(text, str):
+            return text
+    raise RequestError(f"messages: a part of type {kind!r}; this model reads text alone", param="messages")

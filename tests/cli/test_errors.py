@@ -150,7 +150,7 @@ LINES = [
     ((*RUN, "--temperature", "nan"), "temperature: found nan, expected a finite number"),
     ((*RUN, "--temperature", "-1"), "temperature: found -1.0"),
     ((*RUN, "--temperature", "inf"), "temperature: found inf"),
-    ((*RUN, "--top-p", "0"), "top_p: found 0.0"),
+    ((*RUN, "--top-p", "-0.1"), "top_p: found -0.1"),
     ((*RUN, "--top-k", "-1"), "top_k: found -1"),
     ((*RUN, "-n", "0"), "max_new_tokens is 0, expected at least 1"),
     ((*RUN, "--stop", ""), "stop strings"),
