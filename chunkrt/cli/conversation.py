@@ -19,8 +19,9 @@ from chunkrt.files import written_aside
 ASKS_AGAIN, LEAVES = "again", "leave"
 """What a command wants of the loop: that the last turn is answered anew; that the chat ends."""
 
-_NUMBERS = {"max_new_tokens": int, "top_k": int, "seed": int}
-SETTINGS = ("max_new_tokens", *SAMPLING)
+_NUMBERS = {"max_new_tokens": int, "min_new_tokens": int, "top_k": int, "seed": int}
+SETTINGS = ("max_new_tokens", *(name for name in SAMPLING if name != "ignore_eos"))
+"""Settings that are numbers."""
 
 
 @dataclass

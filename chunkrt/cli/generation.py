@@ -47,11 +47,13 @@ _OPTIONS = (
     click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: none."),
     click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: none."),
     click.option("-s", "--seed", type=int, callback=none_if(-1), help="Of the random numbers; -1: a fresh one."),
+    click.option("--ignore-eos", is_flag=True, help="Let no end token end the answer; -n does."),
+    click.option("--min-new-tokens", type=int, default=0, help="Tokens before which nothing ends the answer."),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system", help="A system message before the prompt."),
 )
 SAMPLING = tuple(name for name in SamplingOptions.__dataclass_fields__ if name != "logit_bias")
-"""Fields that are numbers."""
+"""Fields that are options."""
 RANDOM = ("top_k", "top_p", "min_p")
 """Those of them that greedy answers do not ask."""
 

@@ -62,6 +62,7 @@ class Generation:
         max_new_tokens: at most so many.
         num_likeliest: of how many tokens each piece has log-probabilities beside its own; None: of none at all.
         constraint: which tokens may come, if not all.
+        ignore_eos, min_new_tokens: see `SamplingOptions`.
         check_open: raises ClosedError if nothing may be computed any more.
     """
 
@@ -76,6 +77,8 @@ class Generation:
         check_open: Callable[[], None],
         num_likeliest: int | None = None,
         constraint: Constraint | None = None,
+        ignore_eos: bool = False,
+        min_new_tokens: int = 0,
     ) -> None:
         self.is_finished = False
         self._num_likeliest, self._constraint = num_likeliest, constraint
@@ -83,7 +86,8 @@ class Generation:
         self._sampler = sampler
         self._missing_ids = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
-        self._num_drawn, self._most = 0, max_new_tokens
+        self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
+        self._first_end = max_new_tokens if ignore_eos else min_new_tokens
         self._check_open = check_open
 
     def next_piece(self) -> Steps[Piece]:
@@ -110,6 +114,8 @@ class Generation:
         """Draw a token of those that may come. Raises ConstraintError if there is none, or another is drawn."""
         excluded = np.zeros(len(logits), np.bool_)
         excluded[self._missing_ids] = True
+        if self._num_drawn < self._first_end:
+            excluded[list(self._text.end_ids)] = True
         if self._constraint is not None:
             excluded |= ~_mask(self._constraint, len(logits))
             if excluded.all():
@@ -131,7 +137,7 @@ class Generation:
         if token_id in text.end_ids:
             sequence.append(token_id)
             return Piece(text=text.rest(), token_id=token_id, finish_reason="stop")
-        new, is_stopped = text.push(token_id)
+        new, is_stopped = text.push(token_id, may_stop=self._num_drawn > self._fewest)
         if sequence.is_full:
             reason = "context"
         else:
@@ -162,9 +168,12 @@ class _Text:
         self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
         self._stops = stops
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """What a token makes certain, and whether a stop string was met."""
-        return self._stops.push(self._decoder.push(token_id)) if self._decoder else ("", False)
+    def push(self, token_id: int, *, may_stop: bool) -> tuple[str, bool]:
+        """Return the text that a token makes certain, and whether a stop string was met, if one may be."""
+        if self._decoder is None:
+            return "", False
+        text = self._decoder.push(token_id)
+        return self._stops.push(text) if may_stop else (text, False)
 
     def rest(self) -> str:
         """What was held back, now that nothing follows."""

@@ -42,6 +42,9 @@ class SamplingOptions:
         logit_bias: added to the logits of tokens, by id, each in [-100, 100].
         seed: of the random numbers (NumPy's PCG64), at least 0; the same seed gives the same tokens. None is
             a fresh one each time.
+        ignore_eos: never choose an end-of-generation token, so that an answer has as many tokens as it may.
+        min_new_tokens: choose no end-of-generation token before so many tokens, and look for no stop string in
+            their text. At least 0.
 
     Raises:
         ConfigError: an option is out of its range; the message names it.
@@ -56,6 +59,8 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require_number(
@@ -78,6 +83,11 @@ class SamplingOptions:
             _require_integer("logit_bias, a token id", token_id, minimum=0)
             _require_number("logit_bias", bias, "numbers in [-100, 100]", lambda b: -100 <= b <= 100)
         _require_integer("seed", self.seed, minimum=0)
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos: found {self.ignore_eos!r:.80}, expected True or False")
+        if self.min_new_tokens is None:
+            raise ConfigError("min_new_tokens: found None, expected an integer, at least 0")
+        _require_integer("min_new_tokens", self.min_new_tokens, minimum=0)
 
 
 @operators.register(SAMPLER, REFERENCE)

@@ -242,6 +242,10 @@ class Session(AsyncSession):
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         if not isinstance(sampling, SamplingOptions):
             raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
+        if sampling.min_new_tokens > max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens is {sampling.min_new_tokens}, more than max_new_tokens, which is {max_new_tokens}"
+            )
         vocab_size = self._engine.plan.vocab_size
         if log_probabilities is not None:
             log_probabilities = require_whole("log_probabilities", log_probabilities)
@@ -265,6 +269,8 @@ class Session(AsyncSession):
             check_open=self._check_open,
             num_likeliest=log_probabilities,
             constraint=constraint,
+            ignore_eos=sampling.ignore_eos,
+            min_new_tokens=sampling.min_new_tokens,
         )
 
     def _pieces(self, generation: Generation) -> Iterator[Piece]:

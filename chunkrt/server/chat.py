@@ -34,8 +34,10 @@ class Chat(Form):
         if not tools and request.tool_choice not in (None, "auto", "none"):
             raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
         names = None if tools is None else _check_tools(service, request, tools)
+        max_new_tokens = request.max_new_tokens
+        request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
         wanted = Wanted(
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.num_likeliest,
@@ -108,6 +110,8 @@ class _LogProbabilities:
     def add(self, token_id: int, told: TokenLogProbabilities | None) -> None:
         """See `LogProbabilities.add`."""
         assert told is not None, "a chat is not echoed"
+        if token_id in self._service.tokenizer.eos_ids:  # it ends the message and is no part of its content
+            return
         top = [self._token(other, value) for other, value in told.top]
         self._content.append({**self._token(token_id, told.own), "top_logprobs": top})
 

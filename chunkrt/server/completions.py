@@ -29,8 +29,10 @@ class Completion(Form):
             raise RequestError("best_of: every choice is returned; ask for n", param="best_of")
         if request.echo and request.stream:
             raise RequestError("echo: a stream tells what is new alone", param="echo")
+        max_new_tokens = request.max_new_tokens
+        request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
         wanted = Wanted(
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.logprobs,

@@ -51,9 +51,14 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`include_usage`: a last event has the counts. `include_progress`: events tell how far the prompt is."""
+    """Options of a stream.
+
+    include_usage: a last event has the counts. continuous_usage_stats: every event with a choice has the counts so far.
+    include_progress: events report the progress of the prompt.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_progress: bool = False
     include_obfuscation: bool = False
 
@@ -92,6 +97,8 @@ class Generating(Request, kw_only=True):
     stop: str | list[str] | None = None
     n: Choices | None = None
     max_tokens: Limit | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
 
     def sampling(self, choice: int, vocab_size: int) -> SamplingOptions:
@@ -114,6 +121,8 @@ class Generating(Request, kw_only=True):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "min_new_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
             "seed": None if self.seed in (None, DRAWN_SEED) else (self.seed + choice) % 2**64,
         }
         if given["top_k"] == -1:
@@ -144,8 +153,29 @@ class Generating(Request, kw_only=True):
 
     @property
     def usage(self) -> bool:
-        """Whether a stream tells the counts at its end."""
+        """True if a stream reports the counts at its end."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every event of a stream reports the counts so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def check_ends(self, max_new_tokens: int) -> None:
+        """Check when an answer of at most so many tokens may end.
+
+        Raises:
+            RequestError: it shall not end where its form says that it does, or later than it may.
+        """
+        formed = self.response_format is not None and self.response_format.type != "text"
+        for name in ("ignore_eos", "min_tokens"):
+            if formed and getattr(self, name):
+                raise RequestError(f"{name}: with response_format the answer ends where its form does", param=name)
+        if (self.min_tokens or 0) > max_new_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, but the answer has at most {max_new_tokens} tokens",
+                param="min_tokens",
+            )
 
 
 class ChatRequest(Generating, kw_only=True):
