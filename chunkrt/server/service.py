@@ -38,6 +38,8 @@ class ServerOptions:
         queue: requests that wait for places.
         max_body_bytes: of a request.
         body_seconds: in which a request's body has to come.
+        header_seconds: in which a request's headers have to come.
+        max_connections: at a time; fewer where the process may open fewer than twice as many files.
         ping_seconds: the interval of comments in streams, which keep proxies and clients from giving up.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
         allow_hosts: names by which a server without keys may be asked, beside addresses and "localhost" ("*" for any).
@@ -49,6 +51,8 @@ class ServerOptions:
     queue: int = 64
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
+    header_seconds: float = 10.0
+    max_connections: int = 8192
     ping_seconds: float = 1.0
     allow_origin: str | None = None
     allow_hosts: Sequence[str] = ()
