@@ -31,6 +31,7 @@ def make_config(service: Service, host: str, port: int, connections: Connections
         make_app(service),
         host=host,
         port=port,
+        headers=[("X-Content-Type-Options", "nosniff")],
         http=connections.protocol(),
         ws="none",
         backlog=connections.backlog,
