@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-MOST_ROUNDS = 100
-"""Rounds of the fixpoint, each over all schemas in reach; if they do not suffice, nothing is known."""
+MOST_ROUNDS = 8
+"""Rounds of the fixpoint, each over all schemas in reach; if they do not suffice, nothing is known. Without recursion one
+suffices."""
 
 
 def allows_nothing(root: Any) -> bool:
@@ -20,10 +21,14 @@ def allows_nothing(root: Any) -> bool:
     nodes = _in_reach(root)
     satisfiable: set[int] = set()
     for _ in range(MOST_ROUNDS):
-        found = [key for key, node in nodes.items() if key not in satisfiable and _has_value(node, root, satisfiable)]
-        if not found:
-            return id(root) not in satisfiable
-        satisfiable.update(found)
+        before = len(satisfiable)
+        for key, node in nodes.items():
+            if key not in satisfiable and _has_value(node, root, satisfiable):
+                satisfiable.add(key)
+        if id(root) in satisfiable:
+            return False
+        if len(satisfiable) == before:
+            return True
     return False
 
 
