@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import unquote
 
 MOST_ROUNDS = 8
-"""Rounds of the fixpoint, each over all schemas in reach; if they do not suffice, nothing is known. Without recursion one
-suffices."""
+"""Rounds of the fixpoint, each over all schemas in reach. Without recursion one suffices; where these do not suffice,
+nothing is known."""
 
 
 def allows_nothing(root: Any) -> bool:
