@@ -12,6 +12,7 @@ import contextlib
 import logging
 import sys
 import time
+from itertools import islice
 from typing import Any
 
 import h11
@@ -70,7 +71,7 @@ class Connections:
 
     def end_oldest(self, number: int) -> None:
         """End connections that wait for their client, the oldest first."""
-        for protocol in list(self.waiting)[:number]:
+        for protocol in list(islice(self.waiting, number)):
             protocol.dismiss(BUSY if protocol.has_begun else None)
 
     def handle_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
