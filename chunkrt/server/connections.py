@@ -45,7 +45,7 @@ def raise_file_limit() -> int | None:
 
 
 class Connections:
-    """Bounds the connections of a server.
+    """Bounds of a server's connections.
 
     Args:
         most: connections at a time.
