@@ -137,7 +137,10 @@ class _Text:
     tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
-        self.end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
+        self.end_ids = frozenset[int]()
+        if tokenizer is not None:  # control tokens have no text, so a stop string that is one is met as a token
+            spelled = frozenset(map(tokenizer.special_id, stops.strings))
+            self.end_ids = tokenizer.eos_ids.union(token_id for token_id in spelled if token_id is not None)
         self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
         self._stops = stops
 

@@ -45,7 +45,7 @@ class Chat(Form):
             progress=request.progress,
             cache_salt=cache_salt,
         )
-        prompt = await service.beside(service.encode_chat, request.messages, tools)
+        prompt = await service.beside(service.encode_chat, request.messages, tools, request.chat_template_kwargs)
         chat = Chat(service, request, [prompt], wanted)
         if names is not None:
             chat._readers = [CallReader(names) for _ in wanted.sampling]

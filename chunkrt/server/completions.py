@@ -43,7 +43,11 @@ class Completion(Form):
             cache_salt=cache_salt,
             follows_text=True,
         )
-        prompts = await service.encode_all(request.prompts, "prompt")
+
+        def encode(text: str) -> list[int]:
+            return service.tokenizer.encode(text, parse_special=request.parse_special is not False)
+
+        prompts = await service.encode_all(request.prompts, "prompt", encode)
         return Completion(service, request, prompts, wanted)
 
     def _log_probabilities(self) -> LogProbabilities:

@@ -152,6 +152,7 @@ class ChatRequest(Generating, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def num_likeliest(self) -> int | None:
@@ -170,6 +171,7 @@ class CompletionRequest(Generating, kw_only=True):
     logprobs: Likeliest | None = None
     suffix: str | None = None
     best_of: int | None = None
+    parse_special: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -212,6 +214,8 @@ class TokenizeRequest(Request, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Request, kw_only=True):
