@@ -101,8 +101,7 @@ class _LogProbabilities:
                 top[name] = max(value, top.get(name, value))
         self._top.append(top)
         self._offsets.append(self._length)
-        if token_id < self._service.tokenizer.vocab_size:
-            self._length += len(self._decoder.push(token_id))
+        self._length += len(self._decoder.push(token_id))
 
     def take(self) -> Json:
         """See `LogProbabilities.take`."""

@@ -179,8 +179,7 @@ class Service:
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes; none for one that only the model has, for padding."""
-        tokenizer = self.tokenizer
-        return tokenizer.token_bytes[token_id] if token_id < tokenizer.vocab_size else b""
+        return self.tokenizer.token_bytes[token_id]
 
 
 def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool) -> dict[str, Any]:
