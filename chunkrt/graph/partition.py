@@ -39,7 +39,7 @@ from chunkrt.graph.plan import (
     Subgraph,
     Tensor,
 )
-from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY, trace
+from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, NO_HEAD_KEY, STATE_KEY, trace
 
 _DTYPES: Mapping[ir.DataType, Dtype] = {
     ir.DataType.FLOAT: "float32",
@@ -121,6 +121,7 @@ def partition(model: ir.Model, *, family: str) -> Plan:
         output=logits.name or "",
         vocab_size=int(_dimensions(logits)[-1]),
         context_length=int(graph.metadata_props.get(CONTEXT_KEY, "0")),
+        has_head=NO_HEAD_KEY not in graph.metadata_props,
         long_context_from=int(long_from) if (long_from := graph.metadata_props.get(LONG_CONTEXT_KEY)) else None,
     )
 
