@@ -26,7 +26,7 @@ def test_json_and_back_is_the_same_plan(plan):
 
 def test_json_holds_nothing_but_json(plan):
     data = json.loads(plan.to_json())
-    assert {type(v) for v in data.values()} <= {str, int, list, dict, type(None)}
+    assert {type(v) for v in data.values()} <= {str, int, bool, list, dict, type(None)}
     assert data["subgraphs"][1]["nodes"][0]["op"] == "RMSNormalization"
 
 
