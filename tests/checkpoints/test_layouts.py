@@ -184,4 +184,4 @@ def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, n
                 refused()
         assert session.position == len(ids)
     with pytest.raises(UnsupportedModelError, match="m has no head"):
-        window_model(plan_checkpoint(folder, {}), WindowSettings(sequence=4, context=8))
+        window_model(plan_checkpoint(folder, {}), WindowSettings(window=2, sequence=4, context=8))
