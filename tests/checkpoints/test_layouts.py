@@ -185,3 +185,21 @@ def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, n
         assert session.position == len(ids)
     with pytest.raises(UnsupportedModelError, match="m has no head"):
         window_model(plan_checkpoint(folder, {}), WindowSettings(window=2, sequence=4, context=8))
+
+
+@pytest.mark.parametrize("section", ["text_config", None])
+def test_a_tie_that_is_neither_true_nor_false_is_refused(tmp_path, section):
+    def change(config):
+        config = composite_config("gemma3")(config)
+        (config[section] if section else config)["tie_word_embeddings"] = "no"
+        return config
+
+    folder = write(tmp_path / "m", "gemma3_window_5", config=change)
+    with pytest.raises(ModelError, match="tie_word_embeddings is 'no', expected true or false"):
+        check_support(folder)
+
+
+def test_a_folder_with_an_adapter_alone_says_so(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds an adapter alone; merge it"):
+        check_support(tmp_path)
