@@ -23,7 +23,16 @@ FEW = 10
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is measured": ("both", "depths", "prompt_file", "parallel"),
-    "Prompt": ("prompt", "files", "messages_file", "prompts_file", "system", "prefill_answer", "raw"),
+    "Prompt": (
+        "prompt",
+        "files",
+        "messages_file",
+        "prompts_file",
+        "system",
+        "template_options",
+        "prefill_answer",
+        "raw",
+    ),
     "Answer": (
         "max_new_tokens",
         "min_new_tokens",

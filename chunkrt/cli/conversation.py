@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Conversation:
     sampling: SamplingOptions
     max_new_tokens: int
     stop: tuple[str, ...]
+    template_options: Mapping[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
     last: Answer | None = None
 

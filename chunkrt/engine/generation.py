@@ -87,7 +87,7 @@ class Generation:
         self._missing_ids = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
         self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
-        self._first_end = max_new_tokens if ignore_eos else min_new_tokens
+        self._ignores_ends = ignore_eos
         self._check_open = check_open
 
     def next_piece(self) -> Steps[Piece]:
@@ -114,8 +114,10 @@ class Generation:
         """Draw a token of those that may come. Raises ConstraintError if there is none, or another is drawn."""
         excluded = np.zeros(len(logits), np.bool_)
         excluded[self._missing_ids] = True
-        if self._num_drawn < self._first_end:
+        if self._num_drawn < self._fewest:
             excluded[list(self._text.end_ids)] = True
+        elif self._ignores_ends:
+            excluded[list(self._text.end_ids - self._text.stop_ids)] = True
         if self._constraint is not None:
             excluded |= ~_mask(self._constraint, len(logits))
             if excluded.all():
@@ -164,7 +166,9 @@ class _Text:
     tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
-        self.end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
+        # Control tokens have no text, so a stop string that is one is met as a token.
+        self.stop_ids = tokenizer.special_ids(stops.strings) if tokenizer else frozenset[int]()
+        self.end_ids = self.stop_ids | tokenizer.eos_ids if tokenizer else self.stop_ids
         self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
         self._stops = stops
 

@@ -227,6 +227,11 @@ class StopStrings:
         self._held = ""
         self._stopped = False
 
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return self._stops
+
     def __bool__(self) -> bool:
         """Return True if there is a stop string."""
         return bool(self._stops)

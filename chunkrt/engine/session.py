@@ -308,6 +308,8 @@ class Session(AsyncSession):
 
     def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Steps[Float32]:
         """The steps of an embedding, of a session that is empty; see `ManyPrompts.embed`."""
+        if isinstance(prompt, str):
+            prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
         tokens = self._encode(prompt)
         if len(tokens) > self.context_length:  # which may shift
             raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")

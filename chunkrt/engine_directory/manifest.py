@@ -30,6 +30,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
+from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 
 FORMAT = 6
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
@@ -97,7 +98,7 @@ def cached_folder(
         raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
     key = cache_key(
         checkpoint,
-        format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT),
+        format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT, TEXT_FORMAT),
         recipe=asdict(recipe),
         placement=list(placement.items()),
         grids=grids,

@@ -13,9 +13,10 @@ nothing else.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, cast
@@ -39,7 +40,8 @@ from chunkrt.graph.plan import (
     Subgraph,
     Tensor,
 )
-from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY, trace
+from chunkrt.graph.rope import RotaryTables
+from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, NO_HEAD_KEY, STATE_KEY, trace
 
 _DTYPES: Mapping[ir.DataType, Dtype] = {
     ir.DataType.FLOAT: "float32",
@@ -91,7 +93,16 @@ def plan_decoder(
     graph = trace(decoder)
     if is_shadowed is not None:
         cut_shadowed(graph, is_shadowed)
-    return Planned(source=source, decoder=decoder, plan=partition(graph, family=source.architecture))
+    plan = replace(partition(graph, family=source.architecture), num_parameters=_num_parameters(decoder))
+    return Planned(source=source, decoder=decoder, plan=plan)
+
+
+def _num_parameters(decoder: Module) -> int:
+    """Values of all tensors that the decoder reads, without those of RoPE; a tied head and its table are one tensor."""
+    modules = (module for module in decoder.modules() if not isinstance(module, RotaryTables))
+    members = (member for module in modules for member in vars(module).values())
+    shapes = [member.checkpoint_tensors for member in members if isinstance(member, Parameter)]
+    return sum(math.prod(shape) for shape in {name: s for tensors in shapes for name, s in tensors.items()}.values())
 
 
 def partition(model: ir.Model, *, family: str) -> Plan:
@@ -121,6 +132,7 @@ def partition(model: ir.Model, *, family: str) -> Plan:
         output=logits.name or "",
         vocab_size=int(_dimensions(logits)[-1]),
         context_length=int(graph.metadata_props.get(CONTEXT_KEY, "0")),
+        has_head=NO_HEAD_KEY not in graph.metadata_props,
         long_context_from=int(long_from) if (long_from := graph.metadata_props.get(LONG_CONTEXT_KEY)) else None,
     )
 

@@ -133,6 +133,8 @@ class Plan:
 
     `context_length`: positions that it can tell apart. `long_context_from`: with more tokens than these, its rotary
     tables are the second ones, which follow the `context_length` rows of the first; None if there is one of each.
+    `num_parameters`: values of the checkpoint that the decoder reads, each counted once; 0 if nobody counted them.
+    `has_head`: False if the checkpoint has no head, so that only the hidden states mean anything.
     """
 
     family: str
@@ -143,6 +145,8 @@ class Plan:
     vocab_size: int
     context_length: int
     long_context_from: int | None = None
+    has_head: bool = True
+    num_parameters: int = 0
 
     @property
     def static_subgraphs(self) -> tuple[Subgraph, ...]:

@@ -25,6 +25,7 @@ STATE_KEY = "chunkrt.state"
 """Marks a graph input that persists from chunk to chunk."""
 CONTEXT_KEY = "chunkrt.context_length"
 LONG_CONTEXT_KEY = "chunkrt.long_context_from"
+NO_HEAD_KEY = "chunkrt.no_head"
 """Where the graph says how many positions it can tell apart, and from how many on it needs its long rotary tables."""
 ALONE_KEY = "chunkrt.alone"
 """Marks a node that shall be a subgraph of its own, by its name."""
@@ -132,6 +133,10 @@ class Trace:
         self.metadata[CONTEXT_KEY] = str(min(known, length))
         if long_from is not None:
             self.metadata[LONG_CONTEXT_KEY] = str(long_from)
+
+    def leave_out_head(self) -> None:
+        """Say that the logits mean nothing; see `Plan.has_head`."""
+        self.metadata[NO_HEAD_KEY] = "1"
 
     def _unique(self, name: str) -> str:
         path = self._scopes[-1][0]

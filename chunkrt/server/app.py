@@ -314,14 +314,14 @@ async def _tokenize(service: Service, http: HttpRequest) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give a prompt or messages, one of them", param="prompt")
     if request.messages is not None:
-        tokens = await service.beside(service.encode_chat, request.messages)
+        tokens = await service.beside(service.encode_chat, request.messages, None, request.chat_template_kwargs)
     else:
         assert request.prompt is not None
         prompt, special = request.prompt, request.add_special_tokens
 
         def encode() -> list[int]:
             service.check_length(prompt, "prompt")
-            return service.tokenizer.encode(prompt, add_special=special, parse_special=False)
+            return service.tokenizer.encode(prompt, add_special=special, parse_special=request.parse_special)
 
         tokens = await service.beside(encode)
     length = service.engine.context_length

@@ -42,7 +42,11 @@ class Completion(Form):
             cache_salt=cache_salt,
             follows_text=True,
         )
-        prompts = await service.encode_all(request.prompts, "prompt")
+
+        def encode(text: str) -> list[int]:
+            return service.tokenizer.encode(text, parse_special=request.parse_special is not False)
+
+        prompts = await service.encode_all(request.prompts, "prompt", encode)
         return Completion(service, request, prompts, wanted)
 
     def _log_probabilities(self) -> LogProbabilities:
@@ -96,8 +100,7 @@ class _LogProbabilities:
                 top[name] = max(value, top.get(name, value))
         self._top.append(top)
         self._offsets.append(self._length)
-        if token_id < self._service.tokenizer.vocab_size:
-            self._length += len(self._decoder.push(token_id))
+        self._length += len(self._decoder.push(token_id))
 
     def take(self) -> Json:
         """See `LogProbabilities.take`."""

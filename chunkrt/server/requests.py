@@ -189,6 +189,7 @@ class ChatRequest(Generating, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -223,6 +224,7 @@ class CompletionRequest(Generating, kw_only=True):
     logprobs: Likeliest | None = None
     suffix: str | None = None
     best_of: int | None = None
+    parse_special: bool | None = None
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -272,6 +274,8 @@ class TokenizeRequest(Request, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Request, kw_only=True):

@@ -384,7 +384,7 @@ def test_a_turn_that_was_stopped_before_its_answer_is_left_out(command, monkeypa
 
     monkeypatch.setattr("chunkrt.cli.chat.stream_answer", stream_answer)
     monkeypatch.setattr(
-        "chunkrt.tokenizer.Tokenizer.encode_chat", lambda self, messages: list(map(len, map(str, messages)))
+        "chunkrt.tokenizer.Tokenizer.encode_chat", lambda self, messages, **_: list(map(len, map(str, messages)))
     )
     monkeypatch.setattr("chunkrt.tokenizer.Tokenizer.has_chat_template", True)
     finished = command("chat", GGUF, stdin="first\nsecond one\nthird\nfourth, the last\n")

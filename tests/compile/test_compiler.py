@@ -254,6 +254,20 @@ def test_a_cache_hit_imports_nothing_of_the_compile_half():
     assert run.stdout.split() == []
 
 
+def test_what_is_compiled_depends_on_files_in_the_folders_of_texts(tmp_path):
+    path = Path(shutil.copytree(checkpoint("llama_mha"), tmp_path / "model"))
+
+    def folder():
+        return cached_folder(tmp_path, path, recipe=W8A8, placement={})
+
+    found = [folder()]
+    for name in ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"):
+        (path / name).parent.mkdir()
+        (path / name).write_text("{}")
+        found.append(folder())
+    assert len(set(found)) == 3
+
+
 def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
 

@@ -13,6 +13,7 @@ from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
+from chunkrt.graph.decoders.parts import CausalDecoder
 from chunkrt.graph.modules import Module
 from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.ranks import ALONE, Ranks
@@ -164,7 +165,10 @@ def find_tensors(decoder: Module, source: TensorSource) -> None:
             found[table] = found[own]
         elif not are_equal(source, found[own], found[table]):
             log.warning("%s: the config ties %s to %s, but they differ; both are used", source.path.name, own, table)
-            module.untie()
+            module.tie_to(None)
+    if _is_body_alone(source) and isinstance(decoder, CausalDecoder) and decoder.lm_head.tied_to is None:
+        log.warning("%s has no head (lm_head.weight): it gives embeddings, and no logits", source.path.name)
+        decoder.leave_out_head()
     for parameter in decoder.parameters():
         parameter.checkpoint_tensors = {found.get(n, n): shape for n, shape in parameter.checkpoint_tensors.items()}
 
@@ -182,6 +186,12 @@ def _stored_names(source: TensorSource) -> dict[str, str]:
         elif name.startswith(prefix):
             stored.setdefault(f"model.{name.removeprefix(prefix)}", name)
     return stored
+
+
+def _is_body_alone(source: TensorSource) -> bool:
+    """Return True if a checkpoint was saved without a head, as Transformers' `AutoModel` saves models of embeddings."""
+    names = source.names()
+    return "embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
 def match_tensors(decoder: Module, source: TensorSource) -> tuple[dict[str, str], list[str]]:

@@ -51,8 +51,9 @@ def tokenizer_files(planned: Planned) -> Files:
     config |= {
         key: tokenizer.token_bytes[index].decode(errors="replace") for key, index in tokens.items() if index is not None
     }
-    if settings.chat_template is not None:
-        config["chat_template"] = settings.chat_template
+    if (template := settings.chat_template) is not None:
+        adds_bos = settings.chat_adds_bos and "bos_token" not in template
+        config["chat_template"] = "{{- bos_token }}" + template if adds_bos else template
     generation = {"bos_token_id": settings.bos_id, "eos_token_id": list(settings.eos_ids)}
     return {
         VOCABULARY_FILE: vocabulary,
