@@ -23,6 +23,8 @@ from typing import Literal, cast
 import onnx_ir as ir
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
+from chunkrt.errors import ModelError
+from chunkrt.graph.decoders import describe_family
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.operators import is_dynamic
 from chunkrt.graph.placement import Placement, place
@@ -39,6 +41,8 @@ from chunkrt.graph.plan import (
     Subgraph,
     Tensor,
 )
+from chunkrt.graph.plan_check import check_plan
+from chunkrt.graph.rope import RotaryTables
 from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY, trace
 
 _DTYPES: Mapping[ir.DataType, Dtype] = {
@@ -86,12 +90,41 @@ def plan_decoder(
 
     Raises:
         ConfigError: the placement names no module.
+        ModelError: the decoder cannot be traced, or declares a parameter that it does not use.
     """
     place(decoder, placement)
-    graph = trace(decoder)
+    title = describe_family(source.architecture)
+    graph = trace(decoder, title=title)
+    if unused := unused_parameters(decoder, graph):
+        module, _, attribute = unused[0].name.rpartition(".")
+        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+        raise ModelError(
+            f"the {title} builds module {module!r}, but no operator reads its parameter {attribute!r}{more}; call the "
+            "module in a forward, or do not build it"
+        )
     if is_shadowed is not None:
         cut_shadowed(graph, is_shadowed)
-    return Planned(source=source, decoder=decoder, plan=partition(graph, family=source.architecture))
+    plan = partition(graph, family=source.architecture)
+    check_new_plan(plan)
+    return Planned(source=source, decoder=decoder, plan=plan)
+
+
+def check_new_plan(plan: Plan) -> None:
+    """Raise ModelError, which names the family, if the plan of its decoder is none that chunkrt can run."""
+    try:
+        check_plan(plan)
+    except ValueError as error:
+        raise ModelError(f"the {describe_family(plan.family)} makes no plan: {error}; correct its modules") from error
+
+
+def unused_parameters(decoder: Module, traced: ir.Model) -> list[Parameter]:
+    """Parameters that a decoder declares and no operator of its traced graph reads.
+
+    Rotary tables are exempt: layers of one kind share them, and a decoder may have no layer of that kind.
+    """
+    tables = {id(p) for m in decoder.modules() if isinstance(m, RotaryTables) for p in m.parameters()}
+    unread = (p for p in decoder.parameters() if p.name not in traced.graph.initializers)
+    return [parameter for parameter in unread if id(parameter) not in tables]
 
 
 def partition(model: ir.Model, *, family: str) -> Plan:
