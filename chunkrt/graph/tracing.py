@@ -93,7 +93,13 @@ class Trace:
         """
         path, device = self._scopes[-1]
         try:
-            check_node(domain, op, attributes, [_type_of(value) if value is not None else None for value in inputs], outputs[0][1])
+            check_node(
+                domain,
+                op,
+                attributes,
+                [_type_of(value) if value is not None else None for value in inputs],
+                outputs[0][1],
+            )
         except ValueError as error:
             raise ValueError(f"operator {op} {outputs[0][0]!r}: {error}") from error
         values = [_value(self._unique(name), ir.DataType.FLOAT, shape) for name, shape in outputs]
