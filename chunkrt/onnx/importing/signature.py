@@ -115,6 +115,33 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
     )
 
 
+def refuse_fixed_lengths(inputs: Mapping[str, ir.Value], signature: Signature, where: str) -> None:
+    """Refuse a decoder of which an input has a fixed number of tokens, or a fixed batch of several sequences.
+
+    Args:
+        inputs: as `inputs_of` returns them.
+
+    Raises:
+        UnsupportedModelError: one of tokens, mask, positions, keys and values has such a size.
+    """
+    by_rows = (signature.tokens, signature.mask, signature.positions)
+    axes = {name: (-2, -1) for name in by_rows if name in inputs}
+    axes |= {s.past: (0, 2) for s in signature.states.values() if re.search("key|value", s.kind) and s.past in inputs}
+    for name, (batch, length) in axes.items():
+        shape = inputs[name].shape or ()
+        if len(shape) < (2 if name in by_rows else 4):
+            continue
+        if isinstance(shape[length], int):
+            raise UnsupportedModelError(
+                f"{where}: {name} has a fixed length of {shape[length]}; only exports with a free number of tokens are "
+                "imported; export it with dynamic axes"
+            )
+        if isinstance(shape[batch], int) and shape[batch] != 1:
+            raise UnsupportedModelError(
+                f"{where}: {name} has a fixed batch of {shape[batch]}; export it with a batch of 1 or dynamic axes"
+            )
+
+
 def feeds(
     signature: Signature, inputs: Mapping[str, ir.Value], probe: Probe, widths: Mapping[str, int] | None = None
 ) -> dict[str, NDArray[np.generic]]:
