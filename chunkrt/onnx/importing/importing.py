@@ -31,6 +31,7 @@ from chunkrt.onnx.importing.passes.integer_linears import raise_integer_linears
 from chunkrt.onnx.importing.passes.linears import raise_linears
 from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
 from chunkrt.onnx.importing.passes.pruning import prune
+from chunkrt.onnx.importing.preparing import prepare
 from chunkrt.onnx.importing.reading import find_model, read_proto, to_graph
 from chunkrt.onnx.importing.settings import GENAI, read_settings
 from chunkrt.onnx.importing.signature import find_signature, inputs_of, refuse_fixed_lengths
@@ -106,8 +107,10 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
     check_claims(proto, file)
     signature = find_signature(proto, file.name)
     family, config = read_settings(file.parent)
-    evaluator = Evaluator(proto, signature, _context_length(config))
     is_exported = PLAN_KEY in metadata_of(proto)
+    if not is_exported:
+        prepare(proto, signature, file)
+    evaluator = Evaluator(proto, signature, _context_length(config))
     if not is_exported:
         refuse_fixed_lengths(inputs_of(proto), signature, file.name)
         _refuse_rounding(evaluator, file)
