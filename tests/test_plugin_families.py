@@ -19,6 +19,7 @@ from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import llama
 from chunkrt.graph.modules import Constant, Module, Parameter
 from chunkrt.graph.partition import plan_decoder
+from chunkrt.graph.tracing import current_trace
 from chunkrt.plugins import PluginGroup
 
 FAMILY = "llama_gqa"
@@ -136,12 +137,20 @@ def unknown(layer, hidden):
     return {}["hidden"]
 
 
+def namesake(layer, hidden):
+    """A product by a weight, which a scheme would take for a linear of chunkrt's and quantise."""
+    weight = layer.mlp.down_proj.weight.value()
+    trace = current_trace()
+    return trace.node("MatMul", [hidden, weight], [("output", ops.shape_of(hidden))], attributes={}, domain="mine")[0]
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
         (narrow, r"operator RMSNormalization 'output': it norms \['T', \d+\] by \[\d+\]"),
         (uneven, r"operator Split 'a': it splits \d+ columns in 5 along axis -1"),
         (unknown, r"KeyError: 'hidden'"),
+        (namesake, r"operator MatMul 'output': chunkrt has MatMul itself; give that of mine another name"),
     ],
 )
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ class OperatorRegistry:
         return sorted({name for name, _ in self._entries})
 
     def own_takes(self, use: Use) -> bool:
-        """Whether chunkrt's own reference has an operator and takes the node."""
+        """Return whether chunkrt's own reference has an operator and takes the node."""
         return not self.missing(use, REFERENCE)
 
     def missing(self, use: Use, device: str) -> str:

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 import onnx_ir as ir
 
 from chunkrt.errors import ChunkrtError, ModelError
-from chunkrt.graph.operators import check_node
-from chunkrt.graph.plan import Attribute, Device
+from chunkrt.graph.operators import OPERATOR_NAMES, check_node, require
+from chunkrt.graph.plan import DOMAIN, Attribute, Device
 
 OPSET = 23
 """The first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -93,6 +93,11 @@ class Trace:
         """
         path, device = self._scopes[-1]
         try:
+            is_foreign = domain not in ("", DOMAIN)
+            require(
+                not (is_foreign and op in OPERATOR_NAMES),
+                f"chunkrt has {op} itself; give that of {domain} another name",
+            )
             check_node(
                 domain,
                 op,

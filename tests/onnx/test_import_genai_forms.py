@@ -39,7 +39,7 @@ def with_norms_inside(model, *, is_packed=False):
 
 
 def agrees_with(folder, model, truth, tolerance=TOLERANCE):
-    """Whether the import of a model gives the logits of another under ONNX Runtime."""
+    """Check that the import of a model gives the logits of another under ONNX Runtime."""
     saved(model, folder, "genai_qwen3_fp32" if "qwen3" in str(truth) else "genai_llama_fp32")
     assert_agrees(folder, truth if isinstance(truth, onnx.ModelProto) else load(truth), tolerance)
 

@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def original_logits(model, tokens):
-    """What ONNX Runtime gives for the first chunk."""
+    """Return the logits of the first chunk under ONNX Runtime."""
     session = ort.InferenceSession(model.SerializeToString())
     fed = {"input_ids": tokens[None], "attention_mask": np.ones((1, len(tokens)), np.int64)}
     fed["position_ids"] = np.arange(len(tokens))[None]

@@ -80,7 +80,7 @@ def _final(names: dict[str, str], name: str) -> str:
 
 
 def _may_be_identity(node: onnx.NodeProto, evaluator: Evaluator) -> bool:
-    """Whether a node is an identity by its operator and its number of inputs; shapes and types may be needed too."""
+    """Return whether operator and inputs allow a node to be an identity; shapes and types may decide."""
     inputs = [name for name in node.input if name]
     if node.domain not in ("", "ai.onnx") or not inputs or inputs[0] != node.input[0] or not node.output[0]:
         return False
@@ -110,7 +110,7 @@ def _is_identity(node: onnx.NodeProto, evaluator: Evaluator, seen: Seen) -> bool
 
 
 def _takes_all(node: onnx.NodeProto, evaluator: Evaluator, shapes: list[tuple[int, ...]]) -> bool:
-    """Whether a Slice takes all of each axis at any length, not only at the probes' lengths."""
+    """Return whether a Slice takes all of each axis at any length, not only at the probes' lengths."""
     given = {i: evaluator.constant(name).reshape(-1) for i, name in enumerate(node.input) if i and name}
     by_name = {a.name: np.array(a.ints) for a in node.attribute}  # of opsets before 10
     starts, ends = given.get(1, by_name.get("starts")), given.get(2, by_name.get("ends"))

@@ -46,7 +46,7 @@ def prepare(proto: onnx.ModelProto, signature: Signature, path: Path) -> None:
 
 
 def is_prepared(proto: onnx.ModelProto) -> bool:
-    """Whether a model was rewritten after it was read."""
+    """Return whether a model was rewritten after it was read."""
     return any(entry.key == PREPARED_KEY for entry in proto.metadata_props)
 
 
@@ -81,7 +81,7 @@ def _with_all_logits(graph: onnx.GraphProto, signature: Signature) -> bool:
 
 
 def _is_last_row(graph: onnx.GraphProto, node: onnx.NodeProto, *, keeps_axis: bool) -> bool:
-    """Whether a node picks the last of the rows [batch, T, H]."""
+    """Return whether a node picks the last of the rows [batch, T, H]."""
     if node.op_type == "Gather":
         axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
         indices = _constant(graph, node.input[1])
@@ -162,7 +162,7 @@ def _in_float32(graph: onnx.GraphProto, signature: Signature) -> bool:
 
 
 def _cast_halves(graph: onnx.GraphProto, outer: frozenset[str]) -> bool:
-    """The same for one graph and the graphs that its nodes hold; `outer` are names of bfloat16 around the graph."""
+    """Do so in a graph and in the graphs that its nodes hold; `outer` are names of bfloat16 values around it."""
     half, whole = TensorProto.BFLOAT16, TensorProto.FLOAT
     names = {tensor.name for tensor in graph.initializer if tensor.data_type == half}
     names |= {n.output[0] for n in graph.node for a in n.attribute if n.op_type == "Constant" and a.t.data_type == half}
