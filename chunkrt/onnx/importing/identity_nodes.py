@@ -6,6 +6,7 @@ Transformers was empty. They stand between a state and the node that appends to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def without_identities(evaluator: Evaluator, path: Path, *, runs: bool) -> onnx.
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     kept = {v.name for v in (*proto.graph.input, *proto.graph.output, *proto.graph.initializer)}
+    kept.update(_read_inside(proto.graph.node))
     dropped = {node.output[0] for node in found}
     names_of: dict[str, str] = {}
     for node in found:
@@ -71,6 +73,15 @@ def without_identities(evaluator: Evaluator, path: Path, *, runs: bool) -> onnx.
         for values in (copied.input, copied.output):
             values[:] = [_final(names_of, name) for name in values]
     return replaced(result, [], [], path)
+
+
+def _read_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Names that the graphs inside of nodes read, where no name is changed."""
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from (name for node in graph.node for name in node.input)
+            yield from (value.name for value in graph.output)
+            yield from _read_inside(graph.node)
 
 
 def _final(names: dict[str, str], name: str) -> str:
