@@ -182,7 +182,7 @@ def measure(
 
 def _llama_bench(engine: Engine, model: str) -> dict[str, Any]:
     """The columns that are the same for all tests of an engine."""
-    num_parameters = engine.plan.num_parameters
+    num_parameters = engine.manifest.num_parameters
     cache_type = _GGML_TYPES[engine.cache_dtype]
     return {
         "build_commit": f"chunkrt {__version__}",

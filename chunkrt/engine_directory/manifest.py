@@ -56,7 +56,7 @@ class Manifest:
 
     files: bytes and `digest` of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
     which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
-    not written.
+    not written. num_parameters: of the whole model, each counted once; 0 if that was not written.
     """
 
     format: int
@@ -68,6 +68,7 @@ class Manifest:
     placement: Placement = field(default_factory=dict)
     ranks: Ranks = ALONE
     checkpoint: str = ""
+    num_parameters: int = 0
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -116,6 +117,7 @@ def write_manifest(
     placement: Placement | None = None,
     ranks: Ranks = ALONE,
     checkpoint: str = "",
+    num_parameters: int = 0,
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
@@ -129,6 +131,7 @@ def write_manifest(
         placement=dict(placement or {}),
         ranks=ranks,
         checkpoint=checkpoint,
+        num_parameters=num_parameters,
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 

@@ -278,6 +278,10 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
 }
 
 
+OPERATOR_NAMES = frozenset(op for _, op in OPERATORS)
+"""Names that quantisation goes by, without a domain; a plug-in's operator has another name."""
+
+
 def is_dynamic(domain: str, op: str) -> bool:
     """Whether a node without a place of its own goes to the CPU; those of plug-ins go to the NPU."""
     return (domain, op) in OPERATORS and OPERATORS[domain, op].is_dynamic

@@ -133,7 +133,6 @@ class Plan:
 
     `context_length`: positions that it can tell apart. `long_context_from`: with more tokens than these, its rotary
     tables are the second ones, which follow the `context_length` rows of the first; None if there is one of each.
-    `num_parameters`: values of the checkpoint that the decoder reads, each counted once; 0 if nobody counted them.
     `has_head`: False if the checkpoint has no head, so that only the hidden states mean anything.
     """
 
@@ -146,7 +145,6 @@ class Plan:
     context_length: int
     long_context_from: int | None = None
     has_head: bool = True
-    num_parameters: int = 0
 
     @property
     def static_subgraphs(self) -> tuple[Subgraph, ...]:

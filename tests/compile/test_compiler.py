@@ -20,7 +20,7 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt import files as shared_folder
 from chunkrt.compile import compiler
-from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine_directory import content
 from chunkrt.engine_directory import manifest as engine_directory
 from chunkrt.engine_directory.content import sampled_digest
@@ -72,6 +72,7 @@ def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
         "placement": {},
         "ranks": {"rank": 0, "size": 1},
         "checkpoint": sampled_digest(CHECKPOINT),
+        "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
         "npu": [],
         "files": {
             name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
