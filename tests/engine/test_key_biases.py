@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from led_ranks import led
 from safetensors.numpy import save_file
 
 import chunkrt
@@ -55,7 +57,7 @@ def weights(bias: float) -> dict[str, np.ndarray]:
     }
 
 
-def write_model(folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+def write_model(folder: Path, tensors: Mapping[str, np.ndarray], **changes: Any) -> Path:
     config = {
         "model_type": "qwen2",
         "hidden_size": HIDDEN,
@@ -68,6 +70,7 @@ def write_model(folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
         "rms_norm_eps": EPSILON,
         "rope_theta": THETA,
         "tie_word_embeddings": False,
+        **changes,
     }
     folder.mkdir(parents=True)
     save_file(dict(tensors), folder / "model.safetensors")
@@ -130,7 +133,7 @@ def biased(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_model(tmp_path_factory.mktemp("biased") / "model", tensors), truth(tensors, TOKENS)
 
 
-def load(folder: Path, cache_dtype: str, **options: object) -> Engine:
+def load(folder: Path, cache_dtype: str, **options: Any) -> Engine:
     return chunkrt.load(folder, npu="native", scheme="w8a8-dynamic", threads=2, cache_dtype=cache_dtype, **options)
 
 
@@ -143,3 +146,61 @@ def test_caches_of_int8_are_as_near_as_those_of_float16(biased: tuple[Path, np.n
             found[dtype] = divergence(expected, engine.session().prefill(TOKENS, logits="all").logits)
     assert 0 < found["float16"] < 0.02
     assert found["int8"] - found["float16"] < 0.001
+
+
+@pytest.fixture(scope="module")
+def largest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """The model with biases of 300, and what it says in float64."""
+    tensors = weights(300.0)
+    return write_model(tmp_path_factory.mktemp("largest") / "model", tensors), truth(tensors, TOKENS)
+
+
+def test_chunks_threads_and_company_change_no_bit(largest: tuple[Path, np.ndarray]) -> None:
+    with load(largest[0], "int8", chunk_length=64) as engine, load(largest[0], "int8", chunk_length=7) as other:
+        whole = engine.session().prefill(TOKENS[:150], logits="all").logits
+        np.testing.assert_array_equal(other.session().prefill(TOKENS[:150], logits="all").logits, whole)
+        pairs = [(TOKENS[i : i + 30 + i], TOKENS[200 : 210 + i]) for i in range(0, 90, 15)]
+        assert engine.score(pairs) == [score for pair in pairs for score in other.score([pair])]
+
+
+def test_sessions_go_back_go_on_and_are_saved(largest: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    with load(largest[0], "int8", chunk_length=32, prefix_cache="memory") as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:100])
+        session.save(tmp_path / "said")
+        fork = session.fork()
+        expected = session.prefill(TOKENS[100:130], logits="all").logits
+        np.testing.assert_array_equal(fork.prefill(TOKENS[100:130], logits="all").logits, expected)
+        session.rewind(100)
+        np.testing.assert_array_equal(session.prefill(TOKENS[100:130], logits="all").logits, expected)
+        again = engine.session()
+        again.prefill(TOKENS[:100])
+        assert engine.stats().cached_tokens >= 64
+        np.testing.assert_array_equal(again.prefill(TOKENS[100:130], logits="all").logits, expected)
+    with load(largest[0], "int8", chunk_length=8) as engine, engine.load_session(tmp_path / "said") as session:
+        np.testing.assert_array_equal(session.prefill(TOKENS[100:130], logits="all").logits, expected)
+    with load(largest[0], "int8", context_shift=True) as engine, engine.load_session(tmp_path / "said") as session:
+        np.testing.assert_array_equal(session.prefill(TOKENS[100:130], logits="all").logits, expected)
+
+
+def test_ranks_leave_out_their_share_of_the_biases(largest: tuple[Path, np.ndarray]) -> None:
+    folder, expected = largest
+    options = {"scheme": "w8a8-dynamic", "context_length": CONTEXT}
+    found = {}
+    for dtype in ("float16", "int8"):
+        with led(folder, 2, cache_dtype=dtype, **options) as ranks:
+            found[dtype] = divergence(expected, ranks.engine.session().prefill(TOKENS, logits="all").logits)
+    assert found["int8"] - found["float16"] < 0.001
+
+
+def test_windows_and_shifts_keep_what_is_left(tmp_path: Path) -> None:
+    """Of one layer, whose keys depend on their own token alone: what stays is as if it had been there alone."""
+    tensors = {name: each for name, each in weights(300.0).items() if "layers.1." not in name}
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
+    folder = write_model(tmp_path / "model", tensors, num_hidden_layers=1, **window)
+    with load(folder, "int8", context_length=128, context_shift=True, chunk_length=16) as engine:
+        session = engine.session()
+        found = session.prefill(TOKENS[:200]).logits
+        assert len(session.tokens) < 200
+        expected = engine.session().prefill(session.tokens).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
