@@ -27,8 +27,9 @@ void check_cached(const std::vector<double>& found, const std::vector<double>& e
     for (std::size_t i = d / 32 * 32; i < std::min(d / 32 * 32 + 32, found.size()); ++i) {
       largest = std::max(largest, std::fabs(expected[i] - bias[i]));
     }
-    // float16 rounds relatively to an element, int8 to half a step of its group, of which 254 are the largest's
-    // double; scale, quotient and product round in float32, and what is left of a key without its bias.
+    // float16 rounds relatively to an element, int8 to half a step of its group, of which 254 are the
+    // largest's double; scale, quotient and product round in float32, and what is left of a key without its
+    // bias.
     const double storage_error = type == CacheType::float16 ? std::fabs(expected[d]) * 0x1p-11 + 0x1p-25
                                  : type == CacheType::int8  ? largest * (1.0 / 254.0 + 0x1p-20)
                                                             : 0.0;

@@ -95,7 +95,7 @@ struct AttentionArgs {
   bool has_raw_keys;     // the tables' row table_row - position + j exists for every key j that is seen
   // float32 [num_kv_heads * head_dim] or nullptr: the part of raw keys that an int8 cache leaves out.
   const float* key_bias = nullptr;
-  float* out;            // float32 [rows, num_heads * head_dim]; may not overlap qkv
+  float* out;  // float32 [rows, num_heads * head_dim]; may not overlap qkv
   std::size_t rows;
   std::size_t position;   // of row 0
   std::size_t table_row;  // of cos and sin, for row 0

@@ -9,8 +9,8 @@
 namespace chunkrt {
 namespace {
 
-// `count` neighbouring rows of a cache as float32, with what they are short of: the cache itself, or a copy in
-// `buffer`.
+// `count` neighbouring rows of a cache as float32, with what they are short of: the cache itself, or a copy
+// in `buffer`.
 const float* widened(const AttentionArgs& args, const void* cache, std::size_t offset, std::size_t count,
                      const float* bias, float* buffer, const AttentionOperations& operations) {
   const auto* rows = static_cast<const std::byte*>(cache) + offset;
@@ -84,17 +84,17 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
        start += kKeysPerBlock) {
     const std::size_t block_keys = std::min(kKeysPerBlock, item_end - start);
     const std::size_t offset = cache_offset(args, item.kv_head, start);
-    const float* keys = widened(args, args.key_cache, offset, block_keys, key_bias(args, item.kv_head),
-                                buffer, operations);
+    const float* keys =
+        widened(args, args.key_cache, offset, block_keys, key_bias(args, item.kv_head), buffer, operations);
     if (args.has_raw_keys) {
       rope_keys(args, keys, start, item_first, start + block_keys, buffer, operations);
       keys = buffer;
     }
     operations.transpose(keys, block_keys, head_dim, transposed);
-    const KeyBlock block = {.keys = transposed,
-                            .values = widened(args, args.value_cache, offset, block_keys, nullptr, buffer,
-                                              operations),
-                            .head_dim = head_dim};
+    const KeyBlock block = {
+        .keys = transposed,
+        .values = widened(args, args.value_cache, offset, block_keys, nullptr, buffer, operations),
+        .head_dim = head_dim};
     for (std::size_t i = 0; i < item.num_queries; ++i) {
       first[i] = first_keys[i] > start ? first_keys[i] - start : 0;
       visible[i] = end_keys[i] > start ? std::min(kKeysPerBlock, end_keys[i] - start) : 0;

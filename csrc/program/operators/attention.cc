@@ -138,26 +138,27 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   const ValueId out = builder.float_rows(Symbol::T, num_heads * head_dim);
   const auto arguments = [=](const Frame& frame) {
     const bool has_bias = qkv_bias && frame.dtypes[key_cache] == Dtype::int8;
-    return AttentionArgs{.qkv = frame.get<const float>(qkv),
-                         .cos = frame.get<const float>(cos),
-                         .sin = frame.get<const float>(sin),
-                         .key_cache = frame.get<void>(key_cache),
-                         .value_cache = frame.get<void>(value_cache),
-                         .cache_type = cache_type_of(frame.dtypes[key_cache]),
-                         .has_raw_keys = shape.has_raw_keys,
-                         .key_bias = has_bias ? frame.get<const float>(*qkv_bias) + num_heads * head_dim : nullptr,
-                         .out = frame.get<float>(out),
-                         .rows = frame.size_of(Symbol::T),
-                         .position = static_cast<std::size_t>(*frame.get<const std::int64_t>(position)),
-                         .table_row = static_cast<std::size_t>(*frame.get<const std::int64_t>(table_row)),
-                         .capacity = frame.size_of(slots),
-                         .window = shape.window,
-                         .num_heads = num_heads,
-                         .num_kv_heads = num_kv_heads,
-                         .head_dim = head_dim,
-                         .rotary_dim = 2 * table_shape[1].size,
-                         .scale = shape.scale,
-                         .math = shape.math};
+    return AttentionArgs{
+        .qkv = frame.get<const float>(qkv),
+        .cos = frame.get<const float>(cos),
+        .sin = frame.get<const float>(sin),
+        .key_cache = frame.get<void>(key_cache),
+        .value_cache = frame.get<void>(value_cache),
+        .cache_type = cache_type_of(frame.dtypes[key_cache]),
+        .has_raw_keys = shape.has_raw_keys,
+        .key_bias = has_bias ? frame.get<const float>(*qkv_bias) + num_heads * head_dim : nullptr,
+        .out = frame.get<float>(out),
+        .rows = frame.size_of(Symbol::T),
+        .position = static_cast<std::size_t>(*frame.get<const std::int64_t>(position)),
+        .table_row = static_cast<std::size_t>(*frame.get<const std::int64_t>(table_row)),
+        .capacity = frame.size_of(slots),
+        .window = shape.window,
+        .num_heads = num_heads,
+        .num_kv_heads = num_kv_heads,
+        .head_dim = head_dim,
+        .rotary_dim = 2 * table_shape[1].size,
+        .scale = shape.scale,
+        .math = shape.math};
   };
   builder.need_scratch(attention_scratch_floats(head_dim, shape.math));
   AttentionFunction* append = select_kernel(append_cache_f32).function;

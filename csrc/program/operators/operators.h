@@ -86,8 +86,8 @@ struct AttentionShape {
 // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
 // table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
 // caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings. With raw
-// keys `qkv_bias` may be a constant [columns of qkv] that is in each row of qkv: its part for the keys is what
-// int8 caches leave out.
+// keys `qkv_bias` may be a constant [columns of qkv] that is in each row of qkv: its part for the keys is
+// what int8 caches leave out.
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
                   ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape,
                   std::optional<ValueId> qkv_bias = std::nullopt);
